@@ -1,0 +1,142 @@
+//! What a collective means.
+//!
+//! - COL-1: a reduction is the fold over ranks 0, 1, .. n-1 in the accumulation type of its element type
+//!   (float32 for float16 and bfloat16, the type itself otherwise), rounded once at the end. Every algorithm keeps
+//!   this order, so the result is bitwise the same on every rank, from run to run, and between algorithms.
+//! - COL-2: average divides the sum by the number of ranks in the accumulation type.
+//! - COL-3: every member calls the same operations on a group in the same order. What they call is compared before
+//!   data moves; a difference is [`crate::Error::Mismatch`] with the same text on every member, and the group
+//!   stays usable.
+
+use std::sync::Arc;
+
+use crate::buffer::{DType, TensorView};
+
+pub mod communicator;
+pub mod window;
+
+pub use communicator::{Communicator, Done};
+pub use window::Window;
+
+/// How values of different ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names are the documentation")]
+pub enum ReduceOp {
+    Sum = 0,
+    Average = 1,
+    Min = 2,
+    Max = 3,
+    Product = 4,
+    BitAnd = 5,
+    BitOr = 6,
+    BitXor = 7,
+}
+
+/// One member's part in an operation of its group. Roots and peers are ranks inside the group; counts and sizes are
+/// in elements. Input and output may be the same memory (in place) where both have the same shape; they must not
+/// overlap otherwise.
+#[derive(Clone, Debug)]
+pub enum Request {
+    /// `output = op over ranks (input)`.
+    AllReduce {
+        /// n elements.
+        input: TensorView,
+        /// n elements.
+        output: TensorView,
+        /// How.
+        op: ReduceOp,
+    },
+    /// As [`Request::AllReduce`], in place, over the same range of every member's part of `window`.
+    AllReduceWindow {
+        /// Made by [`Communicator::window`] of this group.
+        window: Arc<Window>,
+        /// Start of the range in bytes; a multiple of 64.
+        offset_bytes: usize,
+        /// Length of the range.
+        elems: usize,
+        /// Element type.
+        dtype: DType,
+        /// How.
+        op: ReduceOp,
+    },
+    /// As [`Request::AllReduce`], but only `root` gets `output`.
+    Reduce {
+        /// n elements.
+        input: TensorView,
+        /// n elements on the root; empty elsewhere.
+        output: TensorView,
+        /// How.
+        op: ReduceOp,
+        /// Who gets the result.
+        root: usize,
+    },
+    /// `data` of `root` everywhere.
+    Broadcast {
+        /// n elements, in place.
+        data: TensorView,
+        /// Whose.
+        root: usize,
+    },
+    /// Rank i's input becomes block i of every output. Blocks may differ in size: `counts[i]` elements.
+    AllGather {
+        /// `counts[me]` elements.
+        input: TensorView,
+        /// Block i, `counts[i]` elements, for every member; blocks need not be adjacent.
+        outputs: Vec<TensorView>,
+    },
+    /// As [`Request::AllGather`], but only `root` gets the outputs.
+    Gather {
+        /// This rank's block.
+        input: TensorView,
+        /// One block a member on the root; empty elsewhere.
+        outputs: Vec<TensorView>,
+        /// Who gets them.
+        root: usize,
+    },
+    /// Block i of `root` becomes rank i's output.
+    Scatter {
+        /// One block a member on the root; empty elsewhere.
+        inputs: Vec<TensorView>,
+        /// This rank's block.
+        output: TensorView,
+        /// Whose.
+        root: usize,
+    },
+    /// `output = op over ranks r (inputs[me] of r)`.
+    ReduceScatter {
+        /// One block a member.
+        inputs: Vec<TensorView>,
+        /// As long as `inputs[me]`.
+        output: TensorView,
+        /// How.
+        op: ReduceOp,
+    },
+    /// Block j of rank i becomes block i of rank j. Blocks may differ in size.
+    AllToAll {
+        /// Block j goes to rank j.
+        inputs: Vec<TensorView>,
+        /// Block i comes from rank i.
+        outputs: Vec<TensorView>,
+    },
+    /// Returns when every member has called it.
+    Barrier,
+    /// A message to one member; see [`Request::Recv`]. Not compared across ranks.
+    Send {
+        /// n elements.
+        data: TensorView,
+        /// To whom.
+        to: usize,
+        /// Matches the receiver's.
+        tag: u32,
+    },
+    /// A message from one member. Messages of one pair and tag arrive in order.
+    Recv {
+        /// n elements, as many as were sent.
+        data: TensorView,
+        /// From whom; `None` takes the next message with the tag from anybody.
+        from: Option<usize>,
+        /// Matches the sender's.
+        tag: u32,
+    },
+}

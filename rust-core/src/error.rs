@@ -1,0 +1,211 @@
+//! Every error of the core, its stable code, and whether a job can go on after it.
+//!
+//! Texts are lowercase, name values with their units and put names in backticks; the remedy is [`Error::hint`].
+//! A code never changes once released: it crosses the FFI (see `smd-bridge`'s guard) and picks the Python class.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The result of every fallible function of the core.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A stable name for a kind of error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Code {
+    /// A call needs `init()` first.
+    NotInitialized,
+    /// `init()` was called a second time.
+    AlreadyInitialized,
+    /// The session was shut down, by this process or after a failure.
+    Closed,
+    /// A value that the caller passed is not acceptable.
+    InvalidArgument,
+    /// A configuration key or environment variable has a bad value, or two contradict each other.
+    Config,
+    /// Ranks called different operations, or the same one with different arguments.
+    Mismatch,
+    /// A peer died, left, or reported that it failed.
+    PeerFailed,
+    /// A wait ended at its deadline.
+    Timeout,
+    /// What was asked for is not available on this machine or in this build.
+    Unsupported,
+    /// Joining the job failed.
+    Rendezvous,
+    /// The operating system refused something.
+    Io,
+    /// A signal arrived during a wait.
+    Interrupted,
+    /// An invariant of the core is broken: a bug in OpenSMD.
+    Internal,
+}
+
+impl Code {
+    /// Every code, in declaration order.
+    pub const ALL: [Code; 13] = [
+        Code::NotInitialized,
+        Code::AlreadyInitialized,
+        Code::Closed,
+        Code::InvalidArgument,
+        Code::Config,
+        Code::Mismatch,
+        Code::PeerFailed,
+        Code::Timeout,
+        Code::Unsupported,
+        Code::Rendezvous,
+        Code::Io,
+        Code::Interrupted,
+        Code::Internal,
+    ];
+
+    /// The spelling that users see in brackets and that Python maps to a class.
+    pub fn name(self) -> &'static str {
+        match self {
+            Code::NotInitialized => "not_initialized",
+            Code::AlreadyInitialized => "already_initialized",
+            Code::Closed => "closed",
+            Code::InvalidArgument => "invalid_argument",
+            Code::Config => "config",
+            Code::Mismatch => "mismatch",
+            Code::PeerFailed => "peer_failed",
+            Code::Timeout => "timeout",
+            Code::Unsupported => "unsupported",
+            Code::Rendezvous => "rendezvous",
+            Code::Io => "io",
+            Code::Interrupted => "interrupted",
+            Code::Internal => "internal",
+        }
+    }
+}
+
+/// What went wrong. Cheap to clone: one failure is told to every waiter.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// See [`Code::NotInitialized`].
+    #[error("`{call}` needs an initialised session: call `init()` first")]
+    NotInitialized {
+        /// The public name of the call.
+        call: &'static str,
+    },
+    /// See [`Code::AlreadyInitialized`]; the text is the documented one.
+    #[error("init() called more than once. smdistributed.dataparallel is already initialized.")]
+    AlreadyInitialized,
+    /// See [`Code::Closed`].
+    #[error("the session is closed: {reason}")]
+    Closed {
+        /// Why it was closed.
+        reason: String,
+    },
+    /// See [`Code::InvalidArgument`].
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// See [`Code::Config`].
+    #[error("{0}")]
+    Config(String),
+    /// Ranks disagree. Every rank of the group gets the same text.
+    #[error("{during}: ranks disagree: {detail}")]
+    Mismatch {
+        /// The operation, as this rank called it.
+        during: String,
+        /// Who called what.
+        detail: String,
+    },
+    /// A peer is gone or failed.
+    #[error("rank {rank} {how} while rank {me} was in {during}")]
+    PeerFailed {
+        /// The global rank of the culprit.
+        rank: usize,
+        /// What happened to it: `died`, `left the job`, `failed: ...`.
+        how: String,
+        /// The global rank that reports.
+        me: usize,
+        /// What this rank was doing.
+        during: String,
+    },
+    /// A wait ended at its deadline.
+    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?}")]
+    Timeout {
+        /// The operation.
+        during: String,
+        /// How long this rank waited.
+        waited: Duration,
+        /// Global ranks that did not arrive.
+        missing: Vec<usize>,
+    },
+    /// See [`Code::Unsupported`].
+    #[error("{0}")]
+    Unsupported(String),
+    /// See [`Code::Rendezvous`].
+    #[error("{0}")]
+    Rendezvous(String),
+    /// A system call failed.
+    #[error("{context}")]
+    Io {
+        /// What was being done, with the names of what it was done to.
+        context: String,
+        /// The operating system's answer.
+        #[source]
+        source: Arc<std::io::Error>,
+    },
+    /// A signal arrived during a wait.
+    #[error("interrupted by a signal during {during}")]
+    Interrupted {
+        /// The operation.
+        during: String,
+    },
+    /// A bug in OpenSMD.
+    #[error("internal error: {0} (this is a bug in OpenSMD: please report it)")]
+    Internal(String),
+}
+
+impl Error {
+    /// An [`Error::Io`] with its context.
+    pub fn io(context: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
+        Error::Io { context: context.into(), source: Arc::new(source.into()) }
+    }
+
+    /// The stable code.
+    pub fn code(&self) -> Code {
+        match self {
+            Error::NotInitialized { .. } => Code::NotInitialized,
+            Error::AlreadyInitialized => Code::AlreadyInitialized,
+            Error::Closed { .. } => Code::Closed,
+            Error::InvalidArgument(_) => Code::InvalidArgument,
+            Error::Config(_) => Code::Config,
+            Error::Mismatch { .. } => Code::Mismatch,
+            Error::PeerFailed { .. } => Code::PeerFailed,
+            Error::Timeout { .. } => Code::Timeout,
+            Error::Unsupported(_) => Code::Unsupported,
+            Error::Rendezvous(_) => Code::Rendezvous,
+            Error::Io { .. } => Code::Io,
+            Error::Interrupted { .. } => Code::Interrupted,
+            Error::Internal(_) => Code::Internal,
+        }
+    }
+
+    /// Whether the session can be used after this error. After a fatal one, every later call fails too.
+    pub fn is_recoverable(&self) -> bool {
+        matches!(
+            self.code(),
+            Code::NotInitialized
+                | Code::AlreadyInitialized
+                | Code::InvalidArgument
+                | Code::Config
+                | Code::Mismatch
+                | Code::Unsupported
+        )
+    }
+
+    /// The text with its causes and its code: what crosses the FFI and what users search for.
+    pub fn report(&self) -> String {
+        let mut text = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(source) = cause {
+            text.push_str(": ");
+            text.push_str(&source.to_string());
+            cause = source.source();
+        }
+        format!("{text} [smd:{}]", self.code().name())
+    }
+}

@@ -1,0 +1,26 @@
+//! OpenSMD's core: everything that decides.
+//!
+//! Data flows one way and back: script -> Python facade -> framework op -> `smd-bridge` -> this crate ->
+//! transport. Nothing here knows PyTorch, TensorFlow or Python; a tensor is a [`buffer::TensorView`].
+//!
+//! | folder | what it answers |
+//! | --- | --- |
+//! | [`session`] | is the library initialised, and who owns the rest |
+//! | [`world`] | who am I, who are my peers, who has died |
+//! | [`transport`] | how bytes move |
+//! | [`collectives`] | what a collective means, and which algorithm runs it |
+//! | [`reducer`] | planned gradient reduction |
+//! | [`launch`] | `smdrun` |
+
+pub mod buffer;
+pub mod collectives;
+pub mod config;
+pub mod error;
+pub mod launch;
+pub mod reducer;
+pub mod session;
+pub mod trace;
+pub mod transport;
+pub mod world;
+
+pub use error::{Error, Result};

@@ -1,0 +1,1 @@
+//! Timeline and counters. (Owner fills this in.)

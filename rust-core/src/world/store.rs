@@ -1,0 +1,59 @@
+//! The key-value board on which members of a job meet: how a group's leader tells the others where its shared
+//! memory is, for example. Small values only; it is no path for tensors.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+
+/// Keys are written once and read by many, in any order.
+pub trait Store: Send + Sync {
+    /// Writes `key`. A second write replaces the first.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+    /// The value of `key`, once somebody has written it; waits at most `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], or [`Error::PeerFailed`] when a member of `waiting_for` (global ranks) departs.
+    fn get(&self, key: &str, waiting_for: &[usize], timeout: Duration) -> Result<Vec<u8>>;
+    /// Removes every key that starts with `prefix`.
+    fn remove_prefix(&self, prefix: &str) -> Result<()>;
+}
+
+/// A store for ranks that are threads of one process: tests, and a job of one.
+#[derive(Debug, Default)]
+pub struct LocalStore {
+    values: Mutex<HashMap<String, Vec<u8>>>,
+    written: Condvar,
+}
+
+impl Store for LocalStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.values.lock().insert(key.to_owned(), value.to_vec());
+        self.written.notify_all();
+        Ok(())
+    }
+
+    fn get(&self, key: &str, waiting_for: &[usize], timeout: Duration) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut values = self.values.lock();
+        loop {
+            if let Some(value) = values.get(key) {
+                return Ok(value.clone());
+            }
+            if self.written.wait_until(&mut values, start + timeout).timed_out() {
+                return Err(Error::Timeout {
+                    during: format!("waiting for `{key}`"),
+                    waited: start.elapsed(),
+                    missing: waiting_for.to_vec(),
+                });
+            }
+        }
+    }
+
+    fn remove_prefix(&self, prefix: &str) -> Result<()> {
+        self.values.lock().retain(|key, _| !key.starts_with(prefix));
+        Ok(())
+    }
+}
