@@ -47,11 +47,13 @@ pub enum Request {
         /// How.
         op: ReduceOp,
     },
-    /// As [`Request::AllReduce`], in place, over the same range of every member's part of `window`.
+    /// As [`Request::AllReduce`], in place, over a range of each member's part of `window`. Every member says where
+    /// its own range starts, and these offsets may differ: a member whose usual place is taken uses another one.
+    /// When it returns, nobody reads or writes this member's range any more.
     AllReduceWindow {
         /// Made by [`Communicator::window`] of this group.
         window: Arc<Window>,
-        /// Start of the range in bytes; a multiple of 64.
+        /// Start of this member's range in its own part, in bytes; a multiple of 64. Not compared across members.
         offset_bytes: usize,
         /// Length of the range.
         elems: usize,
