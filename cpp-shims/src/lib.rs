@@ -1,1 +1,21 @@
-//! The bridge.
+//! What PyTorch's and TensorFlow's shims see of the core.
+//!
+//! - BRG-1: `bridge.rs` is the only `cxx::bridge` of the project and holds signatures, no logic.
+//! - BRG-2: every exported function runs inside `guard.rs`: nothing unwinds into C++, and an error crosses as
+//!   `Error::report()`, unchanged.
+//! - BRG-3: memory that a call describes belongs to the caller until the call returns (`run`) or its
+//!   completion is called (`submit`). A completion is called exactly once, whatever happens.
+//!
+//! The C++ half of the bridge is compiled twice: into the core's library, which calls completions, and into each
+//! shim, which calls the core. [`SOURCES`] carries all that a shim is built from.
+
+mod bridge;
+mod calls;
+mod guard;
+
+/// Name and text of every file that the shims are built from. `include/` is the include path; everything else is
+/// compiled.
+pub const SOURCES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/sources.rs"));
+
+/// Keeps the bridge's exported symbols in a library that refers to this crate by this function only.
+pub fn link() {}

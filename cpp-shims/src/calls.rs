@@ -1,0 +1,234 @@
+//! Bodies of the bridge's functions: from C++'s description of an operation to the core's.
+
+use std::sync::Arc;
+
+use cxx::UniquePtr;
+use smd_core::buffer::{DType, Device, TensorView};
+use smd_core::collectives::{Communicator, ReduceOp, Request};
+use smd_core::session;
+use smd_core::{Error, Result};
+
+use crate::bridge as ffi;
+use crate::guard::{Report, guard};
+
+// SAFETY: the header demands that `done` and the destructor may run on any thread.
+unsafe impl Send for ffi::Completion {}
+
+pub fn rank() -> Result<usize, Report> {
+    guard(|| Ok(session::current("rank")?.rank()))
+}
+
+pub fn size() -> Result<usize, Report> {
+    guard(|| Ok(session::current("size")?.size()))
+}
+
+pub fn session_id() -> Result<u64, Report> {
+    guard(|| Ok(session::current("session_id")?.id()))
+}
+
+pub fn group_rank(group: u64) -> Result<usize, Report> {
+    guard(|| Ok(session::current("group_rank")?.communicator(group)?.members().me))
+}
+
+pub fn group_size(group: u64) -> Result<usize, Report> {
+    guard(|| Ok(session::current("group_size")?.communicator(group)?.members().size()))
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
+    guard(|| {
+        let communicator = communicator(call)?;
+        // SAFETY: the caller's promise.
+        let request = unsafe { request(call) }?;
+        communicator.run(&request)
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+    guard(|| {
+        let communicator = communicator(call)?;
+        // SAFETY: the caller's promise.
+        let request = unsafe { request(call) }?;
+        let pending = Pending(done);
+        communicator.submit(request, Box::new(move |result| pending.complete(result)));
+        Ok(())
+    })
+}
+
+/// A completion that has not been called. Dropping it calls it with an error, so that nobody waits for an
+/// operation that the core forgot (BRG-3).
+struct Pending(UniquePtr<ffi::Completion>);
+
+impl Pending {
+    fn complete(mut self, result: Result<()>) {
+        self.call(&result.err().map(|error| error.report()).unwrap_or_default());
+    }
+
+    fn call(&mut self, error: &str) {
+        if let Some(done) = self.0.as_mut() {
+            done.done(error);
+        }
+        self.0 = UniquePtr::null();
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            let dropped = Error::Internal("an operation was dropped before it completed".into());
+            self.call(&dropped.report());
+        }
+    }
+}
+
+fn communicator(call: &ffi::Call) -> Result<Arc<Communicator>> {
+    session::current(name(call.collective))?.communicator(call.group)
+}
+
+/// The name that error texts use.
+fn name(collective: ffi::Collective) -> &'static str {
+    match collective {
+        ffi::Collective::AllReduce => "all_reduce",
+        ffi::Collective::Reduce => "reduce",
+        ffi::Collective::Broadcast => "broadcast",
+        ffi::Collective::AllGather => "all_gather",
+        ffi::Collective::Gather => "gather",
+        ffi::Collective::Scatter => "scatter",
+        ffi::Collective::ReduceScatter => "reduce_scatter",
+        ffi::Collective::AllToAll => "all_to_all",
+        ffi::Collective::Barrier => "barrier",
+        ffi::Collective::Send => "send",
+        ffi::Collective::Recv => "recv",
+        // cxx's enums are open: C++ could pass any number.
+        _ => "an unknown operation",
+    }
+}
+
+/// # Safety
+/// The views' promise holds for as long as the request is in use.
+unsafe fn request(call: &ffi::Call) -> Result<Request> {
+    // SAFETY: the caller's promise, for this and the next line.
+    let inputs = call.inputs.iter().map(|view| unsafe { tensor(call, view) }).collect::<Result<Vec<_>>>()?;
+    // SAFETY: as above.
+    let outputs = call.outputs.iter().map(|view| unsafe { tensor(call, view) }).collect::<Result<Vec<_>>>()?;
+    Ok(match call.collective {
+        ffi::Collective::AllReduce => {
+            Request::AllReduce { input: one(call, inputs)?, output: one(call, outputs)?, op: reduce_op(call.op)? }
+        }
+        ffi::Collective::Reduce => Request::Reduce {
+            input: one(call, inputs)?,
+            output: one(call, outputs)?,
+            op: reduce_op(call.op)?,
+            root: peer(call)?,
+        },
+        ffi::Collective::Broadcast => Request::Broadcast { data: one(call, outputs)?, root: peer(call)? },
+        ffi::Collective::AllGather => Request::AllGather { input: one(call, inputs)?, outputs },
+        ffi::Collective::Gather => Request::Gather { input: one(call, inputs)?, outputs, root: peer(call)? },
+        ffi::Collective::Scatter => Request::Scatter { inputs, output: one(call, outputs)?, root: peer(call)? },
+        ffi::Collective::ReduceScatter => {
+            Request::ReduceScatter { inputs, output: one(call, outputs)?, op: reduce_op(call.op)? }
+        }
+        ffi::Collective::AllToAll => Request::AllToAll { inputs, outputs },
+        ffi::Collective::Barrier => Request::Barrier,
+        ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
+        ffi::Collective::Recv => Request::Recv {
+            data: one(call, outputs)?,
+            from: if call.peer == -1 { None } else { Some(peer(call)?) },
+            tag: call.tag,
+        },
+        other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
+    })
+}
+
+fn one(call: &ffi::Call, views: Vec<TensorView>) -> Result<TensorView> {
+    match views[..] {
+        [view] => Ok(view),
+        _ => Err(Error::Internal(format!("`{}` came with {} tensors, not one", name(call.collective), views.len()))),
+    }
+}
+
+fn peer(call: &ffi::Call) -> Result<usize> {
+    usize::try_from(call.peer).map_err(|_| {
+        Error::InvalidArgument(format!("`{}`: rank {} is not a rank of the group", name(call.collective), call.peer))
+    })
+}
+
+/// # Safety
+/// As [`TensorView::new`].
+unsafe fn tensor(call: &ffi::Call, view: &ffi::TensorView) -> Result<TensorView> {
+    let device = match view.device {
+        ffi::DeviceKind::Cpu => Device::Cpu,
+        ffi::DeviceKind::Cuda => {
+            return Err(Error::Unsupported(format!(
+                "`{}` of a tensor on cuda:{}: CUDA tensors need the NCCL transport, which is not part of this \
+                 release yet; move the tensor to the CPU",
+                name(call.collective),
+                view.device_index
+            )));
+        }
+        other => return Err(Error::Internal(format!("a shim named device kind {}", other.repr))),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { TensorView::new(view.ptr, view.elems, dtype(view.dtype)?, device, view.stream) }
+}
+
+impl From<DType> for ffi::DType {
+    fn from(dtype: DType) -> Self {
+        // No wildcard: a new element type of the core does not compile until the bridge has it.
+        match dtype {
+            DType::UInt8 => ffi::DType::UInt8,
+            DType::Int8 => ffi::DType::Int8,
+            DType::Int16 => ffi::DType::Int16,
+            DType::Int32 => ffi::DType::Int32,
+            DType::Int64 => ffi::DType::Int64,
+            DType::Float16 => ffi::DType::Float16,
+            DType::BFloat16 => ffi::DType::BFloat16,
+            DType::Float32 => ffi::DType::Float32,
+            DType::Float64 => ffi::DType::Float64,
+            DType::Bool => ffi::DType::Bool,
+            DType::Complex64 => ffi::DType::Complex64,
+            DType::Complex128 => ffi::DType::Complex128,
+        }
+    }
+}
+
+fn dtype(dtype: ffi::DType) -> Result<DType> {
+    DType::ALL
+        .into_iter()
+        .find(|candidate| ffi::DType::from(*candidate) == dtype)
+        .ok_or_else(|| Error::Internal(format!("a shim named element type {}", dtype.repr)))
+}
+
+/// The spelling of a reduction in op schemas.
+fn op_name(op: ReduceOp) -> &'static str {
+    match op {
+        ReduceOp::Sum => "sum",
+        ReduceOp::Average => "average",
+        ReduceOp::Min => "min",
+        ReduceOp::Max => "max",
+        ReduceOp::Product => "product",
+        ReduceOp::BitAnd => "bit_and",
+        ReduceOp::BitOr => "bit_or",
+        ReduceOp::BitXor => "bit_xor",
+    }
+}
+
+fn reduce_op(name: &str) -> Result<ReduceOp> {
+    const ALL: [ReduceOp; 8] = [
+        ReduceOp::Sum,
+        ReduceOp::Average,
+        ReduceOp::Min,
+        ReduceOp::Max,
+        ReduceOp::Product,
+        ReduceOp::BitAnd,
+        ReduceOp::BitOr,
+        ReduceOp::BitXor,
+    ];
+    ALL.into_iter().find(|op| op_name(*op) == name).ok_or_else(|| {
+        let known = ALL.map(op_name).join("`, `");
+        Error::InvalidArgument(format!("`{name}` is not a reduction: expected one of `{known}`"))
+    })
+}
