@@ -12,9 +12,11 @@ fn main() {
     cxx_build::CFG.include_prefix = "smd";
     cxx_build::bridge("src/bridge.rs").std("c++17").include("include").compile("smd_bridge");
 
-    // cxx says where its header is; the runtime's source lies beside it.
+    // cxx says where its header is; the runtime's source lies beside it, and finds the header by its place there.
     let cxx_header = PathBuf::from(env::var_os("DEP_CXXBRIDGE1_HEADER").expect("the cxx crate sets it"));
-    let cxx_source = cxx_header.with_file_name("../src/cxx.cc");
+    let cxx_runtime = fs::read_to_string(cxx_header.with_file_name("../src/cxx.cc")).expect("cxx carries its runtime");
+    let cxx_source = out_dir.join("cxx.cc");
+    fs::write(&cxx_source, cxx_runtime.replace("\"../include/cxx.h\"", "\"rust/cxx.h\"")).expect("OUT_DIR is writable");
     let generated = out_dir.join("cxxbridge");
 
     let mut sources = vec![

@@ -1,0 +1,47 @@
+// One operation in the making: what the adapters of both frameworks fill and hand to the core.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smd/completion.h"
+#include "smd/src/bridge.rs.h"
+
+namespace smd {
+
+struct Operation {
+  Collective collective;
+  std::uint64_t group = 0;
+  // Name of a reduction; empty where nothing is reduced.
+  std::string op;
+  // Root or peer, a rank inside the group.
+  std::int64_t peer = 0;
+  std::uint32_t tag = 0;
+  // Blocks in rank order where the collective has one a rank.
+  std::vector<TensorView> inputs;
+  std::vector<TensorView> outputs;
+
+  // Runs on this thread until this rank's part is complete. Throws rust::Error with the core's report.
+  void run() const { smd::run(call()); }
+
+  // Queues the operation; `done` is called once unless this throws.
+  void submit(std::unique_ptr<Completion> done) const { smd::submit(call(), std::move(done)); }
+
+ private:
+  Call call() const {
+    Call call;
+    call.collective = collective;
+    call.group = group;
+    call.op = rust::Str(op.data(), op.size());
+    call.peer = peer;
+    call.tag = tag;
+    call.inputs = {inputs.data(), inputs.size()};
+    call.outputs = {outputs.data(), outputs.size()};
+    return call;
+  }
+};
+
+}  // namespace smd

@@ -1,0 +1,328 @@
+"""The libraries that give PyTorch and TensorFlow the core's operations: found, or built, then loaded.
+
+A shim depends on the framework's version and on nothing else of the machine, so the package carries the sources and
+
+1. uses a prebuilt shim if the package holds one for the installed version,
+2. otherwise uses the one in the user's cache,
+3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side.
+
+``python -m smdistributed._common.shims torch --into DIR`` builds a shim to be shipped as prebuilt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from smdistributed import _core
+
+PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
+
+# The first lines of a failed compilation hold the cause; templates make the rest.
+_SHOWN_ERROR_LINES = 15
+
+
+class ShimError(ImportError):
+    """A framework's shim could not be built."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a shim is compiled against.
+
+    Attributes:
+        name: ``torch`` or ``tensorflow``.
+        title: The spelling for messages.
+        version: The installed version.
+        folder: The folder of the shim's sources.
+        compile_flags: Include paths and ABI switches.
+        link_flags: The framework's libraries.
+    """
+
+    name: str
+    title: str
+    version: str
+    folder: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Name of the shim's folder: changes with everything that the shim depends on."""
+        digest = hashlib.sha256()
+        # Where the framework is installed does not matter, what its headers are told does.
+        switches = [flag for flag in self.compile_flags if not flag.startswith(("-I", "-isystem", "/"))]
+        for part in (
+            platform.machine(),
+            *switches,
+            *(text for item in sorted(_core.shim_sources().items()) for text in item),
+        ):
+            digest.update(part.encode())
+            digest.update(b"\0")
+        return f"{self.name}-{self.version}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
+
+    @property
+    def library(self) -> str:
+        """File name of the shim."""
+        return f"libsmd_{self.name}.so"
+
+
+def torch_framework() -> Framework:
+    """The installed PyTorch. Imports it."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    return Framework(
+        name="torch",
+        title="PyTorch",
+        version=torch.__version__,
+        folder="torch_ext",
+        compile_flags=(
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            "-isystem",
+            str(include),
+            "-isystem",
+            str(include / "torch/csrc/api/include"),
+        ),
+        link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+    )
+
+
+def tensorflow_framework() -> Framework:
+    """The installed TensorFlow. Imports it."""
+    import tensorflow
+
+    flags: list[str] = []
+    for flag in tensorflow.sysconfig.get_compile_flags():
+        # System headers: their warnings are not ours.
+        flags += ["-isystem", flag[2:]] if flag.startswith("-I") else [flag]
+    return Framework(
+        name="tensorflow",
+        title="TensorFlow",
+        version=tensorflow.__version__,
+        folder="tf_ops",
+        compile_flags=tuple(flags),
+        link_flags=tuple(tensorflow.sysconfig.get_link_flags()),
+    )
+
+
+FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "tensorflow": tensorflow_framework}
+
+
+def cache_dir() -> Path:
+    """Where built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``."""
+    configured = os.environ.get("SMD_CACHE_DIR")
+    return Path(configured) if configured else Path.home() / ".cache" / "opensmd"
+
+
+def find(framework: Framework) -> Path | None:
+    """The shim for ``framework`` that can be loaded without building, if there is one."""
+    for folder in (PREBUILT, cache_dir()):
+        path = folder / framework.key / framework.library
+        if path.is_file():
+            return path
+    return None
+
+
+def ensure(framework: Framework) -> Path:
+    """The shim for ``framework``, built if need be.
+
+    Raises:
+        ShimError: There is no compiler, the compiler fails, or the cache cannot be written.
+    """
+    path = find(framework)
+    if path is not None:
+        return path
+    target = cache_dir() / framework.key
+    try:
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(target / ".lock"):
+            # Another process may have built it while this one waited.
+            path = target / framework.library
+            if not path.is_file():
+                for leftover in target.glob("build-*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _build(framework, path)
+    except OSError as error:
+        raise ShimError(
+            f"cannot build the {framework.title} shim in `{target}`: {error}; set SMD_CACHE_DIR to a folder that can be written"
+        ) from error
+    return path
+
+
+@cache
+def load_torch() -> Any:
+    """Loads the PyTorch shim, once; returns its operations, ``torch.ops.smd``.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+        ShimError: The shim could not be built.
+    """
+    try:
+        framework = torch_framework()
+    except ModuleNotFoundError as error:
+        raise _missing("torch", "PyTorch") from error
+    import torch
+
+    torch.ops.load_library(str(ensure(framework)))
+    return torch.ops.smd
+
+
+@cache
+def load_tensorflow() -> Any:
+    """Loads the TensorFlow shim, once; returns the module of its operations.
+
+    Raises:
+        ImportError: TensorFlow is not installed.
+        ShimError: The shim could not be built.
+    """
+    try:
+        framework = tensorflow_framework()
+    except ModuleNotFoundError as error:
+        raise _missing("tensorflow", "TensorFlow") from error
+    import tensorflow
+
+    return tensorflow.load_op_library(str(ensure(framework)))
+
+
+def _missing(module: str, title: str) -> ImportError:
+    return ImportError(
+        f"this part of smdistributed needs {title}, which is not installed: `pip install {module}`", name=module
+    )
+
+
+def _build(framework: Framework, path: Path) -> None:
+    """Compiles the shim to ``path``, which appears complete or not at all."""
+    compiler = _compiler(framework)
+    _say(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
+        built = _compile(framework, compiler, Path(scratch))
+        built.replace(path)
+    _say(f"built the {framework.title} shim in {time.monotonic() - start:.1f} s")
+
+
+def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
+    for name, text in _core.shim_sources().items():
+        file = scratch / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    # The framework's headers are most of the work: read them once for all files of the shim. Schemas come first,
+    # since static initialisers run in this order and kernels refer to what schemas declare.
+    files = sorted((scratch / framework.folder).glob("*.cc"), key=lambda file: (file.stem != "ops", file.stem))
+    sources = [file.relative_to(scratch) for file in files]
+    (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
+    units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
+    common = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-I.", "-Iinclude", *framework.compile_flags]
+    compilations = [
+        subprocess.Popen(
+            [*compiler, *common, "-c", unit, "-o", f"{index}.o"],
+            cwd=scratch,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, unit in enumerate(units)
+    ]
+    outputs = [process.communicate()[0] for process in compilations]
+    for process, output in zip(compilations, outputs, strict=True):
+        _check(framework, process, output)
+    # The core is loaded already and is found by its name; the symbols are checked here rather than at load time.
+    link = subprocess.run(
+        [
+            *compiler,
+            "-shared",
+            "-Wl,--no-undefined",
+            *(f"{index}.o" for index in range(len(units))),
+            "-o",
+            framework.library,
+            *framework.link_flags,
+            _core.__file__,
+        ],
+        check=False,
+        cwd=scratch,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    _check(framework, link, link.stdout)
+    return scratch / framework.library
+
+
+def _check(
+    framework: Framework, process: subprocess.Popen[str] | subprocess.CompletedProcess[str], output: str
+) -> None:
+    if process.returncode == 0:
+        return
+    lines = output.splitlines()
+    causes = [line for line in lines if "error" in line] or lines
+    raise ShimError(
+        f"the {framework.title} {framework.version} shim does not compile (exit code {process.returncode}):\n"
+        + "\n".join(f"  {line}" for line in causes[:_SHOWN_ERROR_LINES])
+        + f"\ncommand: {shlex.join(map(str, process.args))}"
+    )
+
+
+def _compiler(framework: Framework) -> list[str]:
+    """The C++ compiler's command: ``CXX``, else the first of the usual names."""
+    configured = os.environ.get("CXX")
+    if configured:
+        return shlex.split(configured)
+    for name in ("g++", "c++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return [found]
+    raise ShimError(
+        f"no prebuilt shim for {framework.title} {framework.version}, and no C++ compiler to build one: install g++ "
+        "(`apt-get install g++`, `dnf install gcc-c++`, `conda install gxx`) or set CXX to a compiler's path"
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock file; the kernel frees it if this process dies."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Somebody is building: a compiler ends, so this wait does.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(text: str) -> None:
+    print(f"smdistributed: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Builds shims for the installed frameworks, to be shipped with the package."""
+    parser = argparse.ArgumentParser(prog="python -m smdistributed._common.shims", description=main.__doc__)
+    parser.add_argument("frameworks", nargs="+", choices=sorted(FRAMEWORKS), help="which ones")
+    parser.add_argument("--into", type=Path, default=PREBUILT, help="folder (default: the package's own)")
+    arguments = parser.parse_args()
+    for name in arguments.frameworks:
+        framework = FRAMEWORKS[name]()
+        path = arguments.into / framework.key / framework.library
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _build(framework, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+#include "adapter.h"
+
+#include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+
+#include "status.h"
+
+namespace smd::torch_ext {
+namespace {
+
+DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kByte:
+      return DType::UInt8;
+    case at::kChar:
+      return DType::Int8;
+    case at::kShort:
+      return DType::Int16;
+    case at::kInt:
+      return DType::Int32;
+    case at::kLong:
+      return DType::Int64;
+    case at::kHalf:
+      return DType::Float16;
+    case at::kBFloat16:
+      return DType::BFloat16;
+    case at::kFloat:
+      return DType::Float32;
+    case at::kDouble:
+      return DType::Float64;
+    case at::kBool:
+      return DType::Bool;
+    case at::kComplexFloat:
+      return DType::Complex64;
+    case at::kComplexDouble:
+      return DType::Complex128;
+    default:
+      TORCH_CHECK_TYPE(false, "a tensor of type ", tensor.scalar_type(),
+                       " cannot be sent: expected an 8 to 64 bit integer, a float of 16 to 64 bits, bool or complex");
+  }
+}
+
+DeviceKind device_kind_of(const at::Tensor& tensor) {
+  switch (tensor.device().type()) {
+    case at::kCPU:
+      return DeviceKind::Cpu;
+    case at::kCUDA:
+      return DeviceKind::Cuda;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "a tensor on ", tensor.device(), " cannot be sent: expected a CPU tensor");
+  }
+}
+
+// Memory that stands for `tensor`'s elements in order. A conjugate or negative view is lazy: its memory holds
+// other values.
+bool is_dense(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "a tensor of layout ", tensor.layout(),
+                   " cannot be sent: make it dense first (`tensor.to_dense()`)");
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+const char* begin(const at::Tensor& dense) { return static_cast<const char*>(dense.const_data_ptr()); }
+
+}  // namespace
+
+TensorView describe(const at::Tensor& dense) {
+  TensorView view;
+  view.ptr = static_cast<std::uint8_t*>(const_cast<void*>(dense.const_data_ptr()));
+  view.elems = static_cast<std::size_t>(dense.numel());
+  view.dtype = dtype_of(dense);
+  view.device = device_kind_of(dense);
+  view.device_index = view.device == DeviceKind::Cuda ? static_cast<std::uint16_t>(dense.device().index()) : 0;
+  view.stream = 0;
+  return view;
+}
+
+TensorOperation::TensorOperation(Collective collective, int64_t group) {
+  core.collective = collective;
+  core.group = static_cast<std::uint64_t>(group);
+}
+
+void TensorOperation::write(const at::Tensor& tensor) { core.outputs.push_back(describe(dense_output(tensor))); }
+
+void TensorOperation::read(const at::Tensor& tensor) { core.inputs.push_back(describe(dense_input(tensor))); }
+
+void TensorOperation::update(const at::Tensor& tensor) {
+  const auto dense = dense_output(tensor);
+  if (!dense.is_same(tensor)) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    dense.copy_(tensor);
+  }
+  core.outputs.push_back(describe(dense));
+  core.inputs.push_back(core.outputs.back());
+}
+
+void TensorOperation::write_nothing(const at::Tensor& like) {
+  TensorView nothing = describe(like);
+  nothing.ptr = nullptr;
+  nothing.elems = 0;
+  core.outputs.push_back(nothing);
+}
+
+void TensorOperation::write_rows(const at::Tensor& tensor, at::IntArrayRef rows) {
+  core.outputs = split(dense_output(tensor), rows, "output");
+}
+
+void TensorOperation::read_rows(const at::Tensor& tensor, at::IntArrayRef rows) {
+  core.inputs = split(dense_input(tensor), rows, "input");
+}
+
+void TensorOperation::finish() const {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& [tensor, dense] : copies_) tensor.copy_(dense);
+}
+
+at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor dense = tensor;
+  if (!is_dense(tensor)) {
+    // Expanded memory: several elements would have to become one.
+    at::assert_no_internal_overlap(tensor);
+    dense = at::empty(tensor.sizes(), tensor.options());
+    // An alias of its own, since the user's tensor belongs to Python.
+    copies_.emplace_back(at::alias(tensor), dense);
+  }
+  // Autograd must notice that the values changed; inference tensors have no count of versions.
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  written_.emplace_back(begin(dense), begin(dense) + dense.nbytes());
+  kept_.push_back(dense.storage());
+  return dense;
+}
+
+at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor dense = tensor;
+  if (!is_dense(tensor)) {
+    dense = tensor.resolve_conj().resolve_neg().contiguous();
+  } else {
+    const auto overlaps = [first = begin(tensor), end = begin(tensor) + tensor.nbytes()](const auto& output) {
+      return first < output.second && output.first < end;
+    };
+    if (std::any_of(written_.begin(), written_.end(), overlaps)) dense = tensor.clone();
+  }
+  kept_.push_back(dense.storage());
+  return dense;
+}
+
+std::vector<TensorView> TensorOperation::split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const {
+  const int64_t parts = static_cast<int64_t>(group_size(core.group));
+  TORCH_CHECK_VALUE(dense.dim() > 0, "the ", what, " has no dimension 0 to split into ", parts, " parts");
+  const int64_t height = dense.size(0);
+  if (rows.empty()) {
+    TORCH_CHECK_VALUE(height % parts == 0, "dimension 0 of the ", what, ", of size ", height,
+                      ", cannot be split into equal parts for ", parts, " ranks");
+  } else {
+    int64_t sum = 0;
+    for (const int64_t size : rows) {
+      TORCH_CHECK_VALUE(size >= 0, "split sizes of the ", what, " must not be negative: ", rows);
+      sum += size;
+    }
+    TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) == parts && sum == height, "split sizes ", rows, " of the ",
+                      what, " do not fit: expected ", parts, " sizes that sum to ", height);
+  }
+  const int64_t row_elems = height == 0 ? 0 : dense.numel() / height;
+  const std::size_t row_bytes = static_cast<std::size_t>(row_elems) * dense.element_size();
+  std::vector<TensorView> blocks(static_cast<std::size_t>(parts), describe(dense));
+  std::uint8_t* next = blocks[0].ptr;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const int64_t size = rows.empty() ? height / parts : rows[i];
+    blocks[i].ptr = next;
+    blocks[i].elems = static_cast<std::size_t>(size * row_elems);
+    if (next != nullptr) next += static_cast<std::size_t>(size) * row_bytes;
+  }
+  return blocks;
+}
+
+}  // namespace smd::torch_ext

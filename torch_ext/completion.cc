@@ -1,0 +1,70 @@
+#include "completion.h"
+
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "status.h"
+
+namespace smd::torch_ext {
+
+void Work::wait() {
+  std::unique_lock lock(mutex_);
+  completed_.wait(lock, [this] { return done_; });
+  if (!error_.empty()) throw_report(error_);
+}
+
+bool Work::is_completed() {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+void Work::complete(std::string error) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = std::move(error);
+  }
+  completed_.notify_all();
+}
+
+namespace {
+
+class WorkCompletion final : public Completion {
+ public:
+  WorkCompletion(c10::intrusive_ptr<Work> work, TensorOperation operation)
+      : work_(std::move(work)), operation_(std::move(operation)) {}
+
+  void done(rust::Str error) noexcept override {
+    std::string text(error.data(), error.size());
+    if (text.empty()) {
+      try {
+        operation_.finish();
+      } catch (const std::exception& failure) {
+        text = std::string("the result could not be copied to its tensor: ") + failure.what() + " [smd:internal]";
+      }
+    }
+    work_->complete(std::move(text));
+  }
+
+ private:
+  c10::intrusive_ptr<Work> work_;
+  TensorOperation operation_;
+};
+
+}  // namespace
+
+void run(const TensorOperation& operation) {
+  operation.core.run();
+  operation.finish();
+}
+
+c10::intrusive_ptr<Work> start(TensorOperation operation) {
+  auto work = c10::make_intrusive<Work>();
+  // `submit` reads the description while the completion already owns the operation.
+  const Operation core = operation.core;
+  core.submit(std::make_unique<WorkCompletion>(work, std::move(operation)));
+  return work;
+}
+
+}  // namespace smd::torch_ext
