@@ -1,0 +1,161 @@
+"""The errors of the core as Python classes: one class per code.
+
+An error crosses from the core as a text that ends in `` [smd:<code>]``, whichever way it comes: PyO3 raises the class
+itself, an operation of PyTorch or TensorFlow raises the framework's error with that text, and :func:`translated` makes
+the class of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+
+class SmdistributedError(RuntimeError):
+    """Base of all errors of the core.
+
+    Attributes:
+        code: The core's stable name for the kind of error.
+        recoverable: Whether the session can be used after the error. After any other error, every later call fails.
+    """
+
+    code: ClassVar[str]
+    recoverable: ClassVar[bool] = False
+
+
+class NotInitializedError(SmdistributedError):
+    """A call needs ``init()`` first."""
+
+    code = "not_initialized"
+    recoverable = True
+
+
+class AlreadyInitializedError(SmdistributedError):
+    """``init()`` was called a second time."""
+
+    code = "already_initialized"
+    recoverable = True
+
+
+class ClosedError(SmdistributedError):
+    """The session was shut down, by this process or after a failure."""
+
+    code = "closed"
+
+
+class InvalidArgumentError(SmdistributedError, ValueError):
+    """A value that the caller passed is not acceptable."""
+
+    code = "invalid_argument"
+    recoverable = True
+
+
+class ConfigError(SmdistributedError, ValueError):
+    """A configuration key or environment variable has a bad value, or two contradict each other."""
+
+    code = "config"
+    recoverable = True
+
+
+class MismatchError(SmdistributedError):
+    """Ranks called different operations, or the same one with different arguments."""
+
+    code = "mismatch"
+    recoverable = True
+
+
+class PeerFailedError(SmdistributedError):
+    """Another rank died, left, or reported that it failed."""
+
+    code = "peer_failed"
+
+
+class WaitTimeoutError(SmdistributedError, TimeoutError):
+    """A wait for other ranks ended at its deadline."""
+
+    code = "timeout"
+
+
+class UnsupportedError(SmdistributedError, NotImplementedError):
+    """What was asked for is not available on this machine or in this build."""
+
+    code = "unsupported"
+    recoverable = True
+
+
+class RendezvousError(SmdistributedError):
+    """Joining the job failed."""
+
+    code = "rendezvous"
+
+
+class SystemCallError(SmdistributedError):
+    """The operating system refused something."""
+
+    code = "io"
+
+
+class WaitInterruptedError(SmdistributedError):
+    """A signal arrived during a wait."""
+
+    code = "interrupted"
+
+
+class InternalError(SmdistributedError):
+    """A bug in OpenSMD."""
+
+    code = "internal"
+
+
+CLASSES: dict[str, type[SmdistributedError]] = {
+    cls.code: cls
+    for cls in (
+        NotInitializedError,
+        AlreadyInitializedError,
+        ClosedError,
+        InvalidArgumentError,
+        ConfigError,
+        MismatchError,
+        PeerFailedError,
+        WaitTimeoutError,
+        UnsupportedError,
+        RendezvousError,
+        SystemCallError,
+        WaitInterruptedError,
+        InternalError,
+    )
+}
+
+# Frameworks may append a trace of their own to the text.
+_REPORT = re.compile(r"(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]", re.DOTALL)
+
+
+def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLASSES) -> SmdistributedError | None:
+    """The error that a text describes, or ``None`` if it is no report of the core.
+
+    Args:
+        report: A text ending in `` [smd:<code>]``.
+        classes: Class of each code.
+    """
+    match = _REPORT.match(report)
+    if match is None or match["code"] not in classes:
+        return None
+    return classes[match["code"]](match["text"])
+
+
+@contextmanager
+def translated(classes: dict[str, type[SmdistributedError]] = CLASSES) -> Iterator[None]:
+    """Raises errors of the core that pass through as their classes; others pass unchanged.
+
+    Args:
+        classes: Class of each code.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        translation = from_report(str(error), classes)
+        if translation is None:
+            raise
+        raise translation from None
