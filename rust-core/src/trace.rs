@@ -1,1 +1,265 @@
-//! Timeline and counters. (Owner fills this in.)
+//! The timeline: what each rank did when, as a Chrome trace that Perfetto opens (`SMD_TIMELINE`).
+//!
+//! ```text
+//! [
+//! {"name":"process_name","ph":"M","pid":1,...},
+//! {"name":"reducing","ph":"X","pid":1,"tid":2000,"ts":123.456,"dur":7.890,"args":{"bytes":1048576}},
+//! ```
+//!
+//! - TRC-1: all ranks of a host append to one file, complete lines in one write each, so that lines never mix. The
+//!   format allows a list without its end, so a killed rank leaves a readable file.
+//! - TRC-2: time is CLOCK_MONOTONIC, which all processes of a host share; a rank is a process of the trace.
+//! - TRC-3: off, a span costs one atomic load. On, it costs two clock readings and a message to the writer thread; if
+//!   that thread cannot keep up, events are dropped and counted, and nobody waits.
+
+use std::collections::HashSet;
+use std::fmt::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use parking_lot::{Mutex, RwLock};
+
+use crate::config;
+use crate::error::{Error, Result};
+
+/// Events that may wait for the writer.
+const QUEUE: usize = 1 << 14;
+
+static ENABLED: AtomicBool = AtomicBool::new(false);
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+static SENDER: RwLock<Option<Sender<Message>>> = RwLock::new(None);
+static WRITER: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
+
+/// A line of the picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Track {
+    /// Operations of a communicator, by its id.
+    Group(u64),
+    /// A bucket of a reducer, which is told by its communicator's id.
+    Bucket {
+        /// The communicator's id.
+        reducer: u64,
+        /// Position in the plan.
+        bucket: usize,
+    },
+}
+
+impl Track {
+    /// A number that is unique in the process for groups and buckets of ordinary sizes; used for the order of lines.
+    fn id(self) -> u64 {
+        match self {
+            Track::Group(id) => (id % 1_000_000) * 1000,
+            Track::Bucket { reducer, bucket } => (reducer % 1_000_000) * 1000 + 1 + bucket as u64,
+        }
+    }
+
+    fn name(self) -> String {
+        match self {
+            Track::Group(0) => "collectives of the world".to_owned(),
+            Track::Group(id) => format!("collectives of group {id:x}"),
+            Track::Bucket { reducer, bucket } => format!("bucket {bucket} of group {reducer:x}"),
+        }
+    }
+}
+
+/// A number that says more about a span, such as `("bytes", 1024)`.
+pub type Arg = Option<(&'static str, u64)>;
+
+struct Event {
+    name: &'static str,
+    track: Track,
+    start: u64,
+    end: u64,
+    arg: Arg,
+}
+
+enum Message {
+    Event(Event),
+    Stop,
+}
+
+/// Whether a timeline is being written.
+#[inline]
+pub fn enabled() -> bool {
+    ENABLED.load(Ordering::Relaxed)
+}
+
+/// Nanoseconds on the timeline's clock.
+pub fn now() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Records that `name` lasted from `start` to `end` (of [`now`]). Does nothing while the timeline is off, or if `start`
+/// is zero, which is what is left when it was switched on in between.
+pub fn complete(name: &'static str, track: Track, start: u64, end: u64, arg: Arg) {
+    if !enabled() || start == 0 {
+        return;
+    }
+    if let Some(sender) = &*SENDER.read()
+        && sender.try_send(Message::Event(Event { name, track, start, end, arg })).is_err()
+    {
+        DROPPED.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Something that lasts as long as this value.
+#[derive(Debug)]
+#[must_use = "the span ends when the value is dropped"]
+pub struct Span {
+    name: &'static str,
+    track: Track,
+    start: u64,
+    arg: Arg,
+}
+
+/// Begins a span.
+#[inline]
+pub fn span(name: &'static str, track: Track, arg: Arg) -> Span {
+    Span { name, track, start: if enabled() { now() } else { 0 }, arg }
+}
+
+impl Drop for Span {
+    #[inline]
+    fn drop(&mut self) {
+        if self.start != 0 {
+            complete(self.name, self.track, self.start, now(), self.arg);
+        }
+    }
+}
+
+/// Starts the timeline if `SMD_TIMELINE` is set. The first rank of each host (`first`) empties the file, so it calls
+/// this before the others can know that it runs; the others call it after they have joined the job.
+///
+/// # Errors
+/// [`Error::Io`] if the file cannot be opened for writing.
+pub fn start(rank: usize, first: bool) -> Result<()> {
+    let Some(path) = config::TIMELINE.text() else { return Ok(()) };
+    let open = |truncate: bool| {
+        // Append mode makes each write a line of its own, whoever else writes (TRC-1); it excludes `truncate`.
+        let file = OpenOptions::new().create(true).append(true).open(&path)?;
+        if truncate {
+            file.set_len(0)?;
+            (&file).write_all(b"[\n")?;
+        }
+        Ok(file)
+    };
+    let file: File = open(first).map_err(|error: std::io::Error| {
+        Error::io(format!("cannot write the timeline `{path}` ({})", config::TIMELINE.name), error)
+    })?;
+    stop();
+    let (sender, receiver) = bounded(QUEUE);
+    let writer = std::thread::Builder::new()
+        .name("smd-timeline".into())
+        .spawn(move || write(&receiver, &file, rank))
+        .map_err(|error| Error::io("cannot start the timeline's thread", error))?;
+    *WRITER.lock() = Some(writer);
+    *SENDER.write() = Some(sender);
+    ENABLED.store(true, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Ends the timeline; every event so far is in the file when this returns.
+pub fn stop() {
+    ENABLED.store(false, Ordering::Relaxed);
+    let sender = SENDER.write().take();
+    if let Some(sender) = sender {
+        // The writer may be gone after a write error; then there is nothing to end.
+        let _ = sender.send(Message::Stop);
+    }
+    if let Some(writer) = WRITER.lock().take() {
+        // A writer that panicked has lost its events; the job is more important than its timeline.
+        let _ = writer.join();
+    }
+    let dropped = DROPPED.swap(0, Ordering::Relaxed);
+    if dropped > 0 {
+        tracing::warn!("the timeline lacks {dropped} events: its writer could not keep up");
+    }
+}
+
+fn write(receiver: &Receiver<Message>, mut file: &File, rank: usize) {
+    let mut named = HashSet::new();
+    let mut lines = String::new();
+    let _ = writeln!(
+        lines,
+        r#"{{"name":"process_name","ph":"M","pid":{rank},"args":{{"name":"rank {rank}"}}}},
+{{"name":"process_sort_index","ph":"M","pid":{rank},"args":{{"sort_index":{rank}}}}},"#
+    );
+    // Blocks for the first message of a batch, takes what else is there, and writes it at once.
+    let mut running = true;
+    while running {
+        if !lines.is_empty() {
+            if let Err(error) = file.write_all(lines.as_bytes()) {
+                tracing::warn!("the timeline ends here: {error}");
+                ENABLED.store(false, Ordering::Relaxed);
+                return;
+            }
+            lines.clear();
+        }
+        let Ok(first) = receiver.recv() else { return };
+        for message in std::iter::once(first).chain(receiver.try_iter().take(256)) {
+            match message {
+                Message::Event(event) => line(&mut lines, &event, rank, &mut named),
+                Message::Stop => running = false,
+            }
+        }
+    }
+    let _ = file.write_all(lines.as_bytes());
+}
+
+fn line(lines: &mut String, event: &Event, rank: usize, named: &mut HashSet<Track>) {
+    let &Event { name, track, start, end, arg } = event;
+    let tid = track.id();
+    if named.insert(track) {
+        let _ = writeln!(
+            lines,
+            r#"{{"name":"thread_name","ph":"M","pid":{rank},"tid":{tid},"args":{{"name":"{}"}}}},"#,
+            track.name()
+        );
+    }
+    let duration = end.saturating_sub(start);
+    let _ = write!(
+        lines,
+        r#"{{"name":"{name}","ph":"X","pid":{rank},"tid":{tid},"ts":{}.{:03},"dur":{}.{:03}"#,
+        start / 1000,
+        start % 1000,
+        duration / 1000,
+        duration % 1000
+    );
+    if let Some((key, value)) = arg {
+        let _ = write!(lines, r#","args":{{"{key}":{value}}}"#);
+    }
+    lines.push_str("},\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_events_of_a_chrome_trace() {
+        let mut lines = String::from("[\n");
+        let mut named = HashSet::new();
+        let track = Track::Bucket { reducer: 7, bucket: 1 };
+        let event = Event { name: "reducing", track, start: 1_234_567, end: 2_000_000, arg: Some(("bytes", 64)) };
+        line(&mut lines, &event, 3, &mut named);
+        line(&mut lines, &event, 3, &mut named);
+        let complete = lines.trim_end().trim_end_matches(',').to_owned() + "]";
+        let events: Vec<serde_json::Value> = serde_json::from_str(&complete).unwrap();
+        assert_eq!(events.len(), 3, "the track is named once");
+        assert_eq!(events[0]["args"]["name"], "bucket 1 of group 7");
+        assert_eq!(events[1]["pid"], 3);
+        assert_eq!(events[1]["ts"], 1234.567);
+        assert_eq!(events[1]["dur"], 765.433);
+        assert_eq!(events[1]["args"]["bytes"], 64);
+    }
+
+    #[test]
+    fn a_span_while_the_timeline_is_off_records_nothing() {
+        let span = span("all_reduce", Track::Group(0), None);
+        assert_eq!(span.start, 0);
+    }
+}

@@ -1,0 +1,163 @@
+//! Whether all ranks would derive the same plan: compared once, when a reducer is made (RED-1).
+//!
+//! The usual case is one exchange of 40 bytes a rank. Only if these differ are the descriptions themselves exchanged,
+//! so that every rank can name the parameter, the two ranks and the two values.
+
+use sha2::{Digest, Sha256};
+
+use super::{Options, ParamSpec};
+use crate::buffer::{DType, Device, TensorView};
+use crate::collectives::{Communicator, Request};
+use crate::error::{Error, Result};
+
+/// All that a plan is derived from.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Description {
+    /// In the order of registration.
+    pub params: Vec<ParamSpec>,
+    /// What the caller chose.
+    pub options: Options,
+}
+
+/// Compares `mine` with every other member's description. Collective.
+///
+/// # Errors
+/// [`Error::Mismatch`] with the same text on every member; what the communicator reports.
+pub fn agree(communicator: &Communicator, mine: &Description) -> Result<()> {
+    let encoded = postcard::to_stdvec(mine)
+        .map_err(|error| Error::Internal(format!("the parameter list cannot be encoded: {error}")))?;
+    let mut digest = Sha256::digest(&encoded).to_vec();
+    digest.extend((encoded.len() as u64).to_le_bytes());
+    let size = communicator.members().size();
+    let digests = gather(communicator, &mut digest, &vec![40; size])?;
+    if digests.iter().all(|other| *other == digests[0]) {
+        return Ok(());
+    }
+
+    let lengths: Vec<usize> = digests
+        .iter()
+        .map(|digest| u64::from_le_bytes(digest[32..].try_into().expect("a digest is 40 bytes")) as usize)
+        .collect();
+    let mut encoded = encoded;
+    let descriptions = gather(communicator, &mut encoded, &lengths)?
+        .iter()
+        .map(|bytes| postcard::from_bytes(bytes))
+        .collect::<Result<Vec<Description>, _>>()
+        .map_err(|error| Error::Internal(format!("a peer's parameter list cannot be decoded: {error}")))?;
+    let ranks = &communicator.members().ranks;
+    let detail = descriptions
+        .iter()
+        .zip(ranks.iter())
+        .skip(1)
+        .find_map(|(other, &rank)| difference(&descriptions[0], ranks[0], other, rank))
+        .unwrap_or_else(|| "parameter lists with different digests look alike".to_owned());
+    Err(Error::Mismatch { during: "construction of the gradient reducer".to_owned(), detail })
+}
+
+/// Every member's bytes; member i has `lengths[i]` of them.
+fn gather(communicator: &Communicator, mine: &mut [u8], lengths: &[usize]) -> Result<Vec<Vec<u8>>> {
+    let mut blocks: Vec<Vec<u8>> = lengths.iter().map(|&length| vec![0; length]).collect();
+    let outputs = blocks.iter_mut().map(|block| view(block)).collect::<Result<Vec<_>>>()?;
+    communicator.run(&Request::AllGather { input: view(mine)?, outputs })?;
+    Ok(blocks)
+}
+
+pub(super) fn view(bytes: &mut [u8]) -> Result<TensorView> {
+    // SAFETY: the callers keep the bytes alive and untouched while `Communicator::run`, which blocks, uses the view.
+    unsafe { TensorView::new(bytes.as_mut_ptr(), bytes.len(), DType::UInt8, Device::Cpu, 0) }
+}
+
+/// The first difference between two ranks' descriptions, in words; `None` if there is none.
+pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize) -> Option<String> {
+    for (index, (x, y)) in a.params.iter().zip(&b.params).enumerate() {
+        if x.name != y.name {
+            return Some(format!(
+                "parameter {index} is `{}` on rank {rank_a} and `{}` on rank {rank_b}; every rank must register the \
+                 same parameters in the same order",
+                x.name, y.name
+            ));
+        }
+        if x.shape != y.shape {
+            return Some(format!(
+                "parameter `{}` has shape {:?} on rank {rank_a} and {:?} on rank {rank_b}",
+                x.name, x.shape, y.shape
+            ));
+        }
+        if x.dtype != y.dtype {
+            return Some(format!(
+                "parameter `{}` is {} on rank {rank_a} and {} on rank {rank_b}",
+                x.name, x.dtype, y.dtype
+            ));
+        }
+    }
+    let common = a.params.len().min(b.params.len());
+    if a.params.len() != b.params.len() {
+        let (longer, rank) = if a.params.len() > b.params.len() { (a, rank_a) } else { (b, rank_b) };
+        return Some(format!(
+            "rank {rank_a} has {} parameters and rank {rank_b} has {}: `{}` is only on rank {rank}",
+            a.params.len(),
+            b.params.len(),
+            longer.params[common].name
+        ));
+    }
+    let (x, y) = (&a.options, &b.options);
+    let differ = |name: &str, x: &dyn std::fmt::Display, y: &dyn std::fmt::Display| {
+        Some(format!("`{name}` is {x} on rank {rank_a} and {y} on rank {rank_b}"))
+    };
+    if x.find_unused_parameters != y.find_unused_parameters {
+        return differ("find_unused_parameters", &x.find_unused_parameters, &y.find_unused_parameters);
+    }
+    if x.accumulation_steps != y.accumulation_steps {
+        return differ("gradient_accumulation_steps", &x.accumulation_steps, &y.accumulation_steps);
+    }
+    if (x.bucket_bytes, x.first_bucket_bytes) != (y.bucket_bytes, y.first_bucket_bytes) {
+        return differ("bucket size in bytes", &x.bucket_bytes, &y.bucket_bytes);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn description(params: &[(&str, &[u64], DType)]) -> Description {
+        let params = params
+            .iter()
+            .map(|(name, shape, dtype)| ParamSpec { name: (*name).into(), shape: shape.to_vec(), dtype: *dtype })
+            .collect();
+        Description { params, options: Options::default() }
+    }
+
+    #[test]
+    fn a_difference_is_named_with_both_ranks_and_both_values() {
+        let base = description(&[("a", &[2, 3], DType::Float32), ("b", &[4], DType::Float32)]);
+        let with = |change: &dyn Fn(&mut Description)| {
+            let mut other = base.clone();
+            change(&mut other);
+            difference(&base, 0, &other, 3).unwrap_or_default()
+        };
+        assert_eq!(with(&|_| ()), "");
+        assert_eq!(
+            with(&|d| d.params[0].shape = vec![3, 3]),
+            "parameter `a` has shape [2, 3] on rank 0 and [3, 3] on rank 3"
+        );
+        assert_eq!(
+            with(&|d| d.params[1].dtype = DType::BFloat16),
+            "parameter `b` is float32 on rank 0 and bfloat16 on rank 3"
+        );
+        assert_eq!(with(&|d| d.params.truncate(1)), "rank 0 has 2 parameters and rank 3 has 1: `b` is only on rank 0");
+        assert_eq!(
+            with(&|d| d.params.swap(0, 1)),
+            "parameter 0 is `a` on rank 0 and `b` on rank 3; every rank must register the same parameters in the \
+             same order"
+        );
+        assert_eq!(
+            with(&|d| d.options.find_unused_parameters = true),
+            "`find_unused_parameters` is false on rank 0 and true on rank 3"
+        );
+        assert_eq!(
+            with(&|d| d.options.bucket_bytes = 128),
+            "`bucket size in bytes` is 26214400 on rank 0 and 128 on rank 3"
+        );
+    }
+}

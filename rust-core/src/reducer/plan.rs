@@ -1,0 +1,282 @@
+//! Which parameter's gradient lies where, and in which order buckets are reduced.
+//!
+//! - PLAN-1: every parameter has exactly one slot; slots of a window do not overlap and start at multiples of
+//!   [`ALIGN`] bytes.
+//! - PLAN-2: a bucket holds one element type, and its slots in the order in which gradients are expected.
+//! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger.
+//! - PLAN-4: the plan is a function of the parameters, the order and the options alone.
+
+use super::{Options, ParamSpec};
+use crate::buffer::DType;
+
+/// Every slot and every bucket starts at a multiple of this many bytes: a cache line, and the widest vector.
+pub const ALIGN: usize = 64;
+
+/// Where one parameter's gradient lies in the window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// Which parameter.
+    pub param: usize,
+    /// Start in the window, in bytes.
+    pub offset_bytes: usize,
+    /// Length in bytes, without padding.
+    pub bytes: usize,
+}
+
+/// Gradients that are reduced together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bucket {
+    /// Element type of all its parameters.
+    pub dtype: DType,
+    /// Start in the window, in bytes.
+    pub offset_bytes: usize,
+    /// Length in bytes, with padding between slots but not after the last.
+    pub bytes: usize,
+    /// Its parameters, in the order in which their gradients are expected.
+    pub slots: Vec<Slot>,
+}
+
+impl Bucket {
+    /// Length in elements. Padding counts: it is reduced too.
+    pub fn elems(&self) -> usize {
+        self.bytes / self.dtype.size()
+    }
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    buckets: Vec<Bucket>,
+    /// For each parameter its bucket and its position there.
+    places: Vec<(usize, usize)>,
+    /// Bytes of all buckets with padding.
+    bucket_bytes: usize,
+    /// Bytes of the largest bucket, with padding.
+    spare_bytes: usize,
+}
+
+impl Plan {
+    /// The plan for gradients that are expected in `order`, which holds the index of every parameter once.
+    ///
+    /// # Panics
+    /// If `order` is no permutation of the parameters.
+    pub fn new(params: &[ParamSpec], order: &[usize], options: &Options) -> Self {
+        let mut planned = vec![false; params.len()];
+        for &param in order {
+            assert!(!std::mem::replace(&mut planned[param], true), "order holds each parameter once");
+        }
+        assert_eq!(order.len(), params.len(), "order holds every parameter");
+
+        // An element type's bucket stays open while parameters of other types pass, so that a model whose layers mix
+        // types does not fall apart into one bucket a parameter. Buckets are numbered in the order in which their
+        // last gradient is expected, which is the order in which they fill.
+        struct Open {
+            dtype: DType,
+            params: Vec<usize>,
+            bytes: usize,
+        }
+        let mut open: Vec<Open> = Vec::new();
+        let mut full: Vec<Open> = Vec::new();
+        for &param in order {
+            let ParamSpec { dtype, .. } = params[param];
+            let bytes = params[param].bytes().next_multiple_of(ALIGN);
+            let cap = if full.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
+            let mut at = open.iter().position(|bucket| bucket.dtype == dtype);
+            if let Some(index) = at.filter(|&index| open[index].bytes + bytes > cap) {
+                full.push(open.remove(index));
+                at = None;
+            }
+            match at {
+                Some(index) => {
+                    // Moved to the end: `open` stays sorted by the latest parameter.
+                    let mut bucket = open.remove(index);
+                    bucket.params.push(param);
+                    bucket.bytes += bytes;
+                    open.push(bucket);
+                }
+                None => open.push(Open { dtype, params: vec![param], bytes }),
+            }
+        }
+        full.append(&mut open);
+        let position = {
+            let mut position = vec![0; params.len()];
+            for (at, &param) in order.iter().enumerate() {
+                position[param] = at;
+            }
+            position
+        };
+        full.sort_by_key(|bucket| bucket.params.last().map(|&param| position[param]));
+
+        let mut plan =
+            Self { buckets: Vec::new(), places: vec![(0, 0); params.len()], bucket_bytes: 0, spare_bytes: 0 };
+        for (index, Open { dtype, params: members, .. }) in full.into_iter().enumerate() {
+            let start = plan.bucket_bytes;
+            let mut end = start;
+            let mut slots = Vec::with_capacity(members.len());
+            for (position, param) in members.into_iter().enumerate() {
+                let slot = Slot { param, offset_bytes: end.next_multiple_of(ALIGN), bytes: params[param].bytes() };
+                end = slot.offset_bytes + slot.bytes;
+                slots.push(slot);
+                plan.places[param] = (index, position);
+            }
+            plan.buckets.push(Bucket { dtype, offset_bytes: start, bytes: end - start, slots });
+            plan.bucket_bytes = end.next_multiple_of(ALIGN);
+            plan.spare_bytes = plan.spare_bytes.max(plan.bucket_bytes - start);
+        }
+        plan
+    }
+
+    /// The plan before the first step: gradients come in about the reverse of the order of registration.
+    pub fn initial(params: &[ParamSpec], options: &Options) -> Self {
+        let order: Vec<usize> = (0..params.len()).rev().collect();
+        Self::new(params, &order, options)
+    }
+
+    /// Buckets, in the order in which they are reduced.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Number of parameters.
+    pub fn num_params(&self) -> usize {
+        self.places.len()
+    }
+
+    /// The bucket of a parameter.
+    pub fn bucket_of(&self, param: usize) -> usize {
+        self.places[param].0
+    }
+
+    /// The slot of a parameter.
+    pub fn slot(&self, param: usize) -> Slot {
+        let (bucket, position) = self.places[param];
+        self.buckets[bucket].slots[position]
+    }
+
+    /// Start of the spare range, which is as long as the largest bucket.
+    pub fn spare_offset_bytes(&self) -> usize {
+        self.bucket_bytes
+    }
+
+    /// Bytes of the window that holds the buckets and the spare range.
+    pub fn window_bytes(&self) -> usize {
+        self.bucket_bytes + self.spare_bytes
+    }
+}
+
+/// One line a bucket, for logs and golden files: `bucket 0: float32, 1.2 MiB: fc.bias, fc.weight`.
+pub fn describe(plan: &Plan, params: &[ParamSpec]) -> String {
+    use std::fmt::Write;
+    let mut text = String::new();
+    for (index, bucket) in plan.buckets().iter().enumerate() {
+        let names: Vec<&str> = bucket.slots.iter().map(|slot| params[slot.param].name.as_str()).collect();
+        let _ = writeln!(text, "bucket {index}: {}, {} bytes: {}", bucket.dtype, bucket.bytes, names.join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn param(name: &str, shape: &[u64], dtype: DType) -> ParamSpec {
+        ParamSpec { name: name.into(), shape: shape.to_vec(), dtype }
+    }
+
+    fn options(bucket_bytes: usize, first_bucket_bytes: usize) -> Options {
+        Options { bucket_bytes, first_bucket_bytes, ..Options::default() }
+    }
+
+    #[test]
+    fn a_small_first_bucket_then_full_ones_in_reverse_order() {
+        let params = [
+            param("conv.weight", &[512, 512, 3, 3], DType::Float32),
+            param("conv.bias", &[512], DType::Float32),
+            param("fc.weight", &[1000, 512], DType::Float32),
+            param("fc.bias", &[1000], DType::Float32),
+        ];
+        let plan = Plan::initial(&params, &options(8 << 20, 1 << 20));
+        assert_eq!(
+            describe(&plan, &params),
+            "bucket 0: float32, 4000 bytes: fc.bias\n\
+             bucket 1: float32, 2050048 bytes: fc.weight, conv.bias\n\
+             bucket 2: float32, 9437184 bytes: conv.weight\n"
+        );
+    }
+
+    #[test]
+    fn types_that_alternate_share_buckets_by_type() {
+        let params: Vec<ParamSpec> = (0..6)
+            .map(|i| param(&format!("p{i}"), &[10], if i % 2 == 0 { DType::Float32 } else { DType::Float16 }))
+            .collect();
+        let plan = Plan::initial(&params, &Options::default());
+        assert_eq!(
+            describe(&plan, &params),
+            "bucket 0: float16, 148 bytes: p5, p3, p1\nbucket 1: float32, 168 bytes: p4, p2, p0\n"
+        );
+    }
+
+    #[test]
+    fn no_parameters_make_no_buckets() {
+        let plan = Plan::initial(&[], &Options::default());
+        assert!(plan.buckets().is_empty());
+        assert_eq!(plan.window_bytes(), 0);
+    }
+
+    fn any_params() -> impl Strategy<Value = Vec<ParamSpec>> {
+        let dtype = prop::sample::select(vec![DType::Float32, DType::Float64, DType::BFloat16, DType::Complex64]);
+        prop::collection::vec((prop::collection::vec(0u64..40, 0..4), dtype), 0..60).prop_map(|params| {
+            params
+                .into_iter()
+                .enumerate()
+                .map(|(i, (shape, dtype))| ParamSpec { name: format!("p{i}"), shape, dtype })
+                .collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn plan_invariants(params in any_params(), cap in 1usize..300_000, first in 1usize..3_000, seed: u64) {
+            let mut order: Vec<usize> = (0..params.len()).collect();
+            // A shuffle from the seed; its quality does not matter.
+            let mut state = seed | 1;
+            for at in (1..order.len()).rev() {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                order.swap(at, (state >> 33) as usize % (at + 1));
+            }
+            let options = options(cap, first);
+            let plan = Plan::new(&params, &order, &options);
+            prop_assert_eq!(&plan, &Plan::new(&params, &order, &options), "PLAN-4");
+
+            let mut seen = vec![false; params.len()];
+            let mut end = 0;
+            let mut last_filled = None;
+            for (index, bucket) in plan.buckets().iter().enumerate() {
+                prop_assert!(bucket.offset_bytes >= end && bucket.offset_bytes % ALIGN == 0);
+                prop_assert!(bucket.slots.len() == 1 || bucket.bytes <= options.bucket_bytes.max(options.first_bucket_bytes), "PLAN-3");
+                prop_assert_eq!(bucket.bytes % bucket.dtype.size(), 0);
+                end = bucket.offset_bytes;
+                for slot in &bucket.slots {
+                    prop_assert!(slot.offset_bytes >= end && slot.offset_bytes % ALIGN == 0, "PLAN-1");
+                    prop_assert!(!std::mem::replace(&mut seen[slot.param], true), "PLAN-1");
+                    prop_assert_eq!(params[slot.param].dtype, bucket.dtype, "PLAN-2");
+                    prop_assert_eq!(slot.bytes, params[slot.param].bytes());
+                    prop_assert_eq!(plan.slot(slot.param), *slot);
+                    prop_assert_eq!(plan.bucket_of(slot.param), index);
+                    end = slot.offset_bytes + slot.bytes;
+                }
+                prop_assert_eq!(end, bucket.offset_bytes + bucket.bytes);
+                let positions: Vec<usize> = bucket.slots.iter()
+                    .map(|slot| order.iter().position(|&param| param == slot.param).unwrap()).collect();
+                prop_assert!(positions.is_sorted(), "PLAN-2");
+                prop_assert!(last_filled < positions.last().copied(), "buckets fill in plan order");
+                last_filled = positions.last().copied();
+                prop_assert!(plan.spare_offset_bytes() + bucket.bytes <= plan.window_bytes());
+            }
+            prop_assert!(end <= plan.spare_offset_bytes());
+            prop_assert!(seen.iter().all(|&seen| seen), "PLAN-1");
+        }
+    }
+}

@@ -1,0 +1,594 @@
+//! A plan, a window and a communicator at work.
+//!
+//! Threads: autograd threads call [`Reducer::mark_ready`], which takes one short lock and may queue an operation; the
+//! communicator's worker thread runs it and queues the next; the thread that called backward waits in
+//! [`Reducer::finish`]. No lock is held while an operation is queued or runs.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::fingerprint::{self, Description, view};
+use super::{Arena, Options, ParamSpec, Plan, SlotLease, Step};
+use crate::buffer::{DType, Device, TensorView};
+use crate::collectives::{Communicator, ReduceOp, Request};
+use crate::error::{Error, Result};
+use crate::trace;
+
+/// Gradients smaller than this are never placed by [`Reducer::lend`]: copying them costs less than asking.
+const LEND_BYTES: usize = 64 << 10;
+
+/// Reduces the gradients of one model, step after step. See the folder's text.
+pub struct Reducer {
+    communicator: Arc<Communicator>,
+    params: Arc<[ParamSpec]>,
+    options: Options,
+    sync: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What changes when the plan is made anew.
+#[derive(Clone)]
+struct Layout {
+    plan: Arc<Plan>,
+    arena: Arc<Arena>,
+    /// Parameters by the bytes of their gradient, each in plan order: who may get memory of that size.
+    by_bytes: Arc<HashMap<usize, Vec<usize>>>,
+}
+
+struct State {
+    layout: Layout,
+    active: Option<Active>,
+    /// Counts steps, so that a late answer of an earlier one is told apart.
+    steps: u64,
+    /// Backwards since the last reduced one.
+    accumulated: u32,
+    /// Parameters that got a gradient since the last reduced step; only with `find_unused_parameters`.
+    used: Vec<u8>,
+    /// Parameters for which [`Reducer::lend`] guessed right so far.
+    lendable: Vec<bool>,
+    rebuilt: bool,
+}
+
+/// A step that is under way.
+struct Active {
+    id: u64,
+    step: Step,
+    /// Gradients that are not in their slots.
+    elsewhere: HashMap<usize, *mut u8>,
+    lent: Vec<bool>,
+    /// Full buckets that are not yet handed to the communicator.
+    queue: VecDeque<usize>,
+    /// Whether the communicator works for this step.
+    in_flight: bool,
+    /// Whether the bucket in flight lies in the spare range.
+    bounced: bool,
+    reduced: usize,
+    error: Option<Error>,
+    /// Set when this rank cannot go on: what it tells the others.
+    giving_up: Option<String>,
+    /// Whether the step is only kept until the communicator has answered.
+    abandoned: bool,
+    times: Vec<BucketTimes>,
+}
+
+// SAFETY: the pointers in `elsewhere` are gradients whose owner keeps them alive and untouched from `mark_ready` until
+// the step has ended (the contract of `mark_ready`); any thread may read and write them in between.
+unsafe impl Send for Active {}
+
+/// When what happened to a bucket, in the timeline's nanoseconds; zero while the timeline is off.
+#[derive(Clone, Copy, Default)]
+struct BucketTimes {
+    first_ready: u64,
+    full: u64,
+    submitted: u64,
+}
+
+/// The memory of the plan that is in force, for those who place gradients.
+#[derive(Clone)]
+pub struct Slots(Arc<Arena>);
+
+impl Slots {
+    /// Where the gradient of `param` belongs.
+    pub fn ptr(&self, param: usize) -> *mut u8 {
+        self.0.slot_ptr(param)
+    }
+
+    /// Takes the slot of `param`, unless a tensor still refers to it.
+    pub fn take(&self, param: usize) -> Option<SlotLease> {
+        self.0.lease(param)
+    }
+}
+
+/// What to do next, decided under the lock and done without it.
+enum Action {
+    Nothing,
+    /// The step, the bucket, and where in the window its values are.
+    Reduce(u64, usize, Layout, usize),
+    GiveUp(u64, String),
+}
+
+impl Reducer {
+    /// A reducer for `params` over `communicator`, which nothing else may use while a backward runs. Collective:
+    /// compares the parameters with the other members' and makes the window.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] naming the parameter and the ranks; [`Error::InvalidArgument`] for bad options.
+    pub fn new(communicator: Arc<Communicator>, params: Vec<ParamSpec>, options: Options) -> Result<Arc<Self>> {
+        if options.bucket_bytes == 0 || options.accumulation_steps == 0 {
+            return Err(Error::InvalidArgument(format!(
+                "a gradient reducer needs a bucket size and a number of accumulation steps above zero, not {} and {}",
+                options.bucket_bytes, options.accumulation_steps
+            )));
+        }
+        let description = Description { params, options };
+        fingerprint::agree(&communicator, &description)?;
+        let Description { params, options } = description;
+        let layout = Layout::new(&communicator, Plan::initial(&params, &options))?;
+        tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
+        Ok(Arc::new(Self {
+            communicator,
+            sync: AtomicBool::new(true),
+            state: Mutex::new(State {
+                layout,
+                active: None,
+                steps: 0,
+                accumulated: 0,
+                used: vec![0; params.len()],
+                lendable: vec![true; params.len()],
+                rebuilt: false,
+            }),
+            params: params.into(),
+            options,
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// The parameters, in the order of registration.
+    pub fn params(&self) -> &[ParamSpec] {
+        &self.params
+    }
+
+    /// What was chosen at construction.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The communicator; see [`Reducer::run`].
+    pub fn communicator(&self) -> &Arc<Communicator> {
+        &self.communicator
+    }
+
+    /// The plan in force, for messages and tests.
+    pub fn plan(&self) -> Arc<Plan> {
+        Arc::clone(&self.state.lock().layout.plan)
+    }
+
+    /// Whether backwards that begin from now on reduce (the default) or accumulate locally.
+    pub fn set_sync(&self, sync: bool) {
+        self.sync.store(sync, Ordering::Relaxed);
+    }
+
+    /// See [`Reducer::set_sync`].
+    pub fn sync(&self) -> bool {
+        self.sync.load(Ordering::Relaxed)
+    }
+
+    /// Runs another operation of the same members between steps, in order with them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] during a backward; what the communicator reports.
+    pub fn run(&self, request: &Request) -> Result<()> {
+        drop(self.settle()?);
+        self.communicator.run(request)
+    }
+
+    /// Begins a backward. Returns the memory that its gradients belong in, or `None` if this backward only
+    /// accumulates locally; then [`Reducer::note_local`] is all it calls.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if another backward is under way.
+    pub fn begin(&self) -> Result<Option<Slots>> {
+        if !self.sync() {
+            return Ok(None);
+        }
+        let mut state = self.settle()?;
+        state.accumulated += 1;
+        if state.accumulated < self.options.accumulation_steps {
+            return Ok(None);
+        }
+        state.accumulated = 0;
+        state.steps += 1;
+        let plan = &state.layout.plan;
+        state.active = Some(Active {
+            id: state.steps,
+            step: Step::new(plan),
+            elsewhere: HashMap::new(),
+            lent: vec![false; self.params.len()],
+            queue: VecDeque::new(),
+            in_flight: false,
+            bounced: false,
+            reduced: 0,
+            error: None,
+            giving_up: None,
+            abandoned: false,
+            times: vec![BucketTimes::default(); plan.buckets().len()],
+        });
+        Ok(Some(Slots(Arc::clone(&state.layout.arena))))
+    }
+
+    /// Waits until no abandoned step is left.
+    fn settle(&self) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.state.lock();
+        loop {
+            match &state.active {
+                None => return Ok(state),
+                // The communicator's answer comes: its waits have deadlines.
+                Some(active) if active.abandoned => self.changed.wait(&mut state),
+                Some(_) => {
+                    return Err(Error::InvalidArgument(
+                        "a backward of this model is already under way in this process".to_owned(),
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Takes note of a gradient that stays local in this backward.
+    pub fn note_local(&self, param: usize) {
+        if self.options.find_unused_parameters {
+            self.state.lock().used[param] = 1;
+        }
+    }
+
+    /// Memory for a tensor of `bytes` bytes that is about to be made in a backward, if it is likely to become the
+    /// gradient of a parameter: a gradient that is made in its slot need not be copied there. A wrong guess is
+    /// harmless, and not repeated for this parameter.
+    pub fn lend(&self, bytes: usize) -> Option<SlotLease> {
+        if bytes < LEND_BYTES {
+            return None;
+        }
+        let state = &mut *self.state.lock();
+        let active = state.active.as_mut()?;
+        let candidates = state.layout.by_bytes.get(&bytes)?;
+        for &param in candidates {
+            if state.lendable[param]
+                && !active.step.is_ready(param)
+                && let Some(lease) = state.layout.arena.lease(param)
+            {
+                active.lent[param] = true;
+                return Some(lease);
+            }
+        }
+        None
+    }
+
+    /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
+    /// parameter's layout. Starts the reduction of buckets that it completes.
+    ///
+    /// # Errors
+    /// What ended the step already; [`Error::InvalidArgument`] for a second gradient of one parameter.
+    ///
+    /// # Safety
+    /// From this call until [`Reducer::finish`] or [`Reducer::abandon`] has returned, the bytes at `ptr` are valid, and
+    /// nobody else touches them.
+    pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8) -> Result<()> {
+        let action = {
+            let state = &mut *self.state.lock();
+            let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else {
+                return Err(Error::Internal(format!("`{}` got a gradient outside backward", self.params[param].name)));
+            };
+            if let Some(error) = &active.error {
+                return Err(error.clone());
+            }
+            let Layout { plan, arena, .. } = &state.layout;
+            let Some(launch) = active.step.mark_ready(plan, param) else {
+                return Err(Error::InvalidArgument(format!(
+                    "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already; \
+                     re-entrant checkpointing does this (use `use_reentrant=False`)",
+                    self.params[param].name
+                )));
+            };
+            if self.options.find_unused_parameters {
+                state.used[param] = 1;
+            }
+            if ptr != arena.slot_ptr(param) {
+                active.elsewhere.insert(param, ptr);
+            }
+            if active.lent[param] && !std::ptr::eq(ptr, arena.slot_ptr(param)) {
+                state.lendable[param] = false;
+            }
+            if trace::enabled() {
+                let now = trace::now();
+                let times = &mut active.times[plan.bucket_of(param)];
+                if times.first_ready == 0 {
+                    times.first_ready = now;
+                }
+                for bucket in launch.clone() {
+                    active.times[bucket].full = now;
+                }
+            }
+            active.queue.extend(launch);
+            self.next(state)
+        };
+        self.perform(action);
+        Ok(())
+    }
+
+    /// What the communicator should do now (RED-2: one operation at a time, none after an error).
+    fn next(&self, state: &mut State) -> Action {
+        let State { active: Some(active), layout, .. } = state else { return Action::Nothing };
+        if active.in_flight || active.error.is_some() {
+            return Action::Nothing;
+        }
+        if let Some(bucket) = active.queue.pop_front() {
+            active.in_flight = true;
+            if trace::enabled() {
+                active.times[bucket].submitted = trace::now();
+            }
+            let planned = &layout.plan.buckets()[bucket];
+            // A gradient that is not in its slot, because a tensor of the caller still refers to it, takes its whole
+            // bucket by way of the spare range. The range is free: one bucket is under way at a time. Copying under
+            // the lock keeps `abandon`, after which the gradient may be gone, out.
+            active.bounced = !active.elsewhere.is_empty()
+                && self.communicator.members().size() > 1
+                && planned.slots.iter().any(|slot| active.elsewhere.contains_key(&slot.param));
+            let offset_bytes = if active.bounced { layout.plan.spare_offset_bytes() } else { planned.offset_bytes };
+            if active.bounced {
+                // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
+                // spare range is as long as the largest bucket, and overlaps neither.
+                layout.each_spare(bucket, &active.elsewhere, |gradient, spare, bytes| unsafe {
+                    std::ptr::copy_nonoverlapping(gradient, spare, bytes);
+                });
+            }
+            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes);
+        }
+        if let Some(message) = active.giving_up.take() {
+            active.in_flight = true;
+            return Action::GiveUp(active.id, message);
+        }
+        Action::Nothing
+    }
+
+    fn perform(self: &Arc<Self>, action: Action) {
+        match action {
+            Action::Nothing => {}
+            Action::GiveUp(id, message) => {
+                let reducer = Arc::clone(self);
+                let told = Error::InvalidArgument(message.clone());
+                // Whatever the answer is, the others know or are gone; this rank reports its own reason.
+                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
+            }
+            Action::Reduce(id, bucket, layout, offset_bytes) => {
+                let planned = &layout.plan.buckets()[bucket];
+                if planned.elems() == 0 || self.communicator.members().size() == 1 {
+                    return self.answered(id, Some(bucket), Ok(()));
+                }
+                let request = Request::AllReduceWindow {
+                    window: Arc::clone(layout.arena.window()),
+                    offset_bytes,
+                    elems: planned.elems(),
+                    dtype: planned.dtype,
+                    op: ReduceOp::Average,
+                };
+                let reducer = Arc::clone(self);
+                let done = move |result| reducer.answered(id, Some(bucket), result);
+                self.communicator.submit(request, Box::new(done));
+            }
+        }
+    }
+
+    /// The communicator has done its part for `bucket`, or for giving up.
+    fn answered(self: &Arc<Self>, id: u64, bucket: Option<usize>, result: Result<()>) {
+        let action = {
+            let state = &mut *self.state.lock();
+            let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
+            active.in_flight = false;
+            match result {
+                Ok(()) => {
+                    active.reduced += 1;
+                    if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
+                        // SAFETY: as in `next`; the step has not ended and is not abandoned.
+                        state.layout.each_spare(bucket, &active.elsewhere, |gradient, spare, bytes| unsafe {
+                            std::ptr::copy_nonoverlapping(spare, gradient, bytes);
+                        });
+                    }
+                }
+                Err(error) => {
+                    active.error = Some(error);
+                    active.queue.clear();
+                }
+            }
+            if let (Some(bucket), true) = (bucket, trace::enabled()) {
+                let times = active.times[bucket];
+                let planned = &state.layout.plan.buckets()[bucket];
+                let track = trace::Track::Bucket { reducer: self.communicator.id(), bucket };
+                trace::complete("filling", track, times.first_ready, times.full, None);
+                trace::complete("waiting", track, times.full, times.submitted, None);
+                trace::complete(
+                    "reducing",
+                    track,
+                    times.submitted,
+                    trace::now(),
+                    Some(("bytes", planned.bytes as u64)),
+                );
+            }
+            let action = self.next(state);
+            if let Some(active) = &state.active
+                && active.abandoned
+                && !active.in_flight
+                && matches!(action, Action::Nothing)
+            {
+                state.active = None;
+            }
+            self.changed.notify_all();
+            action
+        };
+        self.perform(action);
+    }
+
+    /// Parameters that have no gradient in this backward so far.
+    pub fn missing(&self) -> Vec<usize> {
+        self.state.lock().active.as_ref().map_or_else(Vec::new, |active| active.step.missing())
+    }
+
+    /// Ends a backward: waits until every bucket is reduced. Returns which parameters got a gradient on any rank if
+    /// `find_unused_parameters` was chosen, and nothing otherwise, when all of them must.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the parameters that got no gradient; what the communicator reports.
+    pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
+        let missing = self.missing();
+        if !missing.is_empty() {
+            return Err(self.give_up(self.unused_message(&missing)));
+        }
+        let state = &mut self.state.lock();
+        let (result, layout, order) = loop {
+            let Some(active) = state.active.as_ref().filter(|active| !active.abandoned) else {
+                return Err(Error::Internal("a backward ended that had not begun".to_owned()));
+            };
+            let ended = active.error.clone().map_or_else(
+                || (active.reduced == state.layout.plan.buckets().len()).then_some(Ok(())),
+                |error| Some(Err(error)),
+            );
+            if let Some(result) = ended {
+                break (result, state.layout.clone(), active.step.observed_order());
+            }
+            self.changed.wait(state);
+        };
+        state.active = None;
+        result?;
+        let used = self.options.find_unused_parameters.then(|| {
+            let mine = vec![0; self.params.len()];
+            std::mem::replace(&mut state.used, mine)
+        });
+        let rebuild = !state.rebuilt;
+        MutexGuard::unlocked(state, || {
+            let used = used.map(|used| self.used_anywhere(used)).transpose()?;
+            if rebuild {
+                self.rebuild(&layout, order)?;
+            }
+            Ok(used)
+        })
+    }
+
+    fn used_anywhere(&self, mut used: Vec<u8>) -> Result<Vec<bool>> {
+        let data = view(&mut used)?;
+        self.communicator.run(&Request::AllReduce { input: data, output: data, op: ReduceOp::BitOr })?;
+        Ok(used.into_iter().map(|used| used != 0).collect())
+    }
+
+    /// Makes the plan anew in the order that rank 0 observed (RED-5). Gradients in slots of the old window stay
+    /// valid, since their leases keep it; they move when they next become ready.
+    fn rebuild(&self, layout: &Layout, order: Vec<usize>) -> Result<()> {
+        let mut order: Vec<u64> = order.into_iter().map(|param| param as u64).collect();
+        // SAFETY: `order` lives, untouched, until `run`, which blocks, has returned.
+        let data = unsafe { TensorView::new(order.as_mut_ptr().cast(), order.len(), DType::Int64, Device::Cpu, 0) }?;
+        self.communicator.run(&Request::Broadcast { data, root: 0 })?;
+        let order: Vec<usize> = order.into_iter().map(|param| param as usize).collect();
+        let plan = Plan::new(&self.params, &order, &self.options);
+        let layout = if plan == *layout.plan {
+            layout.clone()
+        } else {
+            tracing::debug!("gradient plan in observed order:\n{}", super::plan::describe(&plan, &self.params));
+            Layout::new(&self.communicator, plan)?
+        };
+        let state = &mut *self.state.lock();
+        state.layout = layout;
+        // Guesses that followed the old order say nothing about the new one.
+        state.lendable.fill(true);
+        state.rebuilt = true;
+        Ok(())
+    }
+
+    fn unused_message(&self, missing: &[usize]) -> String {
+        const NAMED: usize = 20;
+        let mut names: Vec<String> =
+            missing.iter().take(NAMED).map(|&param| format!("`{}`", self.params[param].name)).collect();
+        if missing.len() > NAMED {
+            names.push(format!("{} more", missing.len() - NAMED));
+        }
+        format!(
+            "{} of {} parameters got no gradient in this backward on rank {}: {}; if the loss does not depend on them, \
+             pass `find_unused_parameters=True` to DistributedDataParallel or freeze them with `requires_grad_(False)` \
+             before wrapping",
+            missing.len(),
+            self.params.len(),
+            self.my_rank(),
+            names.join(", ")
+        )
+    }
+
+    fn my_rank(&self) -> usize {
+        let members = self.communicator.members();
+        members.ranks[members.me]
+    }
+
+    /// Ends the step with an error that the other members get too, and waits until they have it. Returns the error.
+    fn give_up(self: &Arc<Self>, message: String) -> Error {
+        let error = Error::InvalidArgument(message.clone());
+        self.abandon(&message);
+        let mut state = self.state.lock();
+        while state.active.as_ref().is_some_and(|active| active.abandoned) {
+            self.changed.wait(&mut state);
+        }
+        error
+    }
+
+    /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
+    /// `message`. Does nothing if no backward is under way.
+    pub fn abandon(self: &Arc<Self>, message: &str) {
+        let action = {
+            let state = &mut *self.state.lock();
+            let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else { return };
+            active.abandoned = true;
+            // Their gradients may be gone as soon as this function returns.
+            active.queue.clear();
+            // The others wait for a bucket, or for what follows the last one. After an error their steps have ended
+            // already: telling them again would end their next one.
+            let others_wait = active.reduced < state.layout.plan.buckets().len()
+                || self.options.find_unused_parameters
+                || !state.rebuilt;
+            if others_wait && active.error.is_none() && self.communicator.members().size() > 1 {
+                active.giving_up = Some(message.to_owned());
+            }
+            let action = self.next(state);
+            if let Some(active) = &state.active
+                && !active.in_flight
+                && matches!(action, Action::Nothing)
+            {
+                state.active = None;
+            }
+            self.changed.notify_all();
+            action
+        };
+        self.perform(action);
+    }
+}
+
+impl Layout {
+    fn new(communicator: &Communicator, plan: Plan) -> Result<Self> {
+        let window = communicator.window(plan.window_bytes())?;
+        let arena = Arena::new(window, &plan);
+        let mut by_bytes: HashMap<usize, Vec<usize>> = HashMap::new();
+        for slot in plan.buckets().iter().flat_map(|bucket| &bucket.slots) {
+            if slot.bytes >= LEND_BYTES {
+                by_bytes.entry(slot.bytes).or_default().push(slot.param);
+            }
+        }
+        Ok(Self { plan: Arc::new(plan), arena, by_bytes: Arc::new(by_bytes) })
+    }
+
+    /// Calls `copy(gradient, place in the spare range, bytes)` for every slot of a bucket.
+    fn each_spare(&self, bucket: usize, elsewhere: &HashMap<usize, *mut u8>, copy: impl Fn(*mut u8, *mut u8, usize)) {
+        let bucket = &self.plan.buckets()[bucket];
+        for slot in &bucket.slots {
+            let gradient = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena.slot_ptr(slot.param));
+            let offset_bytes = self.plan.spare_offset_bytes() + (slot.offset_bytes - bucket.offset_bytes);
+            copy(gradient, self.arena.at(offset_bytes), slot.bytes);
+        }
+    }
+}
