@@ -67,14 +67,16 @@ class Framework:
         digest = hashlib.sha256()
         # Where the framework is installed does not matter, what its headers are told does.
         switches = [flag for flag in self.compile_flags if not flag.startswith(("-I", "-isystem", "/"))]
-        for part in (
-            platform.machine(),
-            *switches,
-            *(text for item in sorted(_core.shim_sources().items()) for text in item),
-        ):
+        sources = [part for item in self.sources().items() for part in item]
+        for part in (platform.machine(), *switches, *sources):
             digest.update(part.encode())
             digest.update(b"\0")
         return f"{self.name}-{self.version}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
+
+    def sources(self) -> dict[str, str]:
+        """Name and text of every file that the shim is built from."""
+        parts = ("include", "bridge", self.folder)
+        return {name: text for name, text in sorted(_core.shim_sources().items()) if name.split("/")[0] in parts}
 
     @property
     def library(self) -> str:
@@ -219,7 +221,7 @@ def _build(framework: Framework, path: Path) -> None:
 
 
 def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
-    for name, text in _core.shim_sources().items():
+    for name, text in framework.sources().items():
         file = scratch / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
