@@ -31,6 +31,8 @@ knobs! {
         "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", [], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
+    PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",
+        "Silence of a host, in seconds, after which its ranks count as dead. A process that dies is noticed at once; this is for hosts and links.";
     SECRET = "SMD_SECRET", [], "",
         "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it a key is derived from the launcher's variables.";
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",

@@ -2,8 +2,12 @@
 //!
 //! - MON-1: a departure is never taken back, and the first one reported for a rank stands.
 //! - MON-2: [`Monitor::generation`] changes with every departure, so a wait loop pays one atomic load.
+//! - MON-3: departures are reported in the order in which the rendezvous learned of them, so the first one that is no
+//!   orderly leave is the cause, and later ones may be its effects.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
@@ -38,14 +42,31 @@ impl std::fmt::Display for Departure {
     }
 }
 
+/// Asked by every wait of every thread, a few times a second.
+static INTERRUPT_HOOK: OnceLock<fn() -> bool> = OnceLock::new();
+
+/// Lets the language that hosts the core end waits of the calling thread: `hook` says whether a signal asks for it.
+/// It is called without locks of the core. Only the first hook counts.
+pub fn set_interrupt_hook(hook: fn() -> bool) {
+    let _ = INTERRUPT_HOOK.set(hook);
+}
+
 /// Departures seen so far; shared by the control plane, which writes it, and all waits, which read it.
 #[derive(Debug)]
 pub struct Monitor {
     me: usize,
-    departed: Mutex<BTreeMap<usize, Departure>>,
+    seen: Mutex<Seen>,
     changed: Condvar,
     generation: AtomicU64,
     interrupted: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// By rank: how many departed before it, and how it did.
+    departed: BTreeMap<usize, (usize, Departure)>,
+    /// Why nothing can be waited for any more.
+    closed: Option<String>,
 }
 
 impl Monitor {
@@ -53,7 +74,7 @@ impl Monitor {
     pub fn new(me: usize) -> Self {
         Self {
             me,
-            departed: Mutex::default(),
+            seen: Mutex::default(),
             changed: Condvar::new(),
             generation: AtomicU64::new(0),
             interrupted: AtomicBool::new(false),
@@ -67,11 +88,20 @@ impl Monitor {
 
     /// Records a departure (MON-1) and wakes those who [`Monitor::wait_change`].
     pub fn report(&self, rank: usize, departure: Departure) {
-        let mut departed = self.departed.lock();
-        if departed.contains_key(&rank) {
-            return;
+        let mut seen = self.seen.lock();
+        let order = seen.departed.len();
+        if let Entry::Vacant(entry) = seen.departed.entry(rank) {
+            entry.insert((order, departure));
+            self.generation.fetch_add(1, Ordering::Release);
+            self.changed.notify_all();
         }
-        departed.insert(rank, departure);
+    }
+
+    /// Ends every wait of this process with [`Error::Closed`], whomever it waits for: the session was shut down, or
+    /// nobody is left who would report departures. A departure that explains it is reported before.
+    pub fn close(&self, reason: &str) {
+        let mut seen = self.seen.lock();
+        seen.closed.get_or_insert_with(|| reason.to_owned());
         self.generation.fetch_add(1, Ordering::Release);
         self.changed.notify_all();
     }
@@ -81,42 +111,36 @@ impl Monitor {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// The first departed rank among `members` (global ranks) for which `missing` holds, as the error that a
-    /// wait in `during` ends with.
+    /// What a wait for `members` (global ranks) in `during` ends with, if it cannot succeed any more.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] if there is one.
+    /// [`Error::PeerFailed`] naming the member that departed first (MON-3); [`Error::Closed`] after
+    /// [`Monitor::close`].
     pub fn check(&self, members: &[usize], during: &str) -> Result<()> {
         if self.generation() == 0 {
             return Ok(());
         }
-        let departed = self.departed.lock();
-        // A death explains a departure that it caused, not the reverse: name the dead first.
-        let culprit = members.iter().filter_map(|rank| departed.get(rank).map(|how| (*rank, how))).min_by_key(
-            |(_, how)| match how {
-                Departure::Died { .. } => 0,
-                Departure::Failed { .. } => 1,
-                Departure::Left => 2,
-            },
-        );
-        match culprit {
+        let seen = self.seen.lock();
+        let departed = members.iter().filter_map(|rank| Some((*rank, seen.departed.get(rank)?)));
+        if let Some((rank, (_, how))) = departed.min_by_key(|(_, (order, how))| (*how == Departure::Left, *order)) {
+            return Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me, during: during.to_owned() });
+        }
+        match &seen.closed {
+            Some(reason) => Err(Error::Closed { reason: reason.clone() }),
             None => Ok(()),
-            Some((rank, how)) => {
-                Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me, during: during.to_owned() })
-            }
         }
     }
 
     /// What is known of `rank`, if it departed.
     pub fn departure(&self, rank: usize) -> Option<Departure> {
-        self.departed.lock().get(&rank).cloned()
+        self.seen.lock().departed.get(&rank).map(|(_, how)| how.clone())
     }
 
     /// Blocks until the generation differs from `seen` or `timeout` has passed.
     pub fn wait_change(&self, seen: u64, timeout: std::time::Duration) {
-        let mut departed = self.departed.lock();
+        let mut lock = self.seen.lock();
         if self.generation() == seen {
-            self.changed.wait_for(&mut departed, timeout);
+            self.changed.wait_for(&mut lock, timeout);
         }
     }
 
@@ -125,9 +149,9 @@ impl Monitor {
         self.interrupted.store(on, Ordering::Release);
     }
 
-    /// Whether an interruption is pending.
+    /// Whether an interruption is pending, for this process or, see [`set_interrupt_hook`], for the calling thread.
     pub fn interrupted(&self) -> bool {
-        self.interrupted.load(Ordering::Acquire)
+        self.interrupted.load(Ordering::Acquire) || INTERRUPT_HOOK.get().is_some_and(|hook| hook())
     }
 }
 
@@ -136,14 +160,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn first_report_stands_and_the_dead_are_named_first() {
+    fn the_first_failure_is_named() {
         let monitor = Monitor::new(0);
         monitor.report(1, Departure::Left);
         monitor.report(1, Departure::Died { detail: String::new() });
-        monitor.report(2, Departure::Died { detail: "killed by signal 9".into() });
+        monitor.report(3, Departure::Died { detail: "killed by signal 9".into() });
+        monitor.report(2, Departure::Failed { message: "rank 3 died".into() });
         assert_eq!(monitor.departure(1), Some(Departure::Left));
-        assert!(monitor.check(&[0, 3], "barrier").is_ok());
-        let error = monitor.check(&[0, 1, 2], "barrier").unwrap_err();
-        assert_eq!(error.to_string(), "rank 2 died (killed by signal 9) while rank 0 was in barrier");
+        assert!(monitor.check(&[0, 4], "barrier").is_ok());
+        let text = |members: &[usize]| monitor.check(members, "barrier").unwrap_err().to_string();
+        assert_eq!(text(&[0, 1, 2, 3]), "rank 3 died (killed by signal 9) while rank 0 was in barrier");
+        assert_eq!(text(&[0, 1, 2]), "rank 2 failed (rank 3 died) while rank 0 was in barrier");
+        assert_eq!(text(&[0, 1]), "rank 1 left the job while rank 0 was in barrier");
+    }
+
+    #[test]
+    fn closing_ends_every_wait_but_a_culprit_is_named_first() {
+        let monitor = Monitor::new(0);
+        monitor.report(1, Departure::Left);
+        monitor.close("the rendezvous is gone");
+        assert_eq!(monitor.check(&[0, 2], "barrier").unwrap_err().code(), crate::error::Code::Closed);
+        assert_eq!(monitor.check(&[0, 1], "barrier").unwrap_err().code(), crate::error::Code::PeerFailed);
     }
 }

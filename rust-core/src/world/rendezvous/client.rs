@@ -1,0 +1,370 @@
+//! A rank's connection to the rendezvous: writes from any thread, one thread that reads.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::frame::{Opener, Sealer};
+use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, SessionKeys};
+use super::message::{self, Join, MAX_KEY, MAX_VALUE, ToClient, ToServer, Welcome, shorten};
+use crate::error::{Error, Result};
+use crate::world::{Departure, Monitor, Store, fork, socket};
+
+/// Longest wait for one step of a handshake: the port may belong to somebody who says nothing.
+const STEP_TIME: Duration = Duration::from_secs(2);
+/// First and longest pause between two rounds over the addresses.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// How long refusals at the only address are put down to a crowd at the door, not to the secret.
+const REFUSAL_TIME: Duration = Duration::from_secs(2);
+/// Longest sleep without a look at the interrupt flag.
+const NAP: Duration = Duration::from_millis(50);
+/// How long a goodbye waits for the server to take it.
+const GOODBYE_TIME: Duration = Duration::from_secs(1);
+
+/// How to join.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the rendezvous may be, as `host:port`; the secret tells which is the right one.
+    pub addresses: Vec<String>,
+    /// The job's key.
+    pub key: JobKey,
+    /// Whether rank 0's process serves the rendezvous, so that losing it means losing rank 0.
+    pub served_by_rank_0: bool,
+    /// When to give up.
+    pub deadline: Instant,
+    /// Silence after which a host counts as vanished.
+    pub peer_timeout: Duration,
+}
+
+#[derive(Default)]
+struct State {
+    welcome: Option<Welcome>,
+    refused: Option<String>,
+    missing: Option<Vec<u32>>,
+    /// Answers of the store by ticket; `None` until it comes.
+    values: HashMap<u64, Option<Vec<u8>>>,
+    next_ticket: u64,
+    /// The reader has ended.
+    ended: bool,
+    /// This side has said goodbye.
+    leaving: bool,
+}
+
+struct Writer {
+    stream: TcpStream,
+    sealer: Sealer,
+    buffer: Vec<u8>,
+}
+
+/// A connection that has joined, or is about to.
+pub struct Client {
+    _guard: fork::Guard,
+    address: String,
+    served_by_rank_0: bool,
+    monitor: Arc<Monitor>,
+    writer: Mutex<Writer>,
+    state: Mutex<State>,
+    changed: Condvar,
+    reader: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Client {
+    /// Finds the rendezvous, joins, and waits until all ranks have joined. Departures go to `monitor` from then on.
+    ///
+    /// # Errors
+    /// [`Error::Rendezvous`] if the job refuses this rank; [`Error::Timeout`] naming the ranks that did not come;
+    /// [`Error::PeerFailed`] if one of them departed; [`Error::Interrupted`].
+    pub fn join(options: &Options, join: Join, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Welcome)> {
+        let start = Instant::now();
+        let (stream, keys, address) = connect(options, &monitor, start)?;
+        let io = |error| Error::io(format!("using the connection to the rendezvous at {address}"), error);
+        let reading = stream.try_clone().map_err(io)?;
+        let size = join.size as usize;
+        let client = Arc::new(Self {
+            _guard: fork::Guard::new(&stream),
+            address: address.clone(),
+            served_by_rank_0: options.served_by_rank_0,
+            monitor,
+            writer: Mutex::new(Writer { stream, sealer: Sealer::new(keys.send), buffer: Vec::new() }),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            reader: Mutex::new(None),
+        });
+        let thread = std::thread::Builder::new().name("smd-control".into());
+        let (reader, guard) = (client.clone(), fork::Guard::new(&reading));
+        let opener = Opener::new(keys.receive);
+        *client.reader.lock() = Some(thread.spawn(move || reader.read(guard, reading, opener)).map_err(io)?);
+        client.send(&ToServer::Join(join))?;
+        match client.wait_for_welcome(size, start, options.deadline) {
+            Ok(welcome) => Ok((client, welcome)),
+            Err(error) => {
+                // Why this rank gives up is news to those who wait for it.
+                client.fail(&error.to_string());
+                client.leave();
+                Err(error)
+            }
+        }
+    }
+
+    fn wait_for_welcome(&self, size: usize, start: Instant, deadline: Instant) -> Result<Welcome> {
+        let all: Vec<usize> = (0..size).collect();
+        let outcome = self.wait("init()", start, deadline, &all, |state| {
+            if let Some(reason) = state.refused.take() {
+                return Some(Err(Error::Rendezvous(reason)));
+            }
+            state.welcome.take().map(Ok)
+        });
+        match outcome {
+            Err(Error::Timeout { during, waited, .. }) => Err(Error::Timeout { during, waited, missing: self.missing() }),
+            other => other?,
+        }
+    }
+
+    /// The ranks that have not joined; empty if even the server does not answer.
+    fn missing(&self) -> Vec<usize> {
+        let now = Instant::now();
+        let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
+            self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take())
+        });
+        answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
+    }
+
+    /// Tells the others that this rank failed.
+    pub fn fail(&self, message: &str) {
+        let _ = self.send(&ToServer::Fail { message: shorten(message) });
+    }
+
+    /// Says goodbye and ends the connection. Does nothing the second time.
+    pub fn leave(&self) {
+        if std::mem::replace(&mut self.state.lock().leaving, true) {
+            return;
+        }
+        let sent = self.send(&ToServer::Goodbye);
+        // Wait until the server has closed its side: closing ours with unread bytes in it could reset the connection
+        // before the goodbye is read, which would count as a death.
+        if sent.is_ok() {
+            let deadline = Instant::now() + GOODBYE_TIME;
+            let mut state = self.state.lock();
+            while !state.ended && !self.changed.wait_until(&mut state, deadline).timed_out() {}
+        }
+        let _ = self.writer.lock().stream.shutdown(Shutdown::Both);
+        if let Some(reader) = self.reader.lock().take() {
+            let _ = reader.join();
+        }
+    }
+
+    fn send(&self, message: &ToServer) -> Result<()> {
+        let payload = message::encode(message);
+        let mut writer = self.writer.lock();
+        let Writer { stream, sealer, buffer } = &mut *writer;
+        buffer.clear();
+        sealer.seal(&payload, buffer);
+        stream.write_all(buffer).map_err(|error| {
+            Error::io(format!("sending to the rendezvous at {}", self.address), error)
+        })
+    }
+
+    /// Waits until `look` finds what it looks for.
+    fn wait<T>(
+        &self,
+        during: &str,
+        start: Instant,
+        deadline: Instant,
+        waiting_for: &[usize],
+        mut look: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<T> {
+        let mut state = self.state.lock();
+        loop {
+            // Departures first, then the condition: what a rank did before it departed is not lost.
+            let departed = self.monitor.check(waiting_for, during);
+            if let Some(found) = look(&mut state) {
+                return Ok(found);
+            }
+            departed?;
+            if state.ended {
+                return Err(Error::Closed { reason: format!("the connection to the rendezvous at {} ended", self.address) });
+            }
+            if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
+                return Err(Error::Interrupted { during: during.to_owned() });
+            }
+            if let Some(found) = look(&mut state) {
+                return Ok(found);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                let missing = waiting_for.to_vec();
+                return Err(Error::Timeout { during: during.to_owned(), waited: now - start, missing });
+            }
+            self.changed.wait_until(&mut state, deadline.min(now + NAP));
+        }
+    }
+
+    /// The reader's thread.
+    fn read(&self, _guard: fork::Guard, mut stream: TcpStream, mut opener: Opener) {
+        let mut piece = [0; 1 << 14];
+        let why = 'connection: loop {
+            match stream.read(&mut piece) {
+                Ok(0) => break "it was closed".to_owned(),
+                Ok(count) => opener.feed(&piece[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => break error.to_string(),
+            }
+            loop {
+                let message = match opener.next() {
+                    Ok(Some(payload)) => message::decode(payload),
+                    Ok(None) => break,
+                    Err(error) => Err(error.to_string()),
+                };
+                match message {
+                    Ok(message) => self.take(message),
+                    Err(error) => break 'connection error,
+                }
+            }
+        };
+        let _ = stream.shutdown(Shutdown::Both);
+        let mut state = self.state.lock();
+        if !state.leaving && state.refused.is_none() {
+            self.lost(&why);
+        }
+        state.ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Without the rendezvous nobody would report the next death, so the session ends.
+    fn lost(&self, why: &str) {
+        let reason = format!("the connection to the rendezvous at {} was lost: {why}", self.address);
+        tracing::debug!("{reason}");
+        if self.served_by_rank_0 {
+            let detail = "its process, which served the rendezvous, ended without `shutdown()`".to_owned();
+            self.monitor.report(0, Departure::Died { detail });
+        }
+        self.monitor.close(&reason);
+    }
+
+    fn take(&self, message: ToClient) {
+        let mut state = self.state.lock();
+        match message {
+            ToClient::Refused { reason } => state.refused = Some(reason),
+            ToClient::Welcome(welcome) => state.welcome = Some(welcome),
+            ToClient::Missing { ranks } => state.missing = Some(ranks),
+            ToClient::Value { ticket, value } => {
+                // A ticket that is not there was forgotten meanwhile.
+                if let Some(slot) = state.values.get_mut(&ticket) {
+                    *slot = Some(value);
+                }
+            }
+            ToClient::Notice { rank, departure } => {
+                tracing::debug!("rank {rank} {departure}");
+                self.monitor.report(rank as usize, departure);
+            }
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl Store for Client {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        if key.len() > MAX_KEY || value.len() > MAX_VALUE {
+            let (key, value) = (key.len(), value.len());
+            return Err(Error::InvalidArgument(format!(
+                "the store takes keys of {MAX_KEY} and values of {MAX_VALUE} bytes at most, not {key} and {value}"
+            )));
+        }
+        self.send(&ToServer::Set { key: key.to_owned(), value: value.to_vec() })
+    }
+
+    fn get(&self, key: &str, waiting_for: &[usize], timeout: Duration) -> Result<Vec<u8>> {
+        let ticket = {
+            let mut state = self.state.lock();
+            state.next_ticket += 1;
+            let ticket = state.next_ticket;
+            state.values.insert(ticket, None);
+            ticket
+        };
+        let start = Instant::now();
+        let during = format!("waiting for `{key}`");
+        let outcome = self.send(&ToServer::Get { ticket, key: key.to_owned() }).and_then(|()| {
+            self.wait(&during, start, start + timeout, waiting_for, |state| state.values.get_mut(&ticket)?.take())
+        });
+        self.state.lock().values.remove(&ticket);
+        if outcome.is_err() {
+            let _ = self.send(&ToServer::Forget { ticket });
+        }
+        outcome
+    }
+
+    fn remove_prefix(&self, prefix: &str) -> Result<()> {
+        self.send(&ToServer::RemovePrefix { prefix: prefix.to_owned() })
+    }
+}
+
+/// Goes over the addresses until one proves that it is the job's rendezvous.
+fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpStream, SessionKeys, String)> {
+    let mut pause = FIRST_PAUSE;
+    let mut refused_since = None;
+    let mut trouble = String::from("nobody listens");
+    loop {
+        for address in &options.addresses {
+            match try_address(address, options) {
+                Ok(Some((stream, keys))) => return Ok((stream, keys, address.clone())),
+                Ok(None) => {
+                    trouble = format!("{address} does not accept this job's secret");
+                    let since = *refused_since.get_or_insert_with(Instant::now);
+                    if options.addresses.len() == 1 && since.elapsed() > REFUSAL_TIME {
+                        return Err(Error::Rendezvous(format!(
+                            "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
+                        )));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
+                Err(error) => trouble = format!("{address}: {error}"),
+            }
+            if monitor.interrupted() {
+                return Err(Error::Interrupted { during: "init()".to_owned() });
+            }
+        }
+        if Instant::now() >= options.deadline {
+            let addresses = options.addresses.join(", ");
+            let during = format!("init(): finding the rendezvous at {addresses} ({trouble})");
+            return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0] });
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// A connection to the rendezvous at `address`, or `None` if whoever is there does not share the secret.
+fn try_address(address: &str, options: &Options) -> std::io::Result<Option<(TcpStream, SessionKeys)>> {
+    let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
+    let mut outcome = Err(std::io::Error::new(ErrorKind::NotFound, "the name has no address"));
+    for address in addresses {
+        let remaining = options.deadline.saturating_duration_since(Instant::now()).max(NAP);
+        outcome = TcpStream::connect_timeout(&address, remaining.min(STEP_TIME));
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    let mut stream = outcome?;
+    socket::configure(&stream, options.peer_timeout).map_err(std::io::Error::other)?;
+    stream.set_read_timeout(Some(STEP_TIME))?;
+    let mut greeting = [0; GREETING_BYTES];
+    stream.read_exact(&mut greeting)?;
+    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else { return Ok(None) };
+    stream.write_all(&answer.bytes(&options.key))?;
+    let mut proof = [0; PROOF_BYTES];
+    match stream.read_exact(&mut proof) {
+        Ok(()) => {}
+        // It hung up on our answer.
+        Err(error) if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let Some(keys) = answer.verify(&options.key, &proof) else { return Ok(None) };
+    stream.set_read_timeout(None)?;
+    Ok(Some((stream, keys)))
+}

@@ -1,0 +1,349 @@
+//! The sessions of a job as the rendezvous sees them: a state machine over messages. It has no sockets, and time is
+//! an argument, so that every order of events can be tested.
+//!
+//! ```text
+//!   forming --last rank joins--> running --last connection ends--> forgotten
+//!      \-----a member departs---> failed ----------/
+//! ```
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use super::message::{Join, MAX_KEY, MAX_VALUE, Place, ToClient, ToServer, Welcome, shorten};
+use crate::world::Departure;
+
+/// Names a connection; never used twice.
+pub type ConnectionId = u64;
+
+/// Most bytes that the store of one session holds.
+const MAX_STORE_BYTES: usize = 1 << 28;
+
+/// What to do with the connection that a message came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Go on.
+    Keep,
+    /// Close it when what is to be sent has been sent.
+    Close,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Forming,
+    Running,
+    /// Somebody departed before all had come: nobody else may join, those who came are told.
+    Failed,
+}
+
+struct Session {
+    phase: Phase,
+    /// By rank; `None` before it joins and after its connection has ended.
+    members: Vec<Option<ConnectionId>>,
+    joins: Vec<Option<Join>>,
+    departed: Vec<bool>,
+    store: HashMap<String, Vec<u8>>,
+    store_bytes: usize,
+    /// Who waits for a key that is not yet written.
+    waiting: HashMap<String, Vec<(ConnectionId, u64)>>,
+}
+
+/// A connection that ended without a goodbye, while the launcher may still tell why.
+struct Suspect {
+    session: u64,
+    rank: usize,
+    detail: String,
+    until: Instant,
+}
+
+/// See the module's text.
+pub struct Job {
+    size: usize,
+    patience: Duration,
+    seed: u64,
+    made: u64,
+    sessions: HashMap<u64, Session>,
+    /// Session and rank of each connection that has joined.
+    connections: HashMap<ConnectionId, (u64, usize)>,
+    /// Ranks whose process is known to be gone; a rank that joins again is taken off.
+    gone: HashMap<usize, Departure>,
+    suspects: Vec<Suspect>,
+    outbox: Vec<(ConnectionId, ToClient)>,
+}
+
+impl Job {
+    /// A job of `size` processes. A lost connection is held back for `patience`, so that
+    /// [`Job::report_death`] can give the better reason. `seed` makes session ids unique.
+    pub fn new(size: usize, patience: Duration, seed: u64) -> Self {
+        Self {
+            size,
+            patience,
+            seed,
+            made: 0,
+            sessions: HashMap::new(),
+            connections: HashMap::new(),
+            gone: HashMap::new(),
+            suspects: Vec::new(),
+            outbox: Vec::new(),
+        }
+    }
+
+    /// Messages to send since the last call, in order.
+    pub fn take_outbox(&mut self) -> Vec<(ConnectionId, ToClient)> {
+        std::mem::take(&mut self.outbox)
+    }
+
+    /// Connections that have joined and not ended.
+    pub fn connected(&self) -> usize {
+        self.connections.len()
+    }
+
+    /// Takes a message.
+    ///
+    /// # Errors
+    /// What about it breaks the protocol; the connection must be closed and reported to [`Job::disconnected`].
+    pub fn receive(&mut self, from: ConnectionId, message: ToServer) -> Result<Verdict, String> {
+        let Some(&(id, rank)) = self.connections.get(&from) else {
+            return match message {
+                ToServer::Join(join) => Ok(self.join(from, join)),
+                _ => Err("a message came before `Join`".to_owned()),
+            };
+        };
+        let session = self.sessions.get_mut(&id).expect("a connection's session lives as long as the connection");
+        match message {
+            ToServer::Join(_) => return Err("a second `Join` came".to_owned()),
+            ToServer::Set { key, value } => {
+                let outbox = &mut self.outbox;
+                session.set(key, value, |to, message| outbox.push((to, message)))?;
+            }
+            ToServer::Get { ticket, key } => match session.store.get(&key) {
+                Some(value) => self.outbox.push((from, ToClient::Value { ticket, value: value.clone() })),
+                None => session.waiting.entry(key).or_default().push((from, ticket)),
+            },
+            ToServer::Forget { ticket } => session.forget(|waiter| waiter == (from, ticket)),
+            ToServer::RemovePrefix { prefix } => {
+                session.store.retain(|key, _| !key.starts_with(&prefix));
+                session.store_bytes = session.store.iter().map(|(key, value)| key.len() + value.len()).sum();
+            }
+            ToServer::WhoIsMissing => {
+                let ranks = (0..self.size).filter(|&rank| session.joins[rank].is_none()).map(|rank| rank as u32);
+                self.outbox.push((from, ToClient::Missing { ranks: ranks.collect() }));
+            }
+            ToServer::Fail { message } => self.depart(id, rank, Departure::Failed { message: shorten(&message) }),
+            ToServer::Goodbye => {
+                self.depart(id, rank, Departure::Left);
+                self.forget_connection(from);
+                return Ok(Verdict::Close);
+            }
+        }
+        Ok(Verdict::Keep)
+    }
+
+    /// A connection ended without a goodbye, for the reason `why`.
+    pub fn disconnected(&mut self, connection: ConnectionId, why: &str, now: Instant) {
+        let Some((session, rank)) = self.forget_connection(connection) else { return };
+        // `forget_connection` drops a session that nobody is left in: nobody is left to tell, either.
+        let Some(join) = self.sessions.get(&session).and_then(|session| session.joins[rank].as_ref()) else { return };
+        let detail = format!("process {} on host {} {why}", join.pid, join.hostname);
+        let detail = match self.gone.get(&rank) {
+            Some(Departure::Died { detail }) => detail.clone(),
+            _ => detail,
+        };
+        self.suspects.push(Suspect { session, rank, detail, until: now + self.patience });
+        self.tick(now);
+    }
+
+    /// Somebody who watches the processes saw the one of `rank` end.
+    pub fn report_death(&mut self, rank: usize, detail: &str) {
+        let departure = Departure::Died { detail: shorten(detail) };
+        self.gone.insert(rank, departure.clone());
+        self.suspects.retain(|suspect| suspect.rank != rank);
+        let sessions: Vec<u64> = self.sessions.keys().copied().collect();
+        for session in sessions {
+            self.depart(session, rank, departure.clone());
+        }
+    }
+
+    /// Lets time pass: tells of lost connections about which nobody knew better.
+    pub fn tick(&mut self, now: Instant) {
+        let due = self.suspects.extract_if(.., |suspect| suspect.until <= now).collect::<Vec<_>>();
+        for Suspect { session, rank, detail, .. } in due {
+            let departure = Departure::Died { detail };
+            self.gone.insert(rank, departure.clone());
+            self.depart(session, rank, departure);
+        }
+    }
+
+    /// When [`Job::tick`] is next needed.
+    pub fn next_tick(&self) -> Option<Instant> {
+        self.suspects.iter().map(|suspect| suspect.until).min()
+    }
+
+    fn join(&mut self, from: ConnectionId, join: Join) -> Verdict {
+        let rank = join.rank as usize;
+        let place = format!("rank {rank} (process {} on host {})", join.pid, join.hostname);
+        if rank >= self.size || join.size as usize != self.size {
+            let size = self.size;
+            let reason = format!("{place} expects {} processes, but the job has {size}", join.size);
+            return self.refuse(from, rank, reason, true);
+        }
+        if join.version != env!("CARGO_PKG_VERSION") {
+            let (theirs, ours) = (&join.version, env!("CARGO_PKG_VERSION"));
+            let reason = format!("{place} has version {theirs} of the library, but the rendezvous has {ours}");
+            return self.refuse(from, rank, reason, true);
+        }
+        let forming = self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
+        let id = forming.unwrap_or_else(|| self.new_session());
+        let session = self.sessions.get_mut(&id).expect("it was found or made above");
+        if let Some(first) = &session.joins[rank] {
+            let reason = format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
+            // It may be a stray process of an earlier run: no reason to fail the others.
+            return self.refuse(from, rank, reason, false);
+        }
+        session.members[rank] = Some(from);
+        session.joins[rank] = Some(join);
+        self.connections.insert(from, (id, rank));
+        self.gone.remove(&rank);
+        let gone: Vec<_> = self.gone.iter().map(|(&rank, departure)| (rank, departure.clone())).collect();
+        for (rank, departure) in gone {
+            self.depart(id, rank, departure);
+        }
+        self.start_if_complete(id);
+        Verdict::Keep
+    }
+
+    fn refuse(&mut self, from: ConnectionId, rank: usize, reason: String, tell_all: bool) -> Verdict {
+        if tell_all {
+            // The others would wait for a rank that cannot come.
+            let forming = self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
+            if let Some(id) = forming {
+                self.depart(id, rank, Departure::Failed { message: reason.clone() });
+            }
+        }
+        self.outbox.push((from, ToClient::Refused { reason }));
+        Verdict::Close
+    }
+
+    fn new_session(&mut self) -> u64 {
+        self.made += 1;
+        // SplitMix64 of a random seed: distinct for each session, and 63 bits wide so that every language holds it.
+        let mut id = self.seed.wrapping_add(self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        id = (id ^ (id >> 31)) >> 1;
+        self.sessions.insert(
+            id,
+            Session {
+                phase: Phase::Forming,
+                members: vec![None; self.size],
+                joins: vec![None; self.size],
+                departed: vec![false; self.size],
+                store: HashMap::new(),
+                store_bytes: 0,
+                waiting: HashMap::new(),
+            },
+        );
+        id
+    }
+
+    fn start_if_complete(&mut self, id: u64) {
+        let session = self.sessions.get_mut(&id).expect("the caller has just used it");
+        if session.phase != Phase::Forming || session.joins.iter().any(Option::is_none) {
+            return;
+        }
+        session.phase = Phase::Running;
+        let joins: Vec<&Join> = session.joins.iter().flatten().collect();
+        let (hosts, places) = places(&joins);
+        let welcome = Welcome { session: id, hosts, places };
+        for &to in session.members.iter().flatten() {
+            self.outbox.push((to, ToClient::Welcome(welcome.clone())));
+        }
+    }
+
+    /// Records and tells that `rank` departed from a session; the first time counts.
+    fn depart(&mut self, id: u64, rank: usize, departure: Departure) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        if rank < self.size && std::mem::replace(&mut session.departed[rank], true) {
+            return;
+        }
+        if session.phase == Phase::Forming {
+            session.phase = Phase::Failed;
+        }
+        for (member, to) in session.members.iter().enumerate() {
+            if let (true, &Some(to)) = (member != rank, to) {
+                let notice = ToClient::Notice { rank: rank as u32, departure: departure.clone() };
+                self.outbox.push((to, notice));
+            }
+        }
+    }
+
+    fn forget_connection(&mut self, connection: ConnectionId) -> Option<(u64, usize)> {
+        let (id, rank) = self.connections.remove(&connection)?;
+        let session = self.sessions.get_mut(&id).expect("a connection's session lives as long as the connection");
+        session.members[rank] = None;
+        session.forget(|(waiter, _)| waiter == connection);
+        if session.members.iter().all(Option::is_none) {
+            self.sessions.remove(&id);
+        }
+        Some((id, rank))
+    }
+}
+
+impl Session {
+    fn set(
+        &mut self,
+        key: String,
+        value: Vec<u8>,
+        mut send: impl FnMut(ConnectionId, ToClient),
+    ) -> Result<(), String> {
+        if key.len() > MAX_KEY || value.len() > MAX_VALUE {
+            return Err(format!("the store takes keys of {MAX_KEY} and values of {MAX_VALUE} bytes at most"));
+        }
+        let replaced = self.store.get(&key).map_or(0, |old| key.len() + old.len());
+        self.store_bytes = self.store_bytes - replaced + key.len() + value.len();
+        if self.store_bytes > MAX_STORE_BYTES {
+            return Err(format!("the store of a session holds {MAX_STORE_BYTES} bytes at most"));
+        }
+        for (to, ticket) in self.waiting.remove(&key).unwrap_or_default() {
+            send(to, ToClient::Value { ticket, value: value.clone() });
+        }
+        self.store.insert(key, value);
+        Ok(())
+    }
+
+    fn forget(&mut self, gone: impl Fn((ConnectionId, u64)) -> bool) {
+        self.waiting.retain(|_, waiters| {
+            waiters.retain(|&waiter| !gone(waiter));
+            !waiters.is_empty()
+        });
+    }
+}
+
+/// The hosts' names in the order of their first ranks, and each rank's place. A host whose ranks were not all told
+/// their local ranks by the launcher gets them in the order of global ranks.
+fn places(joins: &[&Join]) -> (Vec<String>, Vec<Place>) {
+    let mut index: HashMap<&str, usize> = HashMap::new();
+    let mut names = Vec::new();
+    let mut on_host: Vec<Vec<usize>> = Vec::new();
+    for (rank, join) in joins.iter().enumerate() {
+        let host = *index.entry(&join.host).or_insert_with(|| {
+            names.push(join.hostname.clone());
+            on_host.push(Vec::new());
+            on_host.len() - 1
+        });
+        on_host[host].push(rank);
+    }
+    let mut places = vec![Place { host: 0, local_rank: 0, local_size: 1, pid: 0 }; joins.len()];
+    for (host, ranks) in on_host.iter().enumerate() {
+        let told = ranks.iter().all(|&rank| joins[rank].local.is_some());
+        for (position, &rank) in ranks.iter().enumerate() {
+            let counted = (position as u32, ranks.len() as u32);
+            let (local_rank, local_size) = joins[rank].local.filter(|_| told).unwrap_or(counted);
+            places[rank] = Place { host: host as u32, local_rank, local_size, pid: joins[rank].pid };
+        }
+    }
+    (names, places)
+}
+
+#[cfg(test)]
+#[path = "job_tests.rs"]
+mod tests;

@@ -1,0 +1,175 @@
+//! What ranks and the rendezvous say to each other, as postcard in a [`super::frame`].
+
+use serde::{Deserialize, Serialize};
+
+use crate::world::Departure;
+
+/// Longest key of the store, in bytes.
+pub const MAX_KEY: usize = 1 << 10;
+/// Longest value of the store, in bytes.
+pub const MAX_VALUE: usize = 1 << 18;
+/// Longest text of a failure; longer ones are cut.
+pub const MAX_TEXT: usize = 1 << 14;
+
+/// A rank introduces itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Join {
+    /// Version of this package; all ranks must have the same.
+    pub version: String,
+    /// Global rank.
+    pub rank: u32,
+    /// Processes of the job, as this rank knows it.
+    pub size: u32,
+    /// Which host, exactly: see [`crate::world::host`].
+    pub host: String,
+    /// The host's name, for messages.
+    pub hostname: String,
+    /// Process id on that host.
+    pub pid: u32,
+    /// Place on the host, if the launcher told it.
+    pub local: Option<(u32, u32)>,
+}
+
+/// Where a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Index into [`Welcome::hosts`].
+    pub host: u32,
+    /// Place on the host.
+    pub local_rank: u32,
+    /// Processes on the host.
+    pub local_size: u32,
+    /// Process id on the host.
+    pub pid: u32,
+}
+
+/// The session stands: all ranks have joined.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// New for each session.
+    pub session: u64,
+    /// Names of the hosts, in the order of their first ranks.
+    pub hosts: Vec<String>,
+    /// Where each rank runs.
+    pub places: Vec<Place>,
+}
+
+/// From a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "fields are explained at their variant")]
+pub enum ToServer {
+    /// The first message, and only the first.
+    Join(Join),
+    /// Writes a key of the store.
+    Set { key: String, value: Vec<u8> },
+    /// Asks for a key; the answer comes when it is written, with the same `ticket`.
+    Get { ticket: u64, key: String },
+    /// The rank no longer waits for `ticket`.
+    Forget { ticket: u64 },
+    /// Removes the keys that start with `prefix`.
+    RemovePrefix { prefix: String },
+    /// Asks which ranks have not joined.
+    WhoIsMissing,
+    /// The rank failed; it may still say goodbye.
+    Fail { message: String },
+    /// The rank leaves in good order.
+    Goodbye,
+}
+
+/// From the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "fields are explained at their variant")]
+pub enum ToClient {
+    /// The rank may not join; the connection ends.
+    Refused { reason: String },
+    /// See [`Welcome`].
+    Welcome(Welcome),
+    /// The answer to [`ToServer::Get`].
+    Value { ticket: u64, value: Vec<u8> },
+    /// The answer to [`ToServer::WhoIsMissing`].
+    Missing { ranks: Vec<u32> },
+    /// Another rank departed.
+    Notice { rank: u32, departure: Departure },
+}
+
+/// The bytes of a message.
+pub fn encode<M: Serialize>(message: &M) -> Vec<u8> {
+    postcard::to_stdvec(message).expect("messages consist of what postcard can write")
+}
+
+/// The message in `bytes`, all of them.
+///
+/// # Errors
+/// A text that says what is wrong.
+pub fn decode<'a, M: Deserialize<'a>>(bytes: &'a [u8]) -> Result<M, String> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => Err(format!("a message of {} bytes has {} bytes too many", bytes.len(), rest.len())),
+        Err(error) => Err(format!("a message of {} bytes is malformed: {error}", bytes.len())),
+    }
+}
+
+/// `text`, at most [`MAX_TEXT`] bytes of it.
+pub fn shorten(text: &str) -> String {
+    if text.len() <= MAX_TEXT {
+        return text.to_owned();
+    }
+    let end = (0..=MAX_TEXT).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    format!("{} ...", &text[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn messages() -> impl Strategy<Value = ToServer> {
+        let bytes = prop::collection::vec(any::<u8>(), 0..200);
+        prop_oneof![
+            (".{0,20}", any::<u32>(), any::<u32>(), ".{0,40}", any::<Option<(u32, u32)>>()).prop_map(
+                |(version, rank, size, host, local)| ToServer::Join(Join {
+                    version,
+                    rank,
+                    size,
+                    hostname: host.clone(),
+                    host,
+                    pid: rank ^ size,
+                    local,
+                })
+            ),
+            (".{0,40}", bytes).prop_map(|(key, value)| ToServer::Set { key, value }),
+            (any::<u64>(), ".{0,40}").prop_map(|(ticket, key)| ToServer::Get { ticket, key }),
+            any::<u64>().prop_map(|ticket| ToServer::Forget { ticket }),
+            ".{0,40}".prop_map(|prefix| ToServer::RemovePrefix { prefix }),
+            ".{0,40}".prop_map(|message| ToServer::Fail { message }),
+            Just(ToServer::WhoIsMissing),
+            Just(ToServer::Goodbye),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_message_survives_the_trip(message in messages()) {
+            prop_assert_eq!(decode::<ToServer>(&encode(&message)), Ok(message));
+        }
+
+        #[test]
+        fn any_bytes_are_a_message_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = decode::<ToServer>(&bytes);
+            let _ = decode::<ToClient>(&bytes);
+        }
+
+        #[test]
+        fn a_cut_message_is_an_error(message in messages(), at in any::<prop::sample::Index>()) {
+            let bytes = encode(&message);
+            prop_assert!(decode::<ToServer>(&bytes[..at.index(bytes.len())]).is_err());
+        }
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        let text = "ä".repeat(MAX_TEXT);
+        assert!(shorten(&text).len() <= MAX_TEXT + 4);
+        assert_eq!(shorten("short"), "short");
+    }
+}

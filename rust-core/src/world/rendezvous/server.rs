@@ -1,0 +1,505 @@
+//! The rendezvous over TCP: one thread, a mio loop. What strangers can cost is bounded here (RDV-1).
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use mio::{Events, Interest, Poll, Token, Waker};
+use parking_lot::{Condvar, Mutex};
+
+use super::frame::{MAX_PAYLOAD, Opener, Sealer};
+use super::handshake::{ANSWER_BYTES, Challenge, JobKey};
+use super::job::{Job, Verdict};
+use super::message::{self, ToServer};
+use crate::error::{Error, Result};
+use crate::world::{fork, socket};
+
+/// How long a connection may take to prove itself and join.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+/// Connections that have not proved themselves, at most.
+const MAX_STRANGERS: usize = 128;
+/// A stranger of this age may be turned away for a new one. A member answers in far less.
+const STRANGER_TIME: Duration = Duration::from_millis(250);
+/// Connections accepted before members are served again.
+const ACCEPT_BATCH: usize = 32;
+/// Bytes read from one connection before the others are served again.
+const READ_BATCH: usize = 1 << 18;
+/// Bytes that may wait for a member that does not read them.
+const MAX_BACKLOG: usize = 64 * MAX_PAYLOAD;
+/// How long the launcher has to tell why a process died before the lost connection alone is told.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+const LISTENER: Token = Token(0);
+const WAKER: Token = Token(1);
+const FIRST_CONNECTION: usize = 2;
+
+/// How to serve.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Who may join.
+    pub key: JobKey,
+    /// Processes of the job.
+    pub size: usize,
+    /// How long to wait for [`Server::report_death`] after a connection was lost.
+    pub patience: Duration,
+    /// Silence after which a host counts as vanished.
+    pub peer_timeout: Duration,
+}
+
+enum Command {
+    Death { rank: usize, detail: String },
+    Stop,
+}
+
+struct Shared {
+    commands: Mutex<Vec<Command>>,
+    connected: Mutex<usize>,
+    changed: Condvar,
+}
+
+/// A running rendezvous; dropping it ends it.
+pub struct Server {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    waker: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Serves a job of `world_size` processes at `bind`, for a launcher that watches its processes and calls
+    /// [`Server::report_death`].
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the address cannot be bound; [`Error::Config`] for a bad timeout in the environment.
+    pub fn start(bind: SocketAddr, secret: &[u8], world_size: usize) -> Result<Self> {
+        let listener = TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
+        let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
+        Self::serve(listener, Options { key: JobKey::new(secret), size: world_size, patience: PATIENCE, peer_timeout })
+    }
+
+    /// Serves at `listener`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system refuses the loop's resources.
+    pub fn serve(listener: TcpListener, options: Options) -> Result<Self> {
+        let io = |error| Error::io("starting the rendezvous", error);
+        let address = listener.local_addr().map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let mut listener = mio::net::TcpListener::from_std(listener);
+        let poll = Poll::new().map_err(io)?;
+        poll.registry().register(&mut listener, LISTENER, Interest::READABLE).map_err(io)?;
+        let waker = Waker::new(poll.registry(), WAKER).map_err(io)?;
+        let mut seed = [0; 8];
+        getrandom::fill(&mut seed).map_err(|error| io(std::io::Error::other(error)))?;
+        let shared = Arc::new(Shared { commands: Mutex::default(), connected: Mutex::default(), changed: Condvar::new() });
+        let server = Loop {
+            _guard: fork::Guard::new(&listener),
+            listener,
+            poll,
+            job: Job::new(options.size, options.patience, u64::from_le_bytes(seed)),
+            options,
+            connections: HashMap::new(),
+            strangers: BTreeMap::new(),
+            next: FIRST_CONNECTION,
+            accept_again: false,
+            again: HashSet::new(),
+            refusals: Refusals::default(),
+            shared: shared.clone(),
+        };
+        let thread = std::thread::Builder::new().name("smd-rendezvous".into()).spawn(move || server.run()).map_err(io)?;
+        Ok(Self { address, shared, waker, thread: Some(thread) })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Tells the job that the process of `rank` ended, as `detail` says (`killed by signal 9`), whether it had joined
+    /// or not. Ranks that said goodbye before are not affected.
+    pub fn report_death(&self, rank: usize, detail: &str) {
+        self.command(Command::Death { rank, detail: detail.to_owned() });
+    }
+
+    /// Waits until no member is connected, at most until `deadline` or until `stop` says so. Whether that is so.
+    pub fn wait_until_empty(&self, deadline: Instant, stop: impl Fn() -> bool) -> bool {
+        let mut connected = self.shared.connected.lock();
+        while *connected > 0 && Instant::now() < deadline {
+            if parking_lot::MutexGuard::unlocked(&mut connected, &stop) {
+                break;
+            }
+            let nap = deadline.min(Instant::now() + Duration::from_millis(50));
+            self.shared.changed.wait_until(&mut connected, nap);
+        }
+        *connected == 0
+    }
+
+    fn command(&self, command: Command) {
+        self.shared.commands.lock().push(command);
+        if let Err(error) = self.waker.wake() {
+            tracing::error!("waking the rendezvous: {error}");
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // A forked child has no such thread.
+        if fork::is_child() {
+            return;
+        }
+        self.command(Command::Stop);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+enum Stage {
+    /// Must prove that it knows the secret.
+    Stranger { challenge: Challenge, answer: Vec<u8> },
+    /// Has proved it.
+    Open { sealer: Sealer, opener: Opener },
+}
+
+struct Connection {
+    _guard: fork::Guard,
+    stream: mio::net::TcpStream,
+    peer: SocketAddr,
+    stage: Stage,
+    /// Until when it must have joined.
+    deadline: Option<Instant>,
+    out: Vec<u8>,
+    sent: usize,
+    /// Close when `out` is sent.
+    closing: bool,
+}
+
+struct Loop {
+    _guard: fork::Guard,
+    listener: mio::net::TcpListener,
+    poll: Poll,
+    job: Job,
+    options: Options,
+    connections: HashMap<Token, Connection>,
+    /// Those that have not joined, oldest first, with the time they came.
+    strangers: BTreeMap<Token, Instant>,
+    next: usize,
+    /// The listener has more, or could not accept for want of a slot.
+    accept_again: bool,
+    /// Connections that have more to read.
+    again: HashSet<Token>,
+    refusals: Refusals,
+    shared: Arc<Shared>,
+}
+
+impl Loop {
+    fn run(mut self) {
+        let mut events = Events::with_capacity(256);
+        loop {
+            if let Err(error) = self.poll.poll(&mut events, self.timeout()) {
+                if error.kind() == ErrorKind::Interrupted {
+                    continue;
+                }
+                tracing::error!("the rendezvous ends: {error}");
+                return;
+            }
+            let mut ready: HashSet<Token> = std::mem::take(&mut self.again);
+            for event in &events {
+                match event.token() {
+                    LISTENER => self.accept_again = true,
+                    WAKER => {}
+                    token => {
+                        ready.insert(token);
+                    }
+                }
+            }
+            if !self.run_commands() {
+                return;
+            }
+            for token in ready {
+                self.serve_connection(token);
+            }
+            if self.accept_again {
+                self.accept();
+            }
+            let now = Instant::now();
+            self.job.tick(now);
+            self.expire(now);
+            self.send_outbox();
+            self.refusals.summarize(now);
+            self.publish();
+        }
+    }
+
+    /// How long nothing can happen that no event tells.
+    fn timeout(&self) -> Option<Duration> {
+        let now = Instant::now();
+        if !self.again.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let accept = self.accept_again.then(|| now + Duration::from_millis(5));
+        let handshake = self.strangers.values().next().map(|came| *came + HANDSHAKE_TIME);
+        let next = [accept, handshake, self.job.next_tick(), self.refusals.due()].into_iter().flatten().min()?;
+        // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
+        Some(next.saturating_duration_since(now) + Duration::from_millis(1))
+    }
+
+    fn run_commands(&mut self) -> bool {
+        for command in std::mem::take(&mut *self.shared.commands.lock()) {
+            match command {
+                Command::Death { rank, detail } => self.job.report_death(rank, &detail),
+                Command::Stop => return false,
+            }
+        }
+        true
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..ACCEPT_BATCH {
+            if self.strangers.len() >= MAX_STRANGERS && !self.evict_oldest() {
+                return; // the rest waits in the listen queue
+            }
+            match self.listener.accept() {
+                Ok((stream, peer)) => {
+                    if let Err(error) = self.admit(stream, peer) {
+                        tracing::debug!("a connection from {peer} could not be served: {error}");
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.accept_again = false;
+                    return;
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    // Out of file descriptors, most likely: the loop tries again a little later.
+                    self.refusals.note(None, &format!("accepting a connection: {error}"));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, mut stream: mio::net::TcpStream, peer: SocketAddr) -> Result<()> {
+        let token = Token(self.next);
+        self.next += 1;
+        let guard = fork::Guard::new(&stream);
+        socket::configure(&stream, self.options.peer_timeout)?;
+        self.poll
+            .registry()
+            .register(&mut stream, token, Interest::READABLE | Interest::WRITABLE)
+            .map_err(|error| Error::io("watching a connection", error))?;
+        let challenge = Challenge::new()?;
+        let now = Instant::now();
+        let connection = Connection {
+            _guard: guard,
+            stream,
+            peer,
+            out: challenge.greeting().to_vec(),
+            sent: 0,
+            stage: Stage::Stranger { challenge, answer: Vec::new() },
+            deadline: Some(now + HANDSHAKE_TIME),
+            closing: false,
+        };
+        self.connections.insert(token, connection);
+        self.strangers.insert(token, now);
+        self.flush(token);
+        Ok(())
+    }
+
+    /// Makes room for a new stranger, if the oldest one had its time.
+    fn evict_oldest(&mut self) -> bool {
+        match self.strangers.first_key_value() {
+            Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
+                self.drop_connection(token, "made room for others before it proved the job's secret");
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        while let Some((&token, &came)) = self.strangers.first_key_value() {
+            if came + HANDSHAKE_TIME > now {
+                return;
+            }
+            self.drop_connection(token, "did not prove the job's secret and join in time");
+        }
+    }
+
+    fn serve_connection(&mut self, token: Token) {
+        self.flush(token);
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        let mut piece = [0; 1 << 14];
+        let mut read = 0;
+        while read < READ_BATCH {
+            match connection.stream.read(&mut piece) {
+                Ok(0) => return self.drop_connection(token, "ended without `shutdown()`"),
+                Ok(count) => {
+                    read += count;
+                    if let Err(why) = take(token, connection, &self.options.key, &mut self.job, &piece[..count]) {
+                        return self.drop_connection(token, &why);
+                    }
+                    if connection.closing {
+                        break;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return self.drop_connection(token, &format!("was lost: {error}")),
+            }
+        }
+        if connection.deadline.is_none() {
+            self.strangers.remove(&token);
+        }
+        if read >= READ_BATCH {
+            self.again.insert(token);
+        }
+        self.flush(token);
+    }
+
+    fn send_outbox(&mut self) {
+        let mut touched = Vec::new();
+        for (to, message) in self.job.take_outbox() {
+            let token = Token(to as usize);
+            let Some(connection) = self.connections.get_mut(&token) else { continue };
+            if let Stage::Open { sealer, .. } = &mut connection.stage {
+                sealer.seal(&message::encode(&message), &mut connection.out);
+                touched.push(token);
+            }
+        }
+        for token in touched {
+            self.flush(token);
+        }
+        let done = self.connections.iter().filter(|(_, c)| c.closing && c.sent == c.out.len()).map(|(&token, _)| token);
+        for token in done.collect::<Vec<_>>() {
+            self.close(token);
+        }
+    }
+
+    fn flush(&mut self, token: Token) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        while connection.sent < connection.out.len() {
+            match connection.stream.write(&connection.out[connection.sent..]) {
+                Ok(count) => connection.sent += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    if connection.out.len() - connection.sent > MAX_BACKLOG {
+                        self.drop_connection(token, "does not read what it is sent");
+                    }
+                    return;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return self.drop_connection(token, &format!("was lost: {error}")),
+            }
+        }
+        connection.out.clear();
+        connection.sent = 0;
+    }
+
+    /// Ends a connection that did not end in good order.
+    fn drop_connection(&mut self, token: Token, why: &str) {
+        let Some(connection) = self.close(token) else { return };
+        match connection.stage {
+            Stage::Stranger { .. } => self.refusals.note(Some(connection.peer), why),
+            Stage::Open { .. } if connection.closing => {}
+            Stage::Open { .. } => {
+                tracing::debug!("the connection from {} {why}", connection.peer);
+                self.job.disconnected(token.0 as u64, why, Instant::now());
+            }
+        }
+    }
+
+    fn close(&mut self, token: Token) -> Option<Connection> {
+        self.strangers.remove(&token);
+        self.again.remove(&token);
+        let mut connection = self.connections.remove(&token)?;
+        let _ = self.poll.registry().deregister(&mut connection.stream);
+        Some(connection)
+    }
+
+    fn publish(&self) {
+        let mut connected = self.shared.connected.lock();
+        if *connected != self.job.connected() {
+            *connected = self.job.connected();
+            self.shared.changed.notify_all();
+        }
+    }
+}
+
+/// Takes bytes that `connection` sent.
+fn take(
+    token: Token,
+    connection: &mut Connection,
+    key: &JobKey,
+    job: &mut Job,
+    mut bytes: &[u8],
+) -> Result<(), String> {
+    if let Stage::Stranger { challenge, answer } = &mut connection.stage {
+        let (head, rest) = bytes.split_at(bytes.len().min(ANSWER_BYTES - answer.len()));
+        answer.extend_from_slice(head);
+        let Ok(answer) = <&[u8; ANSWER_BYTES]>::try_from(answer.as_slice()) else { return Ok(()) };
+        let (proof, keys) = challenge.verify(key, answer).ok_or("does not know the job's secret")?;
+        connection.out.extend_from_slice(&proof);
+        connection.stage = Stage::Open { sealer: Sealer::new(keys.send), opener: Opener::new(keys.receive) };
+        bytes = rest;
+    }
+    let Stage::Open { opener, .. } = &mut connection.stage else { return Ok(()) };
+    opener.feed(bytes);
+    loop {
+        let payload = match opener.next() {
+            Ok(Some(payload)) => payload,
+            Ok(None) => return Ok(()),
+            Err(error) => return Err(format!("broke the protocol: {error}")),
+        };
+        let message = message::decode::<ToServer>(payload).map_err(|error| format!("broke the protocol: {error}"))?;
+        match job.receive(token.0 as u64, message).map_err(|error| format!("broke the protocol: {error}"))? {
+            Verdict::Keep => connection.deadline = None,
+            Verdict::Close => {
+                connection.closing = true;
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Logs who was turned away, but never more than a few lines at a time: a flood must not fill the log.
+#[derive(Default)]
+struct Refusals {
+    window: Option<Instant>,
+    logged: usize,
+    hidden: usize,
+}
+
+impl Refusals {
+    const LINES: usize = 5;
+    const WINDOW: Duration = Duration::from_secs(10);
+
+    fn note(&mut self, peer: Option<SocketAddr>, why: &str) {
+        self.window.get_or_insert_with(Instant::now);
+        if self.logged == Self::LINES {
+            self.hidden += 1;
+            return;
+        }
+        self.logged += 1;
+        match peer {
+            Some(peer) => tracing::warn!("refused a connection from {peer}: it {why}"),
+            None => tracing::warn!("{why}"),
+        }
+    }
+
+    fn due(&self) -> Option<Instant> {
+        self.window.map(|start| start + Self::WINDOW)
+    }
+
+    fn summarize(&mut self, now: Instant) {
+        if self.due().is_some_and(|due| due <= now) {
+            if self.hidden > 0 {
+                tracing::warn!("refused {} more connections in {:?}", self.hidden, Self::WINDOW);
+            }
+            *self = Self::default();
+        }
+    }
+}
