@@ -1,15 +1,24 @@
 //! The Python module over the core, and the one shared library that holds the core: Python, the PyTorch ops and the
 //! TensorFlow ops of a process all work on the session in it.
+//!
+//! Control goes through here; tensors go through ops only. Every function enters the core through [`enter`], and every
+//! error leaves it through [`error`].
 
 use pyo3::prelude::*;
 
+mod enter;
+mod error;
+mod session;
 mod shims;
 
 /// `smdistributed._core`
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     smd_bridge::link();
+    enter::install();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    error::register(module)?;
+    session::register(module)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())
 }

@@ -1,91 +1,270 @@
-//! Life cycle of the library in this process: init, running, draining, closed.
+//! Life cycle of the library in this process: idle, starting, running, and idle again.
 //!
 //! There is one session per process at a time; Python, the PyTorch ops and the TensorFlow ops all see it through
 //! [`current`].
+//!
+//! - SES-1: [`shutdown`] never waits for other ranks. A process that serves the rendezvous goes on serving it until
+//!   [`finish`], which a process calls last.
+//! - SES-2: a forked child has no session: every call says so, and nothing it does reaches the job.
+//! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
+//!   Members call in the same order, so they agree without a message; nobody else is involved.
+
+mod groups;
+mod log;
+mod serve;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::collectives::Communicator;
-use crate::error::Result;
+use crate::config;
+use crate::error::{Error, Result};
+use crate::world::env::{self, Launch};
+use crate::world::rendezvous::client::{self, Client};
+use crate::world::rendezvous::message::{Join, Place};
+use crate::world::{LocalStore, Monitor, Store, fork, host};
+
+use groups::Groups;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
-pub struct InitOptions {}
+pub struct InitOptions {
+    /// Instead of the environment's variables, for tests.
+    pub variables: Option<env::Variables>,
+}
 
 /// A running session; owns the control connection, the communicators and their threads.
-pub struct Session {}
+pub struct Session {
+    launch: Launch,
+    id: u64,
+    places: Vec<Place>,
+    hosts: Vec<String>,
+    monitor: Arc<Monitor>,
+    control: Control,
+    groups: Groups,
+}
+
+/// Where the members of the job meet.
+enum Control {
+    /// A job of one has nobody to meet.
+    Alone(LocalStore),
+    Connected(Arc<Client>),
+}
+
+enum State {
+    Idle,
+    Starting,
+    Running(Arc<Session>),
+}
+
+static STATE: Mutex<State> = Mutex::new(State::Idle);
 
 /// Joins the job that the launcher's environment describes. Blocks until all ranks have joined.
 ///
 /// # Errors
-/// [`crate::Error::AlreadyInitialized`]; [`crate::Error::Config`] for a contradictory environment;
-/// [`crate::Error::Rendezvous`] or [`crate::Error::Timeout`] naming the ranks that did not come.
+/// [`Error::AlreadyInitialized`]; [`Error::Config`] for a contradictory environment; [`Error::Rendezvous`] or
+/// [`Error::Timeout`] naming the ranks that did not come; [`Error::PeerFailed`] naming one that departed meanwhile.
 pub fn init(options: InitOptions) -> Result<Arc<Session>> {
-    let _ = options;
-    todo!()
+    refuse_child()?;
+    {
+        let mut state = STATE.lock();
+        match *state {
+            State::Idle => *state = State::Starting,
+            State::Starting | State::Running(_) => return Err(Error::AlreadyInitialized),
+        }
+    }
+    let outcome = Session::start(&options);
+    *STATE.lock() = match &outcome {
+        Ok(session) => State::Running(session.clone()),
+        Err(_) => State::Idle,
+    };
+    outcome
 }
 
-/// The running session.
+/// The running session. It stays the running one after a failure: its calls then name the culprit.
 ///
 /// # Errors
-/// [`crate::Error::NotInitialized`] naming `call`; [`crate::Error::Closed`] with the reason after a failure.
+/// [`Error::NotInitialized`] naming `call`; [`Error::Closed`] in a forked child.
 pub fn current(call: &'static str) -> Result<Arc<Session>> {
-    let _ = call;
-    todo!()
+    refuse_child()?;
+    match &*STATE.lock() {
+        State::Running(session) => Ok(session.clone()),
+        State::Idle | State::Starting => Err(Error::NotInitialized { call }),
+    }
+}
+
+/// Whether [`current`] would give a session.
+pub fn is_initialized() -> bool {
+    !fork::is_child() && matches!(*STATE.lock(), State::Running(_))
 }
 
 /// Leaves the job; does nothing if there is no session. Afterwards `init` may be called again.
-pub fn shutdown() -> Result<()> {
-    todo!()
+pub fn shutdown() {
+    if fork::is_child() {
+        return;
+    }
+    let session = {
+        let mut state = STATE.lock();
+        match std::mem::replace(&mut *state, State::Idle) {
+            State::Running(session) => session,
+            other => {
+                *state = other;
+                return;
+            }
+        }
+    };
+    session.close();
+}
+
+/// What a process calls before it ends: [`shutdown`], and then, if it serves the rendezvous, waits until the other
+/// ranks have left too, since their notices would end with it. After a failure it waits only a moment.
+pub fn finish() {
+    shutdown();
+    if !fork::is_child() {
+        serve::linger();
+    }
+}
+
+fn refuse_child() -> Result<()> {
+    if !fork::is_child() {
+        return Ok(());
+    }
+    Err(Error::Closed {
+        reason: "this process was forked from one that uses the library, and has no part in the job; start processes \
+                 that need it with the `spawn` method, or before `init()`"
+            .to_owned(),
+    })
 }
 
 impl Session {
+    fn start(options: &InitOptions) -> Result<Arc<Self>> {
+        let start = Instant::now();
+        let launch = env::detect(options.variables.as_ref().unwrap_or(&env::variables()))?;
+        log::start(launch.rank, launch.size);
+        let monitor = Arc::new(Monitor::new(launch.rank));
+        let timeout = config::TIMEOUT_SECONDS.seconds()?;
+        let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
+        let session = if launch.size == 1 && config::RENDEZVOUS.text().is_none() {
+            Self::alone(launch, monitor, timeout)
+        } else {
+            Self::join(launch, monitor, timeout, start + init_timeout)?
+        };
+        let remaining = (start + init_timeout).saturating_duration_since(Instant::now());
+        if let Err(error) = session.make_world(remaining) {
+            session.report_failure(&error.to_string());
+            session.close();
+            return Err(error);
+        }
+        tracing::info!(
+            "joined a job of {} processes on {} hosts in {:.1?}",
+            session.size(),
+            session.hosts.len(),
+            start.elapsed()
+        );
+        Ok(Arc::new(session))
+    }
+
+    fn alone(launch: Launch, monitor: Arc<Monitor>, timeout: Duration) -> Self {
+        let id = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id())) >> 1;
+        Self {
+            launch,
+            id,
+            places: vec![Place { host: 0, local_rank: 0, local_size: 1, pid: std::process::id() }],
+            hosts: vec![host::name()],
+            monitor,
+            control: Control::Alone(LocalStore::default()),
+            groups: Groups::new(timeout),
+        }
+    }
+
+    fn join(launch: Launch, monitor: Arc<Monitor>, timeout: Duration, deadline: Instant) -> Result<Self> {
+        let (key, addresses, served_by_rank_0) = serve::find(&launch)?;
+        let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
+        let options = client::Options { addresses, key, served_by_rank_0, deadline, peer_timeout };
+        let join = Join {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            rank: launch.rank as u32,
+            size: launch.size as u32,
+            host: host::identity(),
+            hostname: host::name(),
+            pid: std::process::id(),
+            local: launch.local.map(|(rank, size)| (rank as u32, size as u32)),
+        };
+        let (client, welcome) = Client::join(&options, join, monitor.clone())?;
+        Ok(Self {
+            launch,
+            id: welcome.session,
+            places: welcome.places,
+            hosts: welcome.hosts,
+            monitor,
+            control: Control::Connected(client),
+            groups: Groups::new(timeout),
+        })
+    }
+
+    fn make_world(&self, timeout: Duration) -> Result<()> {
+        let ranks: Vec<usize> = (0..self.size()).collect();
+        let communicator = self.connect(groups::WORLD, &ranks, timeout)?;
+        self.groups.insert(groups::WORLD, communicator);
+        Ok(())
+    }
+
+    /// Leaves: waits of other threads end, communicators stop, the others hear a goodbye.
+    fn close(&self) {
+        let reason = "`shutdown()` was called";
+        self.monitor.close(reason);
+        self.groups.close(reason);
+        if let Control::Connected(client) = &self.control {
+            client.leave();
+        }
+    }
+
+    fn store(&self) -> &dyn Store {
+        match &self.control {
+            Control::Alone(store) => store,
+            Control::Connected(client) => &**client,
+        }
+    }
+
     /// Global rank, 0..size.
     pub fn rank(&self) -> usize {
-        todo!()
+        self.launch.rank
     }
     /// Processes of the job.
     pub fn size(&self) -> usize {
-        todo!()
+        self.launch.size
     }
     /// Rank on this host.
     pub fn local_rank(&self) -> usize {
-        todo!()
+        self.places[self.rank()].local_rank as usize
     }
     /// Processes on this host.
     pub fn local_size(&self) -> usize {
-        todo!()
+        self.places[self.rank()].local_size as usize
     }
-    /// A name for this session that is the same on all ranks and new for each `init`.
+    /// A name for this session that is the same on all ranks and new for each `init`; 63 bits wide.
     pub fn id(&self) -> u64 {
-        todo!()
+        self.id
+    }
+    /// What the launcher's environment said.
+    pub fn launch(&self) -> &Launch {
+        &self.launch
+    }
+    /// Who departed.
+    pub fn monitor(&self) -> &Arc<Monitor> {
+        &self.monitor
     }
     /// The communicator of all ranks.
     pub fn world(&self) -> Arc<Communicator> {
-        todo!()
-    }
-    /// The communicator with this id; 0 is the world.
-    ///
-    /// # Errors
-    /// [`crate::Error::InvalidArgument`] if this process is in no such group.
-    pub fn communicator(&self, id: u64) -> Result<Arc<Communicator>> {
-        let _ = id;
-        todo!()
-    }
-    /// Makes a group of `ranks` (global ranks, in the order they get inside the group). Its members call it, in the
-    /// same order where they are members of several new groups; others need not.
-    pub fn new_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
-        let _ = ranks;
-        todo!()
-    }
-    /// Forgets a group. Its members call it.
-    pub fn remove_group(&self, id: u64) -> Result<()> {
-        let _ = id;
-        todo!()
+        self.groups.get(groups::WORLD).expect("a session is made with its world")
     }
     /// Tells the job that this rank failed with `message` (an uncaught exception); waits of others end with it.
     pub fn report_failure(&self, message: &str) {
-        let _ = message;
-        todo!()
+        serve::note_failure();
+        if let Control::Connected(client) = &self.control {
+            client.fail(message);
+        }
     }
 }

@@ -51,6 +51,11 @@ pub fn set_interrupt_hook(hook: fn() -> bool) {
     let _ = INTERRUPT_HOOK.set(hook);
 }
 
+/// What the hook says for the calling thread.
+pub fn interrupt_pending() -> bool {
+    INTERRUPT_HOOK.get().is_some_and(|hook| hook())
+}
+
 /// Departures seen so far; shared by the control plane, which writes it, and all waits, which read it.
 #[derive(Debug)]
 pub struct Monitor {
@@ -151,7 +156,7 @@ impl Monitor {
 
     /// Whether an interruption is pending, for this process or, see [`set_interrupt_hook`], for the calling thread.
     pub fn interrupted(&self) -> bool {
-        self.interrupted.load(Ordering::Acquire) || INTERRUPT_HOOK.get().is_some_and(|hook| hook())
+        self.interrupted.load(Ordering::Acquire) || interrupt_pending()
     }
 }
 

@@ -1,0 +1,1 @@
+"""What both frameworks' faces share. Needs no framework."""

@@ -1,0 +1,80 @@
+"""Joining and leaving the job, and telling it when this process fails."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from multiprocessing import process as mp_process
+from multiprocessing import util as mp_util
+from types import TracebackType
+
+from smdistributed import _core
+
+_exported: dict[str, str] = {}
+_hooked = False
+
+
+def init() -> None:
+    """Joins the job that the launcher's environment describes; returns when all ranks have joined.
+
+    Raises:
+        AlreadyInitializedError: if called a second time without `shutdown()`.
+        ConfigError: if the environment contradicts itself.
+        PeerFailedError, WaitTimeoutError, RendezvousError: if the job does not come together.
+    """
+    _core.init()
+    export_environment()
+    _hook()
+
+
+def shutdown() -> None:
+    """Leaves the job. Does nothing without a session; `init()` may be called again afterwards."""
+    _core.shutdown()
+    for name, value in _exported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _exported.clear()
+
+
+def export_environment() -> None:
+    """Sets the variables of torch's `env://` that the launcher did not set, so that `init_process_group` works under
+    any launcher. `shutdown()` takes them back: they must not reach jobs that this process starts later."""
+    for name, value in _core.missing_environment():
+        os.environ[name] = value
+        _exported[name] = value
+
+
+def _hook() -> None:
+    """From the first `init()` on, the job hears how this process ends."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _report(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = report
+    atexit.register(_core.finish)
+    if mp_process.parent_process() is not None:
+        # Children of multiprocessing end without atexit and without excepthook.
+        mp_util.Finalize(None, _finish_child, exitpriority=100)
+
+
+def _finish_child() -> None:
+    error = sys.exc_info()[1]
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        _report(error)
+    _core.finish()
+
+
+def _report(error: BaseException) -> None:
+    text = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        _core.report_failure(text)
+    except Exception:  # the exception that ends this process must be shown, whatever the state of the session
+        pass

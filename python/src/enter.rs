@@ -1,0 +1,69 @@
+//! The one way from Python into the core: without the GIL, without panics, and with Ctrl-C.
+//!
+//! - ENT-1: while the core waits, no thread of Python is held up, and the core's own threads never take the GIL.
+//! - ENT-2: Python notes signals but runs their handlers on its main thread only, between bytecodes. A wait of the
+//!   main thread therefore looks for them a few times a second, through the core's interrupt hook; if a handler
+//!   raises, the wait ends and the exception goes to the caller.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::prelude::*;
+use smd_core::error::Code;
+use smd_core::world::monitor;
+use smd_core::{Error, Result};
+
+use crate::error::to_python;
+
+/// Shortest time between two looks for signals: each takes the GIL.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+thread_local! {
+    static IS_MAIN: bool = rustix::thread::gettid() == rustix::process::getpid();
+    static LAST_LOOK: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// What a signal handler raised during a wait of this thread.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+/// Lets waits of the core end by Python's signals.
+pub fn install() {
+    monitor::set_interrupt_hook(look_for_signals);
+}
+
+/// Runs `body`, which may wait, without the GIL.
+pub fn enter<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    // Unwind safety: what the core shares between calls is behind locks that do not poison, or is atomic.
+    let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(body)));
+    outcome.unwrap_or_else(|panic| Err(Error::Internal(panic_text(&*panic)))).map_err(|error| match error.code() {
+        Code::Interrupted => take_raised().unwrap_or_else(|| PyKeyboardInterrupt::new_err(error.to_string())),
+        _ => to_python(py, &error),
+    })
+}
+
+/// What a signal handler raised during the last interrupted wait of this thread.
+pub fn take_raised() -> Option<PyErr> {
+    RAISED.with_borrow_mut(Option::take)
+}
+
+fn look_for_signals() -> bool {
+    if !IS_MAIN.with(|&is_main| is_main) {
+        return false;
+    }
+    let now = Instant::now();
+    if LAST_LOOK.get().is_some_and(|last| now - last < LOOK_EVERY) {
+        return false;
+    }
+    LAST_LOOK.set(Some(now));
+    // There is no interpreter to ask while it ends.
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
+    RAISED.set(Some(raised));
+    true
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without a message").to_owned()
+}

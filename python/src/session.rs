@@ -1,0 +1,152 @@
+//! Life cycle, ranks and groups.
+
+use pyo3::prelude::*;
+use smd_core::collectives::Request;
+use smd_core::session::{self, InitOptions, Session};
+use smd_core::world::env;
+
+use crate::enter::enter;
+
+fn with<T: Send>(
+    py: Python<'_>,
+    call: &'static str,
+    body: impl FnOnce(&Session) -> smd_core::Result<T> + Send,
+) -> PyResult<T> {
+    enter(py, || body(&*session::current(call)?))
+}
+
+/// Joins the job that the environment describes; returns when all ranks have joined.
+#[pyfunction]
+fn init(py: Python<'_>) -> PyResult<()> {
+    enter(py, || session::init(InitOptions::default()).map(drop))
+}
+
+/// Leaves the job. Does nothing without a session.
+#[pyfunction]
+fn shutdown(py: Python<'_>) -> PyResult<()> {
+    enter(py, || {
+        session::shutdown();
+        Ok(())
+    })
+}
+
+/// The last call of a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others.
+#[pyfunction]
+fn finish(py: Python<'_>) -> PyResult<()> {
+    enter(py, || {
+        session::finish();
+        Ok(())
+    })
+}
+
+/// Whether there is a session.
+#[pyfunction]
+fn is_initialized() -> bool {
+    session::is_initialized()
+}
+
+/// Global rank.
+#[pyfunction]
+fn rank(py: Python<'_>) -> PyResult<usize> {
+    with(py, "rank", |session| Ok(session.rank()))
+}
+
+/// Processes of the job.
+#[pyfunction]
+fn size(py: Python<'_>) -> PyResult<usize> {
+    with(py, "size", |session| Ok(session.size()))
+}
+
+/// Rank on this host.
+#[pyfunction]
+fn local_rank(py: Python<'_>) -> PyResult<usize> {
+    with(py, "local_rank", |session| Ok(session.local_rank()))
+}
+
+/// Processes on this host.
+#[pyfunction]
+fn local_size(py: Python<'_>) -> PyResult<usize> {
+    with(py, "local_size", |session| Ok(session.local_size()))
+}
+
+/// The same number on all ranks, new for each `init()`.
+#[pyfunction]
+fn session_id(py: Python<'_>) -> PyResult<u64> {
+    with(py, "session_id", |session| Ok(session.id()))
+}
+
+/// Makes a group of global ranks, in the order they get inside it, and returns its id. All members call.
+#[pyfunction]
+fn new_group(py: Python<'_>, ranks: Vec<usize>) -> PyResult<u64> {
+    with(py, "new_group", |session| Ok(session.new_group(&ranks)?.id()))
+}
+
+/// Forgets a group; each member for itself.
+#[pyfunction]
+fn remove_group(py: Python<'_>, group: u64) -> PyResult<()> {
+    with(py, "remove_group", |session| session.remove_group(group))
+}
+
+/// Global ranks of a group, in group order; 0 is the group of all.
+#[pyfunction]
+#[pyo3(signature = (group=0))]
+fn group_ranks(py: Python<'_>, group: u64) -> PyResult<Vec<usize>> {
+    with(py, "group_ranks", |session| Ok(session.communicator(group)?.members().ranks.to_vec()))
+}
+
+/// Returns when every member of the group has called it.
+#[pyfunction]
+#[pyo3(signature = (group=0))]
+fn barrier(py: Python<'_>, group: u64) -> PyResult<()> {
+    with(py, "barrier", |session| session.communicator(group)?.run(&Request::Barrier))
+}
+
+/// Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
+/// session.
+#[pyfunction]
+fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
+    enter(py, || {
+        if let Ok(session) = session::current("report_failure") {
+            session.report_failure(message);
+        }
+        Ok(())
+    })
+}
+
+/// Whether a launcher's variables are in the environment.
+#[pyfunction]
+fn is_launched(py: Python<'_>) -> PyResult<bool> {
+    enter(py, || Ok(env::detect(&env::variables())?.launcher != env::Launcher::Single))
+}
+
+/// Names and values of the variables of torch's `env://` that the launcher did not set.
+#[pyfunction]
+fn missing_environment(py: Python<'_>) -> PyResult<Vec<(&'static str, String)>> {
+    enter(py, || {
+        let variables = env::variables();
+        match session::current("missing_environment") {
+            Ok(session) => Ok(session.launch().missing_variables(&variables)),
+            Err(_) => Ok(env::detect(&variables)?.missing_variables(&variables)),
+        }
+    })
+}
+
+/// Adds this file's functions.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(init, module)?)?;
+    module.add_function(wrap_pyfunction!(shutdown, module)?)?;
+    module.add_function(wrap_pyfunction!(finish, module)?)?;
+    module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
+    module.add_function(wrap_pyfunction!(rank, module)?)?;
+    module.add_function(wrap_pyfunction!(size, module)?)?;
+    module.add_function(wrap_pyfunction!(local_rank, module)?)?;
+    module.add_function(wrap_pyfunction!(local_size, module)?)?;
+    module.add_function(wrap_pyfunction!(session_id, module)?)?;
+    module.add_function(wrap_pyfunction!(new_group, module)?)?;
+    module.add_function(wrap_pyfunction!(remove_group, module)?)?;
+    module.add_function(wrap_pyfunction!(group_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(barrier, module)?)?;
+    module.add_function(wrap_pyfunction!(report_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(is_launched, module)?)?;
+    module.add_function(wrap_pyfunction!(missing_environment, module)?)
+}

@@ -1,0 +1,169 @@
+//! The communicators of a session.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use sha2::{Digest, Sha256};
+
+use super::Session;
+use crate::collectives::Communicator;
+use crate::error::{Error, Result};
+use crate::transport::{Members, Transport};
+
+/// The id of the group of all ranks.
+pub const WORLD: u64 = 0;
+
+/// Groups by id, and how many were made.
+pub struct Groups {
+    timeout: Duration,
+    open: Mutex<HashMap<u64, Arc<Communicator>>>,
+    made: Mutex<HashMap<Vec<usize>, u64>>,
+}
+
+impl Groups {
+    /// No groups; operations of later ones time out after `timeout`.
+    pub fn new(timeout: Duration) -> Self {
+        Self { timeout, open: Mutex::default(), made: Mutex::default() }
+    }
+
+    pub fn get(&self, id: u64) -> Option<Arc<Communicator>> {
+        self.open.lock().get(&id).cloned()
+    }
+
+    pub fn insert(&self, id: u64, communicator: Arc<Communicator>) {
+        self.open.lock().insert(id, communicator);
+    }
+
+    pub fn close(&self, reason: &str) {
+        let open: Vec<_> = self.open.lock().values().cloned().collect();
+        for communicator in open {
+            communicator.close(reason);
+        }
+    }
+
+    /// The id of the next group of `ranks` (SES-3). It fits a signed 64-bit integer, the widest that op arguments
+    /// have.
+    fn next_id(&self, ranks: &[usize]) -> u64 {
+        let mut made = self.made.lock();
+        let count = made.entry(ranks.to_vec()).or_default();
+        *count += 1;
+        group_id(ranks, *count)
+    }
+}
+
+fn group_id(ranks: &[usize], count: u64) -> u64 {
+    let mut hash = Sha256::new();
+    for &rank in ranks {
+        hash.update((rank as u64).to_le_bytes());
+    }
+    hash.update(count.to_le_bytes());
+    let digest: [u8; 32] = hash.finalize().into();
+    let id = u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes")) >> 1;
+    if id == WORLD { 1 } else { id }
+}
+
+impl Session {
+    /// The communicator with this id; 0 is the world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if this process is in no such group.
+    pub fn communicator(&self, id: u64) -> Result<Arc<Communicator>> {
+        self.groups.get(id).ok_or_else(|| Error::InvalidArgument(format!("rank {} is in no group {id}", self.rank())))
+    }
+
+    /// Makes a group of `ranks` (global ranks, in the order they get inside the group). Its members call it, in the
+    /// same order where they are members of several new groups; others need not.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty list, a rank that does not exist or comes twice, or a list without
+    /// this rank; [`Error::PeerFailed`] or [`Error::Timeout`] if a member does not call.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
+        self.check_members(ranks)?;
+        let id = self.groups.next_id(ranks);
+        let communicator = self.connect(id, ranks, self.groups.timeout)?;
+        self.groups.insert(id, communicator.clone());
+        Ok(communicator)
+    }
+
+    /// Forgets a group: operations of it that are under way or queued fail. Each member calls it for itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for the world or an unknown group.
+    pub fn remove_group(&self, id: u64) -> Result<()> {
+        if id == WORLD {
+            return Err(Error::InvalidArgument("the group of all ranks lives as long as the session".to_owned()));
+        }
+        let communicator = self.communicator(id)?;
+        self.groups.open.lock().remove(&id);
+        communicator.close("the group was removed");
+        Ok(())
+    }
+
+    /// The communicator of `ranks`, over the transport that serves them.
+    pub(super) fn connect(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
+        let me = ranks.iter().position(|&rank| rank == self.rank()).expect("callers check that this rank is a member");
+        let members = Members { ranks: ranks.into(), me };
+        self.check_one_host(ranks)?;
+        let name = format!("{id:x}");
+        let transport = self.shared_memory(&name, members, timeout)?;
+        Ok(Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout))
+    }
+
+    fn shared_memory(&self, name: &str, members: Members, timeout: Duration) -> Result<Arc<dyn Transport>> {
+        let _ = (name, members, timeout, self.store());
+        Err(Error::Unsupported("shared memory is not in this build".to_owned()))
+    }
+
+    fn check_members(&self, ranks: &[usize]) -> Result<()> {
+        let size = self.size();
+        let refuse = |why: String| Err(Error::InvalidArgument(format!("a group of ranks {ranks:?}: {why}")));
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= size) {
+            return refuse(format!("there is no rank {rank} in a job of {size}"));
+        }
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return refuse(format!("rank {} comes twice", pair[0]));
+        }
+        if !ranks.contains(&self.rank()) {
+            return refuse(format!("rank {} makes it but is no member", self.rank()));
+        }
+        Ok(())
+    }
+
+    /// Shared memory ends at the host.
+    fn check_one_host(&self, ranks: &[usize]) -> Result<()> {
+        let first = ranks[0];
+        let host = |rank: usize| self.places[rank].host as usize;
+        match ranks.iter().find(|&&rank| host(rank) != host(first)) {
+            None => Ok(()),
+            Some(&other) => Err(Error::Unsupported(format!(
+                "rank {first} runs on host {} and rank {other} on host {}: no transport for CPU tensors of several \
+                 hosts is in this build",
+                self.hosts[host(first)],
+                self.hosts[host(other)]
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_depend_on_the_members_their_order_and_the_count_only() {
+        let groups = Groups::new(Duration::from_secs(1));
+        let others = Groups::new(Duration::from_secs(1));
+        let first = groups.next_id(&[0, 1]);
+        assert_eq!(first, { others.next_id(&[1, 2]); others.next_id(&[0, 1]) });
+        let second = groups.next_id(&[0, 1]);
+        let ids = [WORLD, first, second, group_id(&[1, 0], 1), group_id(&[0, 1, 2], 1)];
+        for (at, id) in ids.iter().enumerate() {
+            assert!(i64::try_from(*id).is_ok());
+            assert!(!ids[..at].contains(id));
+        }
+    }
+}

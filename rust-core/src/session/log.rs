@@ -1,0 +1,74 @@
+//! Log lines on standard error, with the rank in front: `[smd 1] WARN text`.
+
+use std::fmt;
+use std::sync::Once;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::config;
+
+static STARTED: Once = Once::new();
+static RANK: AtomicUsize = AtomicUsize::new(NO_RANK);
+const NO_RANK: usize = usize::MAX;
+
+/// Starts logging, once in a process, at the level of [`config::LOG`]. A program that set up `tracing` before keeps
+/// its own way.
+pub fn start(rank: usize, size: usize) {
+    RANK.store(if size > 1 { rank } else { NO_RANK }, Ordering::Relaxed);
+    STARTED.call_once(|| {
+        let level = level();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(level.unwrap_or(LevelFilter::WARN))
+            .with_writer(std::io::stderr)
+            .event_format(Line);
+        let _ = tracing::subscriber::set_global_default(subscriber.finish());
+        if level.is_none() {
+            let text = config::LOG.text().unwrap_or_default();
+            tracing::warn!("`{}` is `{text}`: expected error, warn, info, debug or trace", config::LOG.name);
+        }
+    });
+}
+
+/// The level that the environment asks for; `None` if it is none.
+fn level() -> Option<LevelFilter> {
+    let text = config::LOG.text().unwrap_or_else(|| config::LOG.default.to_owned());
+    // Horovod's spellings beside ours.
+    match text.to_ascii_lowercase().as_str() {
+        "off" => Some(LevelFilter::OFF),
+        "error" | "fatal" => Some(LevelFilter::ERROR),
+        "warn" | "warning" => Some(LevelFilter::WARN),
+        "info" => Some(LevelFilter::INFO),
+        "debug" => Some(LevelFilter::DEBUG),
+        "trace" => Some(LevelFilter::TRACE),
+        _ => None,
+    }
+}
+
+struct Line;
+
+impl<S, N> FormatEvent<S, N> for Line
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        match RANK.load(Ordering::Relaxed) {
+            NO_RANK => write!(writer, "[smd] ")?,
+            rank => write!(writer, "[smd {rank}] ")?,
+        }
+        let level = event.metadata().level();
+        // Whoever reads at these levels wants to know where a line comes from.
+        if *level >= Level::DEBUG {
+            write!(writer, "{level} {}: ", event.metadata().target())?;
+        } else {
+            write!(writer, "{level} ")?;
+        }
+        context.field_format().format_fields(writer.by_ref(), event)?;
+        writeln!(writer)
+    }
+}

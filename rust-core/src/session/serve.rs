@@ -1,0 +1,127 @@
+//! Where the rendezvous of this job is: at the launcher's, or in rank 0's process.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::config;
+use crate::error::{Error, Result};
+use crate::world::env::Launch;
+use crate::world::monitor;
+use crate::world::rendezvous::{JobKey, server};
+
+/// How long a process that failed waits for the others to hear of it before it ends.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// The rendezvous that this process serves. It outlives sessions (RDV-4).
+struct Served {
+    job: String,
+    size: usize,
+    secret: Vec<u8>,
+    server: server::Server,
+}
+
+static SERVED: Mutex<Option<Served>> = Mutex::new(None);
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+/// The key, the addresses at which the rendezvous may be, and whether rank 0 serves it. In rank 0's process this starts
+/// the server if nobody else serves.
+pub fn find(launch: &Launch) -> Result<(JobKey, Vec<String>, bool)> {
+    let secret = match config::SECRET.text() {
+        Some(secret) => secret.into_bytes(),
+        None => launch.derived_secret().to_vec(),
+    };
+    let key = JobKey::new(&secret);
+    if let Some(address) = config::RENDEZVOUS.text() {
+        return Ok((key, vec![address], false));
+    }
+    let Some(master) = launch.master_addr.clone() else {
+        return Err(Error::Config(
+            "the host of rank 0 is not known: set `MASTER_ADDR`, the same on all ranks".to_owned(),
+        ));
+    };
+    // One host needs no door to the network.
+    let master = if launch.on_one_host() { "127.0.0.1".to_owned() } else { master };
+    if launch.rank == 0 {
+        let address = serve(launch, secret, &key, &master)?;
+        return Ok((key, vec![address.to_string()], true));
+    }
+    let bracketed = if master.contains(':') && !master.starts_with('[') { format!("[{master}]") } else { master };
+    Ok((key, launch.rendezvous_ports().iter().map(|port| format!("{bracketed}:{port}")).collect(), true))
+}
+
+/// Starts the server, or keeps the one that served the job's last session, and says where this process reaches it.
+fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result<SocketAddr> {
+    let mut served = SERVED.lock();
+    let same = |served: &Served| served.job == launch.job && served.size == launch.size && served.secret == secret;
+    if !served.as_ref().is_some_and(same) {
+        *served = None; // frees its port before another is bound
+        let listener = bind(launch, master)?;
+        let options = server::Options {
+            key: key.clone(),
+            size: launch.size,
+            // Nobody else watches the processes, so a lost connection is all that there is to know.
+            patience: Duration::ZERO,
+            peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
+        };
+        let server = server::Server::serve(listener, options)?;
+        *served = Some(Served { job: launch.job.clone(), size: launch.size, secret, server });
+    }
+    let mut address = served.as_ref().expect("it is there or was made above").server.address();
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+        _ => {}
+    }
+    Ok(address)
+}
+
+/// Binds the first free one of the job's ports.
+fn bind(launch: &Launch, master: &str) -> Result<TcpListener> {
+    let loopback = (master, 0).to_socket_addrs().ok().and_then(|mut found| found.next()).filter(|found| found.ip().is_loopback());
+    let hosts: Vec<IpAddr> = match loopback {
+        Some(address) => vec![address.ip()],
+        None => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
+    };
+    let ports = launch.rendezvous_ports();
+    let mut last = None;
+    for &port in &ports {
+        for &host in &hosts {
+            match TcpListener::bind((host, port)) {
+                Ok(listener) => return Ok(listener),
+                Err(error) => last = Some(error),
+            }
+        }
+    }
+    let error = last.expect("there are ports and hosts to try");
+    Err(Error::io(format!("binding the rendezvous to one of the ports {ports:?}"), error))
+}
+
+/// Remembers that this process ends because of a failure.
+pub fn note_failure() {
+    FAILED.store(true, Ordering::Relaxed);
+}
+
+/// See [`super::finish`].
+pub fn linger() {
+    let Some(served) = SERVED.lock().take() else { return };
+    let patience = if FAILED.load(Ordering::Relaxed) {
+        FAREWELL
+    } else {
+        config::TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL)
+    };
+    let deadline = Instant::now() + patience;
+    let start = Instant::now();
+    let told = std::cell::Cell::new(false);
+    let empty = served.server.wait_until_empty(deadline, || {
+        if start.elapsed() > FAREWELL && !told.replace(true) {
+            tracing::info!("this rank is done, and serves the rendezvous until the others are");
+        }
+        monitor::interrupt_pending()
+    });
+    if !empty && !FAILED.load(Ordering::Relaxed) {
+        tracing::warn!("this process ends while other ranks still run: they lose the rendezvous that it served");
+    }
+}
