@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from smdistributed import _core
+
 
 class SmdistributedError(RuntimeError):
     """Base of all errors of the core.
@@ -70,6 +72,12 @@ class PeerFailedError(SmdistributedError):
     """Another rank died, left, or reported that it failed."""
 
     code = "peer_failed"
+
+    @property
+    def rank(self) -> int | None:
+        """The global rank of the culprit."""
+        match = re.match(r"rank (\d+) ", str(self))
+        return int(match[1]) if match else None
 
 
 class WaitTimeoutError(SmdistributedError, TimeoutError):
@@ -154,8 +162,17 @@ def translated(classes: dict[str, type[SmdistributedError]] = CLASSES) -> Iterat
     """
     try:
         yield
+    except SmdistributedError as error:
+        # From PyO3: the class is right, unless the caller has its own.
+        cls = classes[error.code]
+        if isinstance(error, cls):
+            raise
+        raise cls(str(error)) from None
     except (RuntimeError, ValueError) as error:
         translation = from_report(str(error), classes)
         if translation is None:
             raise
+        if translation.code == "interrupted":
+            # What the signal's handler raised, KeyboardInterrupt mostly, instead of the wait's end that it caused.
+            _core.raise_interrupt()
         raise translation from None

@@ -158,7 +158,10 @@ mod tests {
         let groups = Groups::new(Duration::from_secs(1));
         let others = Groups::new(Duration::from_secs(1));
         let first = groups.next_id(&[0, 1]);
-        assert_eq!(first, { others.next_id(&[1, 2]); others.next_id(&[0, 1]) });
+        assert_eq!(first, {
+            others.next_id(&[1, 2]);
+            others.next_id(&[0, 1])
+        });
         let second = groups.next_id(&[0, 1]);
         let ids = [WORLD, first, second, group_id(&[1, 0], 1), group_id(&[0, 1, 2], 1)];
         for (at, id) in ids.iter().enumerate() {

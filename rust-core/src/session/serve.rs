@@ -80,7 +80,8 @@ fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result
 
 /// Binds the first free one of the job's ports.
 fn bind(launch: &Launch, master: &str) -> Result<TcpListener> {
-    let loopback = (master, 0).to_socket_addrs().ok().and_then(|mut found| found.next()).filter(|found| found.ip().is_loopback());
+    let loopback =
+        (master, 0).to_socket_addrs().ok().and_then(|mut found| found.next()).filter(|found| found.ip().is_loopback());
     let hosts: Vec<IpAddr> = match loopback {
         Some(address) => vec![address.ip()],
         None => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
@@ -107,11 +108,8 @@ pub fn note_failure() {
 /// See [`super::finish`].
 pub fn linger() {
     let Some(served) = SERVED.lock().take() else { return };
-    let patience = if FAILED.load(Ordering::Relaxed) {
-        FAREWELL
-    } else {
-        config::TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL)
-    };
+    let patience =
+        if FAILED.load(Ordering::Relaxed) { FAREWELL } else { config::TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL) };
     let deadline = Instant::now() + patience;
     let start = Instant::now();
     let told = std::cell::Cell::new(false);

@@ -68,10 +68,7 @@ struct Spelling {
 }
 
 const SPELLINGS: [Spelling; 4] = [
-    Spelling {
-        launcher: Launcher::Torch,
-        names: [&["RANK"], &["WORLD_SIZE"], &["LOCAL_RANK"], &["LOCAL_WORLD_SIZE"]],
-    },
+    Spelling { launcher: Launcher::Torch, names: [&["RANK"], &["WORLD_SIZE"], &["LOCAL_RANK"], &["LOCAL_WORLD_SIZE"]] },
     Spelling {
         launcher: Launcher::OpenMpi,
         names: [
@@ -287,7 +284,8 @@ fn master_addr(variables: &Variables, on_one_host: bool) -> Option<String> {
         return Some("127.0.0.1".to_owned());
     }
     // The list is sorted by the platform, and its first host is the master.
-    if let Some(hosts) = set(variables, "SM_HOSTS").and_then(|hosts| serde_json::from_str::<BTreeSet<String>>(hosts).ok())
+    if let Some(hosts) =
+        set(variables, "SM_HOSTS").and_then(|hosts| serde_json::from_str::<BTreeSet<String>>(hosts).ok())
     {
         return hosts.into_iter().next();
     }

@@ -121,7 +121,9 @@ impl Client {
             state.welcome.take().map(Ok)
         });
         match outcome {
-            Err(Error::Timeout { during, waited, .. }) => Err(Error::Timeout { during, waited, missing: self.missing() }),
+            Err(Error::Timeout { during, waited, .. }) => {
+                Err(Error::Timeout { during, waited, missing: self.missing() })
+            }
             other => other?,
         }
     }
@@ -129,9 +131,9 @@ impl Client {
     /// The ranks that have not joined; empty if even the server does not answer.
     fn missing(&self) -> Vec<usize> {
         let now = Instant::now();
-        let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
-            self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take())
-        });
+        let answer = self
+            .send(&ToServer::WhoIsMissing)
+            .and_then(|()| self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take()));
         answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
     }
 
@@ -165,9 +167,9 @@ impl Client {
         let Writer { stream, sealer, buffer } = &mut *writer;
         buffer.clear();
         sealer.seal(&payload, buffer);
-        stream.write_all(buffer).map_err(|error| {
-            Error::io(format!("sending to the rendezvous at {}", self.address), error)
-        })
+        stream
+            .write_all(buffer)
+            .map_err(|error| Error::io(format!("sending to the rendezvous at {}", self.address), error))
     }
 
     /// Waits until `look` finds what it looks for.
@@ -188,7 +190,9 @@ impl Client {
             }
             departed?;
             if state.ended {
-                return Err(Error::Closed { reason: format!("the connection to the rendezvous at {} ended", self.address) });
+                return Err(Error::Closed {
+                    reason: format!("the connection to the rendezvous at {} ended", self.address),
+                });
             }
             if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
                 return Err(Error::Interrupted { during: during.to_owned() });

@@ -195,7 +195,8 @@ impl Job {
         let id = forming.unwrap_or_else(|| self.new_session());
         let session = self.sessions.get_mut(&id).expect("it was found or made above");
         if let Some(first) = &session.joins[rank] {
-            let reason = format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
+            let reason =
+                format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
             // It may be a stray process of an earlier run: no reason to fail the others.
             return self.refuse(from, rank, reason, false);
         }
@@ -289,12 +290,7 @@ impl Job {
 }
 
 impl Session {
-    fn set(
-        &mut self,
-        key: String,
-        value: Vec<u8>,
-        mut send: impl FnMut(ConnectionId, ToClient),
-    ) -> Result<(), String> {
+    fn set(&mut self, key: String, value: Vec<u8>, mut send: impl FnMut(ConnectionId, ToClient)) -> Result<(), String> {
         if key.len() > MAX_KEY || value.len() > MAX_VALUE {
             return Err(format!("the store takes keys of {MAX_KEY} and values of {MAX_VALUE} bytes at most"));
         }

@@ -75,7 +75,8 @@ impl Server {
     /// # Errors
     /// [`Error::Io`] if the address cannot be bound; [`Error::Config`] for a bad timeout in the environment.
     pub fn start(bind: SocketAddr, secret: &[u8], world_size: usize) -> Result<Self> {
-        let listener = TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
+        let listener =
+            TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
         Self::serve(listener, Options { key: JobKey::new(secret), size: world_size, patience: PATIENCE, peer_timeout })
     }
@@ -94,7 +95,8 @@ impl Server {
         let waker = Waker::new(poll.registry(), WAKER).map_err(io)?;
         let mut seed = [0; 8];
         getrandom::fill(&mut seed).map_err(|error| io(std::io::Error::other(error)))?;
-        let shared = Arc::new(Shared { commands: Mutex::default(), connected: Mutex::default(), changed: Condvar::new() });
+        let shared =
+            Arc::new(Shared { commands: Mutex::default(), connected: Mutex::default(), changed: Condvar::new() });
         let server = Loop {
             _guard: fork::Guard::new(&listener),
             listener,
@@ -109,7 +111,8 @@ impl Server {
             refusals: Refusals::default(),
             shared: shared.clone(),
         };
-        let thread = std::thread::Builder::new().name("smd-rendezvous".into()).spawn(move || server.run()).map_err(io)?;
+        let thread =
+            std::thread::Builder::new().name("smd-rendezvous".into()).spawn(move || server.run()).map_err(io)?;
         Ok(Self { address, shared, waker, thread: Some(thread) })
     }
 
