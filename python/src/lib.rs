@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod enter;
 mod error;
 mod session;
+mod launch;
 mod shims;
 
 /// `smdistributed._core`
@@ -19,6 +20,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
     session::register(module)?;
+    module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())
 }

@@ -1,1 +1,99 @@
-//! `smdrun`.
+//! `smdrun`: starts the ranks of a job on this host, watches them, and says what went wrong.
+//!
+//! ```text
+//!   smdrun ── fork, exec ──> rank 0 .. rank N-1     environment.rs, process.rs
+//!     ^  ^──── pipes <────── their output           output.rs
+//!     └─────── SIGCHLD, Ctrl-C                      supervisor.rs, signals.rs
+//!   rendezvous (a thread)  <── TCP ── ranks         crate::world::rendezvous
+//! ```
+//!
+//! - RUN-1: no rank outlives `smdrun`. Each has a parent-death signal, each leads a process group that is ended as
+//!   one, and what leaves that group is adopted by `smdrun` (child subreaper) and ended with the job.
+//! - RUN-2: a rank is started by `execve` with its arguments as they are; no shell reads them.
+//! - RUN-3: when a rank fails, the others get the grace period, then SIGTERM, then SIGKILL. So do they after Ctrl-C.
+//! - RUN-4: the exit code is that of the rank that failed first, 128 + signal if a signal ended it. A rank that
+//!   failed because a peer was gone is not the first, even if it ended earlier.
+//! - RUN-5: one thread reads all output, so lines of two ranks never mix.
+
+mod args;
+mod distribution;
+mod environment;
+mod output;
+mod parameters;
+mod process;
+mod report;
+mod signals;
+mod supervisor;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+pub use distribution::Distribution;
+pub use environment::Job;
+pub use parameters::ModelParallel;
+
+/// What ends `smdrun` when the command line or the configuration is wrong, before any process is started.
+const USAGE_EXIT_CODE: i32 = 2;
+
+/// Runs `smdrun` with this command line (the program's name first) and returns its exit code. `python` is the
+/// interpreter for the ranks.
+pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
+    let args = match args::parse(argv) {
+        Ok(args) => args,
+        Err(usage) => {
+            // What is left to say when not even this can be written?
+            let _ = usage.print();
+            return usage.exit_code();
+        }
+    };
+    match prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("smdrun: error: {}", error.report());
+            USAGE_EXIT_CODE
+        }
+    }
+}
+
+/// What to start, and how to treat it.
+#[derive(Debug)]
+struct Plan {
+    /// The command of every rank.
+    command: Vec<OsString>,
+    /// How long ranks may take to end by themselves after a failure or Ctrl-C.
+    grace: Duration,
+}
+
+fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
+    let mut distribution = match &args.config {
+        Some(path) => Distribution::read(path)?,
+        None => Distribution::default(),
+    };
+    for warning in distribution.take_warnings() {
+        eprintln!("smdrun: warning: {warning}");
+    }
+    let num_ranks = match (args.num_processes, distribution.processes_per_host) {
+        (Some(n), Some(configured)) if n != configured => {
+            eprintln!(
+                "smdrun: starting {n} processes as -n says; the configuration's `processes_per_host` is {configured}"
+            );
+            n
+        }
+        (Some(n), _) | (None, Some(n)) => n,
+        (None, None) => {
+            return Err(Error::Config(
+                "how many processes? pass `-n N`, or `--config` with `mpi.processes_per_host`".into(),
+            ));
+        }
+    };
+    distribution.check_world(num_ranks)?;
+    let mut command = args.command(&python)?;
+    if let Some(parameters) = &distribution.model_parallel {
+        command.extend(["--mp_parameters".into(), parameters.argument().into()]);
+    }
+    let job = Job::new(num_ranks, distribution, args.script_dir(), &args.env)?;
+    Ok((Plan { command, grace: args.grace }, job))
+}

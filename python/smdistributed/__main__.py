@@ -1,0 +1,7 @@
+"""`python -m smdistributed` is `smdrun`."""
+
+import sys
+
+from smdistributed._launch import smdrun
+
+sys.exit(smdrun())

@@ -1,0 +1,157 @@
+//! The command line of `smdrun`.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Parser;
+
+use crate::error::{Error, Result};
+
+/// Starts N processes of a training script on this host, as the ranks of one job.
+#[derive(Debug, Parser)]
+#[command(
+    name = "smdrun",
+    version,
+    override_usage = "smdrun -n N [OPTIONS] SCRIPT.py [ARGS]...\n       smdrun -n N [OPTIONS] -m MODULE [ARGS]...\n       \
+                      smdrun doctor",
+    after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap.\n\
+                  Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
+                  The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
+)]
+pub(super) struct Args {
+    /// Processes to start; by default what `mpi.processes_per_host` of the configuration says
+    #[arg(short = 'n', long = "num-processes", visible_alias = "nproc-per-node", value_name = "N", value_parser = num_processes)]
+    pub num_processes: Option<usize>,
+
+    /// The `distribution` dictionary of an estimator, as a JSON or YAML file
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Sets a variable in the environment of every rank; wins over everything else. May be repeated
+    #[arg(long, value_name = "NAME=VALUE", value_parser = variable)]
+    pub env: Vec<(String, String)>,
+
+    /// How long ranks may take to end by themselves after one failed or Ctrl-C was pressed
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    pub grace: Duration,
+
+    /// Runs a module, as `python -m` does, instead of a script
+    #[arg(short = 'm', long)]
+    pub module: bool,
+
+    /// Runs an executable that is not Python
+    #[arg(long, conflicts_with = "module")]
+    pub no_python: bool,
+
+    /// The script, module or executable, and its arguments
+    #[arg(value_name = "SCRIPT [ARGS]", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+/// Reads the command line; the error is also what `--help` and `--version` print.
+pub(super) fn parse(argv: Vec<OsString>) -> std::result::Result<Args, clap::Error> {
+    Args::try_parse_from(argv)
+}
+
+impl Args {
+    /// The command of every rank.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the script does not exist: better said once than by every rank.
+    pub fn command(&self, python: &Path) -> Result<Vec<OsString>> {
+        let mut command: Vec<OsString> = Vec::new();
+        if !self.no_python {
+            // Unbuffered, as torchrun does: what a rank printed before it was killed is worth most.
+            command.extend([python.as_os_str().to_owned(), "-u".into()]);
+            if self.module {
+                command.push("-m".into());
+            } else if !self.script().exists() {
+                return Err(Error::Config(format!("there is no script `{}`", self.script().display())));
+            }
+        }
+        command.extend(self.program.iter().cloned());
+        Ok(command)
+    }
+
+    fn script(&self) -> &Path {
+        Path::new(self.program.first().expect("clap requires one word"))
+    }
+
+    /// The folder of the script, if it is one.
+    pub fn script_dir(&self) -> Option<PathBuf> {
+        if self.module || self.no_python {
+            return None;
+        }
+        let script = std::path::absolute(self.script()).ok()?;
+        script.parent().map(Path::to_owned)
+    }
+}
+
+fn num_processes(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=4096) => Ok(n),
+        _ => Err("expected a number from 1 to 4096".into()),
+    }
+}
+
+fn variable(text: &str) -> std::result::Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("expected NAME=VALUE".into()),
+    }
+}
+
+fn seconds(text: &str) -> std::result::Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.0..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("expected a number of seconds from 0 to 86400".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Args {
+        parse(line.split(' ').map(OsString::from).collect()).expect("the line is valid")
+    }
+
+    #[test]
+    fn options_after_the_script_belong_to_it() {
+        let args = parsed("smdrun -n 2 --env A=1 --env B=x=y -m pkg.train --env -n 7 -- z");
+        assert_eq!(args.num_processes, Some(2));
+        assert_eq!(args.env, [("A".into(), "1".into()), ("B".into(), "x=y".into())]);
+        let command = args.command(Path::new("/py")).expect("a module is not looked for");
+        assert_eq!(command, ["/py", "-u", "-m", "pkg.train", "--env", "-n", "7", "--", "z"]);
+    }
+
+    #[test]
+    fn an_executable_runs_as_it_is() {
+        let command = parsed("smdrun --nproc-per-node 2 --no-python ls -l").command(Path::new("/py")).expect("valid");
+        assert_eq!(command, ["ls", "-l"]);
+    }
+
+    #[test]
+    fn bad_lines_are_refused() {
+        for line in [
+            "smdrun",
+            "smdrun -n 0 a.py",
+            "smdrun -n x a.py",
+            "smdrun -n 5000 a.py",
+            "smdrun -n 1 --env A a.py",
+            "smdrun -n 1 --env =3 a.py",
+            "smdrun -n 1 --grace -1 a.py",
+            "smdrun -n 1 --grace nan a.py",
+            "smdrun -n 1 -m --no-python a",
+        ] {
+            assert!(parse(line.split(' ').map(OsString::from).collect()).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_missing_script_is_named() {
+        let error = parsed("smdrun -n 1 no/such.py").command(Path::new("/py")).unwrap_err();
+        assert_eq!(error.to_string(), "there is no script `no/such.py`");
+    }
+}

@@ -1,0 +1,287 @@
+//! The environment of each rank: what torchrun sets, what the SageMaker containers set, and how to find the job.
+//!
+//! Later layers win: what `smdrun` inherited, less the marks of other launchers; defaults; the job's variables;
+//! `-x` of `custom_mpi_options`; `--env`.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::distribution::Distribution;
+use crate::error::{Error, Result};
+
+/// Variables by which ranks of another launcher know themselves. `smdrun` may itself run inside a batch job; its
+/// ranks must not take that job's place for theirs.
+const OTHER_LAUNCHERS: &[&str] = &[
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_SIZE",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_",
+    "SLURM_TASKS_PER_NODE",
+];
+
+/// The name that scripts see for this host.
+const HOST: &str = "localhost";
+
+/// One job on this host.
+#[derive(Debug)]
+pub struct Job {
+    /// Processes of the job.
+    pub num_ranks: usize,
+    /// The same on all ranks, unless the user has set them already.
+    defaults: BTreeMap<String, String>,
+    /// The same on all ranks.
+    shared: BTreeMap<String, String>,
+    /// What `--env` and `-x` say.
+    user: Vec<(String, String)>,
+}
+
+impl Job {
+    /// Plans a job of `num_ranks` processes; `script_dir` is the folder of the script, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if there is no free port or no randomness.
+    pub fn new(
+        num_ranks: usize,
+        distribution: Distribution,
+        script_dir: Option<PathBuf>,
+        env: &[(String, String)],
+    ) -> Result<Self> {
+        let run_id = random_hex(8)?;
+        let mut defaults = BTreeMap::new();
+        if num_ranks > 1 {
+            // Each rank would otherwise start as many threads as there are cores. torchrun has the same default.
+            defaults.insert("OMP_NUM_THREADS".into(), "1".into());
+        }
+        let mut shared: BTreeMap<String, String> = [
+            ("WORLD_SIZE", num_ranks.to_string()),
+            ("LOCAL_WORLD_SIZE", num_ranks.to_string()),
+            ("ROLE_WORLD_SIZE", num_ranks.to_string()),
+            ("GROUP_RANK", "0".into()),
+            ("GROUP_WORLD_SIZE", "1".into()),
+            ("ROLE_NAME", "default".into()),
+            ("MASTER_ADDR", "127.0.0.1".into()),
+            ("MASTER_PORT", free_port()?.to_string()),
+            ("TORCHELASTIC_RUN_ID", run_id),
+            ("TORCHELASTIC_RESTART_COUNT", "0".into()),
+            ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
+            // torch's own store is served by rank 0, not by an agent.
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".into()),
+        ]
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect();
+        add_training_variables(&mut defaults, &mut shared, &distribution, num_ranks, script_dir.as_deref());
+        let user = distribution.mpi_variables.iter().chain(env).cloned().collect();
+        Ok(Self { num_ranks, defaults, shared, user })
+    }
+
+    /// Adds how to find and enter the job.
+    pub fn set_rendezvous(&mut self, address: String, secret: String) {
+        self.shared.insert(crate::config::RENDEZVOUS.name.into(), address);
+        self.shared.insert(crate::config::SECRET.name.into(), secret);
+    }
+
+    /// The whole environment of `rank`, made of what `smdrun` inherited.
+    pub fn variables(
+        &self,
+        rank: usize,
+        inherited: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> BTreeMap<OsString, OsString> {
+        let mut variables: BTreeMap<OsString, OsString> = inherited
+            .into_iter()
+            .filter(|(name, _)| {
+                let name = name.to_string_lossy();
+                !OTHER_LAUNCHERS.iter().any(|prefix| name.starts_with(prefix))
+            })
+            .collect();
+        for (name, value) in &self.defaults {
+            variables.entry(name.into()).or_insert_with(|| value.into());
+        }
+        let ranks = ["RANK", "LOCAL_RANK", "ROLE_RANK"].map(|name| (name.into(), rank.to_string().into()));
+        variables.extend(self.shared.iter().map(|(name, value)| (name.into(), value.into())));
+        variables.extend(ranks);
+        variables.extend(self.user.iter().map(|(name, value)| (name.into(), value.into())));
+        variables
+    }
+}
+
+/// The variables of the SageMaker containers that scripts, Hugging Face's Trainer and `smp.init()` read.
+fn add_training_variables(
+    defaults: &mut BTreeMap<String, String>,
+    shared: &mut BTreeMap<String, String>,
+    distribution: &Distribution,
+    num_ranks: usize,
+    script_dir: Option<&Path>,
+) {
+    let num_cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let num_gpus = count_gpus();
+    let work_dir = std::env::current_dir().unwrap_or_default();
+    let module_dir = script_dir.unwrap_or(&work_dir).to_string_lossy().into_owned();
+    let path = |folder: &str| work_dir.join(folder).to_string_lossy().into_owned();
+
+    let mut hyperparameters = serde_json::Map::new();
+    if let Some(parameters) = &distribution.model_parallel {
+        hyperparameters.insert("mp_parameters".into(), Value::Object(parameters.given().clone()));
+        shared.insert("SM_HP_MP_PARAMETERS".into(), Value::Object(parameters.given().clone()).to_string());
+    }
+    let framework = Value::Object(distribution.framework_parameters(num_ranks));
+    let resources = json!({"current_host": HOST, "hosts": [HOST], "network_interface_name": "lo"});
+    let training_env = json!({
+        "additional_framework_parameters": framework,
+        "current_host": HOST,
+        "hosts": [HOST],
+        "hyperparameters": hyperparameters,
+        "is_master": true,
+        "master_hostname": HOST,
+        "module_dir": module_dir,
+        "network_interface_name": "lo",
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "resource_config": resources,
+    });
+    // serde_json keeps the keys of a map sorted and prints compactly, which is the documented form.
+    for (name, value) in [
+        ("SM_HOSTS", json!([HOST]).to_string()),
+        ("SM_CURRENT_HOST", HOST.to_owned()),
+        ("SM_NUM_GPUS", num_gpus.to_string()),
+        ("SM_NUM_CPUS", num_cpus.to_string()),
+        ("SM_HPS", Value::Object(hyperparameters).to_string()),
+        ("SM_FRAMEWORK_PARAMS", framework.to_string()),
+        ("SM_RESOURCE_CONFIG", resources.to_string()),
+        ("SM_NETWORK_INTERFACE_NAME", "lo".to_owned()),
+        ("SM_TRAINING_ENV", training_env.to_string()),
+    ] {
+        shared.insert(name.into(), value);
+    }
+    // A container has fixed folders; here the user may have set others.
+    defaults.insert("SM_MODULE_DIR".into(), module_dir);
+    defaults.insert("SM_MODEL_DIR".into(), path("model"));
+    defaults.insert("SM_OUTPUT_DATA_DIR".into(), path("output"));
+}
+
+/// NVIDIA devices of this host, as far as the driver shows them without being loaded.
+fn count_gpus() -> usize {
+    if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
+        return visible.split(',').take_while(|id| !id.is_empty() && *id != "-1").count();
+    }
+    std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
+}
+
+/// A port that is free now. As with every launcher, another program may take it before rank 0 does; OpenSMD's own
+/// rendezvous does not depend on it.
+fn free_port() -> Result<u16> {
+    TcpListener::bind(("127.0.0.1", 0))
+        .and_then(|listener| listener.local_addr())
+        .map(|address| address.port())
+        .map_err(|error| Error::io("looking for a free port for MASTER_PORT", error))
+}
+
+/// Random bytes as text.
+pub(super) fn random_hex(bytes: usize) -> Result<String> {
+    let mut buffer = vec![0; bytes];
+    getrandom::fill(&mut buffer)
+        .map_err(|error| Error::io("reading random bytes", std::io::Error::other(error.to_string())))?;
+    Ok(buffer.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(config: &str, env: &[(&str, &str)]) -> Job {
+        let distribution = Distribution::parse(config).expect("valid configuration");
+        let env: Vec<_> = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        Job::new(4, distribution, Some("/scripts".into()), &env).expect("a port is free")
+    }
+
+    /// What rank `rank` gets when `smdrun` inherited `pairs`.
+    fn variables(job: &Job, rank: usize, pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let inherited = pairs.iter().map(|(name, value)| (name.into(), value.into()));
+        let text = |text: OsString| text.into_string().expect("the test sets text");
+        job.variables(rank, inherited).into_iter().map(|(name, value)| (text(name), text(value))).collect()
+    }
+
+    #[test]
+    fn a_rank_sees_torchruns_variables() {
+        let variables = variables(&job("{}", &[]), 2, &[("PATH", "/bin"), ("WORLD_SIZE", "9")]);
+        for (name, value) in [
+            ("RANK", "2"),
+            ("LOCAL_RANK", "2"),
+            ("WORLD_SIZE", "4"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("GROUP_RANK", "0"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("OMP_NUM_THREADS", "1"),
+            ("PATH", "/bin"),
+            ("SM_HOSTS", r#"["localhost"]"#),
+            ("SM_CURRENT_HOST", "localhost"),
+            ("SM_MODULE_DIR", "/scripts"),
+            ("SM_FRAMEWORK_PARAMS", "{}"),
+            ("SM_HPS", "{}"),
+        ] {
+            assert_eq!(variables.get(name).map(String::as_str), Some(value), "{name}");
+        }
+        assert!(variables["MASTER_PORT"].parse::<u16>().is_ok_and(|port| port > 0));
+        assert!(!variables.contains_key("SM_HP_MP_PARAMETERS"), "no model parallelism was asked for");
+    }
+
+    #[test]
+    fn marks_of_other_launchers_are_not_passed_on() {
+        let variables = variables(
+            &job("{}", &[]),
+            0,
+            &[("SLURM_PROCID", "3"), ("OMPI_COMM_WORLD_RANK", "1"), ("PMI_RANK", "1"), ("SLURM_JOB_ID", "7")],
+        );
+        for name in ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"] {
+            assert!(!variables.contains_key(name), "{name}");
+        }
+        assert_eq!(variables["SLURM_JOB_ID"], "7");
+    }
+
+    #[test]
+    fn the_users_word_is_the_last() {
+        let config = r#"{"smdistributed": {"modelparallel": {"enabled": true, "parameters": {"partitions": 2}}},
+                         "mpi": {"enabled": true, "custom_mpi_options": "-x A=1 -x B=2"}}"#;
+        let all = variables(&job(config, &[("B", "3"), ("OMP_NUM_THREADS", "8")]), 1, &[("A", "0")]);
+        assert_eq!((all["A"].as_str(), all["B"].as_str()), ("1", "3"));
+        assert_eq!(all["OMP_NUM_THREADS"], "8");
+        let kept = variables(&job("{}", &[]), 1, &[("OMP_NUM_THREADS", "2")]);
+        assert_eq!(kept["OMP_NUM_THREADS"], "2", "a default does not replace what is set");
+    }
+
+    #[test]
+    fn a_model_parallel_job_shows_what_the_trainer_looks_for() {
+        let config = r#"{"smdistributed": {"modelparallel": {"enabled": true, "parameters":
+                         {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": true}}}, "mpi": {"enabled": true}}"#;
+        let variables = variables(&job(config, &[]), 0, &[]);
+        assert_eq!(
+            variables["SM_HP_MP_PARAMETERS"],
+            r#"{"ddp":true,"microbatches":4,"partitions":2,"pipeline_parallel_degree":2}"#
+        );
+        assert_eq!(
+            variables["SM_FRAMEWORK_PARAMS"],
+            r#"{"sagemaker_mpi_custom_mpi_options":"","sagemaker_mpi_enabled":true,"sagemaker_mpi_num_of_processes_per_host":4}"#
+        );
+    }
+
+    #[test]
+    fn a_data_parallel_job_shows_what_the_trainer_looks_for() {
+        let variables = variables(&job(r#"{"smdistributed": {"dataparallel": {"enabled": true}}}"#, &[]), 0, &[]);
+        assert_eq!(
+            variables["SM_FRAMEWORK_PARAMS"],
+            r#"{"sagemaker_distributed_dataparallel_custom_mpi_options":"","sagemaker_distributed_dataparallel_enabled":true}"#
+        );
+    }
+}

@@ -1,0 +1,250 @@
+//! What ranks print: split into lines, marked with the rank, one line at a time.
+//!
+//! A progress bar rewrites its line with carriage returns. On a terminal the newest state of rank 0's line is kept
+//! at the bottom, below the finished lines of all ranks; elsewhere, and for the other ranks, only the last state of
+//! a line is shown, when a newline finishes it.
+
+use std::io::{self, Write};
+
+/// A line without its end is passed on as it is when it gets longer than this.
+const MAX_LINE_BYTES: usize = 64 * 1024;
+
+/// What one stream of one rank said.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Piece {
+    /// A finished line, without its end.
+    Line(Vec<u8>),
+    /// The present state of a line that is being rewritten.
+    Progress(Vec<u8>),
+}
+
+/// Splits one stream.
+#[derive(Debug, Default)]
+pub(super) struct Splitter {
+    /// Since the last line end or carriage return.
+    pending: Vec<u8>,
+    /// What the last carriage return ended; shown if the newline comes next.
+    rewritten: Option<Vec<u8>>,
+}
+
+impl Splitter {
+    /// Takes what was read.
+    pub fn feed(&mut self, bytes: &[u8], emit: &mut dyn FnMut(Piece)) {
+        for &byte in bytes {
+            match byte {
+                b'\n' => self.finish_line(emit),
+                b'\r' if self.pending.is_empty() => {
+                    self.rewritten.get_or_insert_default();
+                }
+                b'\r' => self.rewritten = Some(std::mem::take(&mut self.pending)),
+                other => {
+                    self.pending.push(other);
+                    if self.pending.len() >= MAX_LINE_BYTES {
+                        self.finish_line(emit);
+                    }
+                }
+            }
+        }
+        if let Some(rewritten) = &self.rewritten {
+            let newest = if self.pending.is_empty() { rewritten } else { &self.pending };
+            emit(Piece::Progress(newest.clone()));
+        }
+    }
+
+    /// Takes the end of the stream.
+    pub fn end(&mut self, emit: &mut dyn FnMut(Piece)) {
+        if !self.pending.is_empty() || self.rewritten.is_some() {
+            self.finish_line(emit);
+        }
+    }
+
+    fn finish_line(&mut self, emit: &mut dyn FnMut(Piece)) {
+        let rewritten = self.rewritten.take();
+        let pending = std::mem::take(&mut self.pending);
+        emit(Piece::Line(if pending.is_empty() { rewritten.unwrap_or_default() } else { pending }));
+    }
+}
+
+/// Which of our own streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sink {
+    Stdout,
+    Stderr,
+}
+
+/// How lines are shown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Style {
+    /// Ranks have colours.
+    pub colour: bool,
+    /// Someone watches: unfinished lines are shown.
+    pub live: bool,
+    /// Digits of the largest rank.
+    pub width: usize,
+}
+
+/// Writes to our own streams; the only one who does while ranks run.
+pub(super) struct Printer<O, E> {
+    stdout: (O, Style),
+    stderr: (E, Style),
+    /// Rank 0's unfinished line on the terminal.
+    live: Option<(Sink, Vec<u8>)>,
+}
+
+impl<O: Write, E: Write> Printer<O, E> {
+    pub fn new(stdout: (O, Style), stderr: (E, Style)) -> Self {
+        Self { stdout, stderr, live: None }
+    }
+
+    /// Shows what `rank` printed.
+    pub fn rank(&mut self, sink: Sink, rank: usize, piece: &Piece) -> io::Result<()> {
+        let style = self.style(sink);
+        match piece {
+            Piece::Line(line) => {
+                if rank == 0 && self.live.as_ref().is_some_and(|(owner, _)| *owner == sink) {
+                    self.erase_live()?;
+                    self.live = None;
+                }
+                let mut text = prefix(style, rank);
+                text.extend_from_slice(line);
+                text.push(b'\n');
+                self.line(sink, &text)
+            }
+            Piece::Progress(line) if rank == 0 && style.live => {
+                self.live = Some((sink, line.clone()));
+                self.paint_live()
+            }
+            Piece::Progress(_) => Ok(()),
+        }
+    }
+
+    /// Says something in our own name.
+    pub fn say(&mut self, text: &str) -> io::Result<()> {
+        self.line(Sink::Stderr, format!("smdrun: {text}\n").as_bytes())
+    }
+
+    fn line(&mut self, sink: Sink, text: &[u8]) -> io::Result<()> {
+        // Only lines that go to a terminal get in the way of the live one.
+        let in_the_way = self.live.is_some() && self.style(sink).live;
+        if in_the_way {
+            self.erase_live()?;
+        }
+        self.write(sink, text)?;
+        if in_the_way { self.paint_live() } else { Ok(()) }
+    }
+
+    fn erase_live(&mut self) -> io::Result<()> {
+        match self.live {
+            Some((sink, _)) => self.write(sink, b"\r\x1b[K"),
+            None => Ok(()),
+        }
+    }
+
+    fn paint_live(&mut self) -> io::Result<()> {
+        let Some((sink, line)) = &self.live else { return Ok(()) };
+        // Without automatic wrap, so that one carriage return is enough to come back, however long the line is.
+        let mut text = b"\r\x1b[K\x1b[?7l".to_vec();
+        text.extend(prefix(self.style(*sink), 0));
+        text.extend_from_slice(line);
+        text.extend_from_slice(b"\x1b[?7h");
+        self.write(*sink, &text)
+    }
+
+    fn style(&self, sink: Sink) -> Style {
+        match sink {
+            Sink::Stdout => self.stdout.1,
+            Sink::Stderr => self.stderr.1,
+        }
+    }
+
+    fn write(&mut self, sink: Sink, text: &[u8]) -> io::Result<()> {
+        let stream: &mut dyn Write = match sink {
+            Sink::Stdout => &mut self.stdout.0,
+            Sink::Stderr => &mut self.stderr.0,
+        };
+        stream.write_all(text)?;
+        stream.flush()
+    }
+}
+
+/// `[3] `, in the rank's colour.
+fn prefix(style: Style, rank: usize) -> Vec<u8> {
+    const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
+    let Style { width, .. } = style;
+    if style.colour {
+        format!("\x1b[{}m[{rank:width$}]\x1b[0m ", COLOURS[rank % COLOURS.len()]).into_bytes()
+    } else {
+        format!("[{rank:width$}] ").into_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(chunks: &[&str]) -> Vec<Piece> {
+        let mut splitter = Splitter::default();
+        let mut pieces = Vec::new();
+        for chunk in chunks {
+            splitter.feed(chunk.as_bytes(), &mut |piece| pieces.push(piece));
+        }
+        splitter.end(&mut |piece| pieces.push(piece));
+        pieces
+    }
+
+    fn line(text: &str) -> Piece {
+        Piece::Line(text.into())
+    }
+
+    fn progress(text: &str) -> Piece {
+        Piece::Progress(text.into())
+    }
+
+    #[test]
+    fn lines_are_put_together() {
+        assert_eq!(split(&["a", "b\nc\r\n", "\nd"]), [line("ab"), line("c"), line(""), line("d")]);
+    }
+
+    #[test]
+    fn a_rewritten_line_shows_its_newest_state_once_per_read() {
+        assert_eq!(
+            split(&["\r 1%", "\r 2%", "\r 3%\r 4%", "\n"]),
+            [progress(" 1%"), progress(" 2%"), progress(" 4%"), line(" 4%")]
+        );
+        assert_eq!(split(&["1%\r2%\r", "\nx\n"]), [progress("2%"), line("2%"), line("x")]);
+    }
+
+    #[test]
+    fn a_line_has_a_limit() {
+        let pieces = split(&[&"x".repeat(MAX_LINE_BYTES + 5)]);
+        assert_eq!(pieces, [line(&"x".repeat(MAX_LINE_BYTES)), line("xxxxx")]);
+    }
+
+    fn shown(style: Style, pieces: &[(usize, Piece)]) -> String {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let mut printer = Printer::new((&mut out, style), (&mut err, style));
+        for (rank, piece) in pieces {
+            printer.rank(Sink::Stdout, *rank, piece).expect("a vector takes everything");
+        }
+        String::from_utf8(out).expect("text")
+    }
+
+    #[test]
+    fn a_file_gets_finished_lines_only() {
+        let style = Style { colour: false, live: false, width: 2 };
+        let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
+        assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
+    }
+
+    #[test]
+    fn a_terminal_keeps_rank_0s_progress_below_the_lines() {
+        let style = Style { colour: true, live: true, width: 1 };
+        let pieces = [(0, progress("50%")), (1, progress("40%")), (1, line("b")), (0, line("100%"))];
+        let live = "\r\x1b[K\x1b[?7l\x1b[36m[0]\x1b[0m 50%\x1b[?7h";
+        let erase = "\r\x1b[K";
+        assert_eq!(
+            shown(style, &pieces),
+            format!("{live}{erase}\x1b[33m[1]\x1b[0m b\n{live}{erase}\x1b[36m[0]\x1b[0m 100%\n")
+        );
+    }
+}

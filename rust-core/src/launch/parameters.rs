@@ -1,0 +1,397 @@
+//! The `modelparallel` parameters: every key once, with its kind and default, and the rules between them.
+//!
+//! - PAR-1: what was given stays apart from the defaults. The launcher hands on only what was given (and always
+//!   `partitions`), since a value from the launcher wins over one in the script, and a default must not.
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// What a value may be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Bool,
+    /// A whole number of at least this much.
+    Int(u64),
+    /// A number in this range.
+    Float(f64, f64),
+    Text,
+    Choice(&'static [&'static str]),
+    /// `spread`, `cluster` or the letters D, P and T in any order and case.
+    Placement,
+}
+
+/// What holds when a key is absent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Default {
+    Bool(bool),
+    Int(u64),
+    Float(f64),
+    Text(&'static str),
+    /// Nothing; or it follows from other keys, see [`ModelParallel::with_defaults`].
+    None,
+}
+
+/// Every documented key.
+const KEYS: &[(&str, Kind, Default)] = &[
+    ("active_microbatches", Kind::Int(1), Default::None),
+    ("activation_loading_horizon", Kind::Int(1), Default::Int(4)),
+    ("auto_partition", Kind::Bool, Default::Bool(true)),
+    ("bf16", Kind::Bool, Default::Bool(false)),
+    ("contiguous", Kind::Bool, Default::Bool(true)),
+    ("ddp", Kind::Bool, Default::Bool(false)),
+    ("ddp_dist_backend", Kind::Choice(&["auto", "nccl"]), Default::Text("auto")),
+    ("ddp_port", Kind::Int(0), Default::None),
+    ("default_partition", Kind::Int(0), Default::None),
+    ("delayed_parameter_initialization", Kind::Bool, Default::None),
+    ("deterministic_server", Kind::Bool, Default::Bool(false)),
+    ("fast_mode", Kind::Bool, Default::Bool(false)),
+    ("fp16", Kind::Bool, Default::Bool(false)),
+    ("fp16_params", Kind::Bool, Default::Bool(false)),
+    ("horovod", Kind::Bool, Default::Bool(false)),
+    ("load_partition", Kind::Bool, Default::None),
+    ("memory_weight", Kind::Float(0.0, 1.0), Default::None),
+    ("microbatches", Kind::Int(1), Default::Int(1)),
+    ("offload_activations", Kind::Bool, Default::Bool(false)),
+    ("optimize", Kind::Choice(&["memory", "speed"]), Default::Text("memory")),
+    ("partition_file", Kind::Text, Default::None),
+    ("partitions", Kind::Int(1), Default::Int(1)),
+    ("pipeline", Kind::Choice(&["interleaved", "simple", "_only_forward"]), Default::Text("interleaved")),
+    ("pipeline_parallel_degree", Kind::Int(1), Default::None),
+    ("placement_strategy", Kind::Placement, Default::Text("cluster")),
+    ("prescaled_batch", Kind::Bool, Default::Bool(false)),
+    ("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX), Default::Float(1.0)),
+    ("sdp_hierarchical_allgather", Kind::Bool, Default::Bool(true)),
+    ("sdp_max_live_parameters", Kind::Int(1), Default::Int(1_000_000_000)),
+    ("sdp_param_persistence_threshold", Kind::Int(0), Default::Int(1_000_000)),
+    ("sdp_reduce_bucket_size", Kind::Int(1), Default::Int(500_000_000)),
+    ("sharded_data_parallel_degree", Kind::Int(1), Default::Int(1)),
+    ("shard_optimizer_state", Kind::Bool, Default::Bool(false)),
+    ("skip_tracing", Kind::Bool, Default::Bool(false)),
+    ("static_mode", Kind::Bool, Default::Bool(false)),
+    ("tensor_parallel_degree", Kind::Int(1), Default::Int(1)),
+];
+
+/// Checked parameters of a model-parallel job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelParallel {
+    given: Map<String, Value>,
+}
+
+impl ModelParallel {
+    /// Checks `parameters`; unknown keys are dropped with a line in `warnings`, those that start with `_` silently.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names the key, its value and what is allowed.
+    pub fn new(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Self> {
+        let mut given = Map::new();
+        for (key, value) in parameters {
+            match KEYS.iter().find(|(name, _, _)| *name == key) {
+                Some((_, kind, _)) => {
+                    let value = check(&key, *kind, value)?;
+                    given.insert(key, value);
+                }
+                None if key.starts_with('_') => {}
+                None => warnings.push(format!("`{key}` is no modelparallel parameter: ignored")),
+            }
+        }
+        // Two names of one thing: scripts and Hugging Face look for the first.
+        match (given.get("partitions").cloned(), given.get("pipeline_parallel_degree").cloned()) {
+            (Some(old), Some(new)) if old != new => {
+                return Err(Error::Config(format!(
+                    "`partitions` is {old} and `pipeline_parallel_degree` is {new}: they are two names of one number"
+                )));
+            }
+            (Some(_), _) => {}
+            (None, new) => {
+                given.insert("partitions".into(), new.unwrap_or(1.into()));
+            }
+        }
+        let parameters = Self { given };
+        parameters.check_rules()?;
+        Ok(parameters)
+    }
+
+    /// What was given, and `partitions` (PAR-1).
+    pub fn given(&self) -> &Map<String, Value> {
+        &self.given
+    }
+
+    /// Every key with its value; null where there is neither a value nor a default.
+    pub fn with_defaults(&self) -> Map<String, Value> {
+        KEYS.iter()
+            .map(|(key, _, default)| {
+                let value = self.given.get(*key).cloned().unwrap_or_else(|| match (*key, *default) {
+                    ("active_microbatches", _) => (self.int("partitions") + 2).into(),
+                    ("pipeline_parallel_degree", _) => self.int("partitions").into(),
+                    ("default_partition", _) => 0.into(),
+                    ("memory_weight", _) => if self.text("optimize") == "speed" { 0.2 } else { 0.8 }.into(),
+                    (_, Default::Bool(value)) => value.into(),
+                    (_, Default::Int(value)) => value.into(),
+                    (_, Default::Float(value)) => value.into(),
+                    (_, Default::Text(value)) => value.into(),
+                    (_, Default::None) => Value::Null,
+                });
+                ((*key).to_owned(), value)
+            })
+            .collect()
+    }
+
+    /// The value of the command-line argument `--mp_parameters`: sorted keys, Python literals.
+    pub fn argument(&self) -> String {
+        let literal = |value: &Value| match value {
+            Value::Bool(true) => "True".to_owned(),
+            Value::Bool(false) => "False".to_owned(),
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        self.given.iter().map(|(key, value)| format!("{key}={}", literal(value))).collect::<Vec<_>>().join(",")
+    }
+
+    /// The rules that need the number of processes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the sizes.
+    pub fn check_world(&self, num_ranks: usize) -> Result<()> {
+        let (pp, tp) = (self.int("partitions"), self.int("tensor_parallel_degree"));
+        let num_ranks = num_ranks as u64;
+        if num_ranks % (pp * tp) != 0 {
+            return Err(Error::Config(format!(
+                "{num_ranks} processes do not divide into model-parallel groups of {} \
+                 (`partitions` {pp} x `tensor_parallel_degree` {tp})",
+                pp * tp
+            )));
+        }
+        let (sharding, dp) = (self.int("sharded_data_parallel_degree"), num_ranks / pp);
+        if dp % sharding != 0 {
+            return Err(Error::Config(format!(
+                "`sharded_data_parallel_degree` {sharding} does not divide the data-parallel degree {dp} \
+                 ({num_ranks} processes / `partitions` {pp})"
+            )));
+        }
+        Ok(())
+    }
+
+    fn check_rules(&self) -> Result<()> {
+        let fail = |text: String| Err(Error::Config(text));
+        let partitions = self.int("partitions");
+        match self.given.get("default_partition").and_then(Value::as_u64) {
+            Some(default) if default >= partitions => {
+                return fail(format!(
+                    "`default_partition` is {default}: expected less than `partitions`, which is {partitions}"
+                ));
+            }
+            None if !self.bool("auto_partition") => {
+                return fail("`auto_partition` is false: `default_partition` is needed".into());
+            }
+            _ => {}
+        }
+        for key in ["ddp_port", "ddp_dist_backend"] {
+            if self.given.contains_key(key) && !self.given.contains_key("ddp") {
+                return fail(format!("`{key}` needs `ddp`"));
+            }
+        }
+        if self.bool("horovod") && self.bool("ddp") {
+            return fail("`horovod` and `ddp` are both true: choose one".into());
+        }
+        if self.bool("fp16") && self.bool("bf16") {
+            return fail("`fp16` and `bf16` are both true: choose one".into());
+        }
+        if self.int("tensor_parallel_degree") > 1 && !self.bool("ddp") {
+            return fail(format!("`tensor_parallel_degree` {} needs `ddp: true`", self.int("tensor_parallel_degree")));
+        }
+        if self.int("sharded_data_parallel_degree") > 1 {
+            if partitions > 1 {
+                return fail(format!(
+                    "`sharded_data_parallel_degree` {} does not go with pipeline parallelism (`partitions` {partitions})",
+                    self.int("sharded_data_parallel_degree")
+                ));
+            }
+            if self.bool("shard_optimizer_state") {
+                return fail("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`".into());
+            }
+        }
+        Ok(())
+    }
+
+    fn default(key: &str) -> Default {
+        KEYS.iter().find(|(name, _, _)| *name == key).expect("asked for a documented key").2
+    }
+
+    fn int(&self, key: &str) -> u64 {
+        match (self.given.get(key).and_then(Value::as_u64), Self::default(key)) {
+            (Some(value), _) | (None, Default::Int(value)) => value,
+            _ => unreachable!("`{key}` is a number with a default"),
+        }
+    }
+
+    fn bool(&self, key: &str) -> bool {
+        self.given.get(key).and_then(Value::as_bool).unwrap_or(Self::default(key) == Default::Bool(true))
+    }
+
+    fn text(&self, key: &str) -> &str {
+        match (self.given.get(key).and_then(Value::as_str), Self::default(key)) {
+            (Some(value), _) | (None, Default::Text(value)) => value,
+            _ => unreachable!("`{key}` is a text with a default"),
+        }
+    }
+}
+
+/// The value if it is of this kind, in its normal form.
+fn check(key: &str, kind: Kind, value: Value) -> Result<Value> {
+    let expected = match kind {
+        Kind::Bool if value.is_boolean() => return Ok(value),
+        Kind::Bool => "true or false".to_owned(),
+        Kind::Int(least) if value.as_u64().is_some_and(|number| number >= least) => return Ok(value),
+        // A configuration may spell a large count as 5e8.
+        Kind::Int(least) => match value.as_f64() {
+            Some(number) if number.fract() == 0.0 && number >= least as f64 && number < 9.0e15 => {
+                return Ok((number as u64).into());
+            }
+            _ => format!("a whole number of at least {least}"),
+        },
+        Kind::Float(low, high) if value.as_f64().is_some_and(|number| (low..=high).contains(&number)) => {
+            return Ok(value);
+        }
+        Kind::Float(low, f64::MAX) => format!("a number of at least {low}"),
+        Kind::Float(low, high) => format!("a number from {low} to {high}"),
+        Kind::Text if value.is_string() => return Ok(value),
+        Kind::Text => "a text".to_owned(),
+        Kind::Choice(names) if value.as_str().is_some_and(|text| names.contains(&text)) => return Ok(value),
+        Kind::Choice(names) => {
+            let public: Vec<_> = names.iter().filter(|name| !name.starts_with('_')).collect();
+            format!("one of {public:?}")
+        }
+        Kind::Placement => match value.as_str().and_then(placement) {
+            Some(strategy) => return Ok(strategy.into()),
+            None => "\"cluster\", \"spread\" or the letters D, P and T in any order".to_owned(),
+        },
+    };
+    Err(Error::Config(format!("`{key}` is {value}: expected {expected}")))
+}
+
+/// The strategy as the library spells it.
+fn placement(text: &str) -> Option<String> {
+    if matches!(text, "cluster" | "spread") {
+        return Some(text.to_owned());
+    }
+    let letters = text.to_ascii_uppercase();
+    let mut sorted: Vec<_> = letters.chars().collect();
+    sorted.sort_unstable();
+    (sorted == ['D', 'P', 'T']).then_some(letters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn parse(value: Value) -> (Result<ModelParallel>, Vec<String>) {
+        let Value::Object(map) = value else { panic!("the test passes an object") };
+        let mut warnings = Vec::new();
+        (ModelParallel::new(map, &mut warnings), warnings)
+    }
+
+    fn valid(value: Value) -> ModelParallel {
+        parse(value).0.expect("valid parameters")
+    }
+
+    fn error(value: Value) -> String {
+        parse(value).0.expect_err("invalid parameters").to_string()
+    }
+
+    #[test]
+    fn keys_are_sorted_apart_from_related_names() {
+        let mut names: Vec<_> = KEYS.iter().map(|(name, _, _)| *name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), KEYS.len(), "a key is declared once");
+        assert_eq!(names.len(), 36, "a new key is a decision: see the documentation of the parameters");
+    }
+
+    #[test]
+    fn partitions_and_its_new_name_are_one() {
+        assert_eq!(valid(json!({})).given()["partitions"], 1);
+        assert_eq!(valid(json!({"pipeline_parallel_degree": 4})).given()["partitions"], 4);
+        assert_eq!(valid(json!({"partitions": 2})).with_defaults()["pipeline_parallel_degree"], 2);
+        assert_eq!(
+            error(json!({"partitions": 2, "pipeline_parallel_degree": 4})),
+            "`partitions` is 2 and `pipeline_parallel_degree` is 4: they are two names of one number"
+        );
+    }
+
+    #[test]
+    fn derived_defaults() {
+        let defaults = valid(json!({"partitions": 3, "optimize": "speed"})).with_defaults();
+        assert_eq!(defaults["active_microbatches"], 5);
+        assert_eq!(defaults["memory_weight"], 0.2);
+        assert_eq!(defaults["sdp_reduce_bucket_size"], 500_000_000);
+        assert_eq!(defaults["ddp_port"], Value::Null);
+        assert_eq!(valid(json!({})).with_defaults()["memory_weight"], 0.8);
+    }
+
+    #[test]
+    fn the_argument_has_sorted_keys_and_python_literals() {
+        let parameters = valid(json!({"microbatches": 4, "ddp": true, "partitions": 2, "pipeline": "simple"}));
+        assert_eq!(parameters.argument(), "ddp=True,microbatches=4,partitions=2,pipeline=simple");
+    }
+
+    #[test]
+    fn values_are_checked() {
+        for (parameters, text) in [
+            (json!({"microbatches": 0}), "`microbatches` is 0: expected a whole number of at least 1"),
+            (json!({"microbatches": true}), "`microbatches` is true: expected a whole number of at least 1"),
+            (json!({"partitions": 1.5}), "`partitions` is 1.5: expected a whole number of at least 1"),
+            (json!({"ddp": 1}), "`ddp` is 1: expected true or false"),
+            (json!({"pipeline": "gpipe"}), "`pipeline` is \"gpipe\": expected one of [\"interleaved\", \"simple\"]"),
+            (json!({"memory_weight": 1.5}), "`memory_weight` is 1.5: expected a number from 0 to 1"),
+            (json!({"partition_file": 3}), "`partition_file` is 3: expected a text"),
+            (json!({"auto_partition": false}), "`auto_partition` is false: `default_partition` is needed"),
+            (
+                json!({"partitions": 2, "default_partition": 2}),
+                "`default_partition` is 2: expected less than `partitions`, which is 2",
+            ),
+            (json!({"ddp_port": 7777}), "`ddp_port` needs `ddp`"),
+            (json!({"ddp": true, "ddp_port": -1}), "`ddp_port` is -1: expected a whole number of at least 0"),
+            (json!({"ddp": true, "horovod": true}), "`horovod` and `ddp` are both true: choose one"),
+            (json!({"fp16": true, "bf16": true}), "`fp16` and `bf16` are both true: choose one"),
+            (json!({"tensor_parallel_degree": 2}), "`tensor_parallel_degree` 2 needs `ddp: true`"),
+            (
+                json!({"sharded_data_parallel_degree": 2, "partitions": 2}),
+                "`sharded_data_parallel_degree` 2 does not go with pipeline parallelism (`partitions` 2)",
+            ),
+            (
+                json!({"placement_strategy": "DPP"}),
+                "`placement_strategy` is \"DPP\": expected \"cluster\", \"spread\" or the letters D, P and T in any order",
+            ),
+        ] {
+            assert_eq!(error(parameters), text);
+        }
+    }
+
+    #[test]
+    fn accepted_spellings() {
+        assert_eq!(valid(json!({"placement_strategy": "tpd"})).given()["placement_strategy"], "TPD");
+        assert_eq!(valid(json!({"sdp_reduce_bucket_size": 5e8})).given()["sdp_reduce_bucket_size"], 500_000_000);
+        assert_eq!(valid(json!({"pipeline": "_only_forward"})).given()["pipeline"], "_only_forward");
+        let (parameters, warnings) = parse(json!({"microbatch": 3, "_internal": 1}));
+        assert_eq!(warnings, ["`microbatch` is no modelparallel parameter: ignored"]);
+        assert_eq!(parameters.expect("unknown keys are no error").given().len(), 1);
+    }
+
+    #[test]
+    fn sizes_must_divide() {
+        let parameters = valid(json!({"partitions": 2, "tensor_parallel_degree": 2, "ddp": true}));
+        assert!(parameters.check_world(8).is_ok());
+        assert_eq!(
+            parameters.check_world(6).unwrap_err().to_string(),
+            "6 processes do not divide into model-parallel groups of 4 (`partitions` 2 x `tensor_parallel_degree` 2)"
+        );
+        let sharded = valid(json!({"sharded_data_parallel_degree": 4}));
+        assert!(sharded.check_world(4).is_ok());
+        assert_eq!(
+            sharded.check_world(6).unwrap_err().to_string(),
+            "`sharded_data_parallel_degree` 4 does not divide the data-parallel degree 6 (6 processes / `partitions` 1)"
+        );
+    }
+}

@@ -1,0 +1,191 @@
+//! One rank as a process, and the certainty that it ends.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Exit {
+    /// It returned this.
+    Code(i32),
+    /// This signal ended it.
+    Signal(i32),
+}
+
+impl Exit {
+    /// Whether all went well.
+    pub fn success(self) -> bool {
+        self == Exit::Code(0)
+    }
+
+    /// What a shell would report.
+    pub fn code(self) -> i32 {
+        match self {
+            Exit::Code(code) => code,
+            Exit::Signal(signal) => 128 + signal,
+        }
+    }
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Exit::Code(code) => write!(f, "exit code {code}"),
+            Exit::Signal(signal) => write!(f, "killed by {}", super::signals::name(*signal)),
+        }
+    }
+}
+
+/// A running rank: the leader of its own process group.
+#[derive(Debug)]
+pub(super) struct Process {
+    child: Child,
+    group: Pid,
+}
+
+/// Its output.
+pub(super) struct Pipes {
+    pub stdout: OwnedFd,
+    pub stderr: OwnedFd,
+}
+
+impl Process {
+    /// Starts `command` with exactly `variables` (RUN-2). `input` passes our standard input on.
+    pub fn start(
+        command: &[OsString],
+        variables: BTreeMap<OsString, OsString>,
+        input: bool,
+    ) -> io::Result<(Self, Pipes)> {
+        let (program, args) = command.split_first().expect("a command has a program");
+        let parent = std::process::id();
+        let mut builder = Command::new(program);
+        builder
+            .args(args)
+            .env_clear()
+            .envs(variables)
+            .stdin(if input { Stdio::inherit() } else { Stdio::null() })
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // Of its own, so that a rank and all it started can be signalled as one (RUN-1).
+            .process_group(0);
+        // SAFETY: between fork and exec the closure makes only async-signal-safe calls and does not allocate.
+        unsafe {
+            builder.pre_exec(move || {
+                let mut none = std::mem::MaybeUninit::uninit();
+                libc::sigemptyset(none.as_mut_ptr());
+                libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
+                // A shell that starts `smdrun` in the background ignores SIGINT on its behalf; the ranks must see it.
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                // The parent may have died before the line above.
+                if libc::getppid() as u32 != parent {
+                    libc::_exit(128 + libc::SIGKILL);
+                }
+                Ok(())
+            });
+        }
+        let mut child = builder.spawn()?;
+        let group = Pid::from_child(&child);
+        let stdout = child.stdout.take().expect("asked for a pipe").into();
+        let stderr = child.stderr.take().expect("asked for a pipe").into();
+        for pipe in [&stdout, &stderr] {
+            rustix::io::ioctl_fionbio(pipe, true)?;
+        }
+        Ok((Self { child, group }, Pipes { stdout, stderr }))
+    }
+
+    /// How it ended, if it has. It stays a zombie until the value is dropped, so that its process group cannot
+    /// become somebody else's before the last of the group has ended.
+    pub fn exit(&self) -> io::Result<Option<Exit>> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let status = rustix::process::waitid(WaitId::Pid(self.group), options)?;
+        Ok(status.map(|status| match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Exit::Code(code),
+            (None, Some(signal)) => Exit::Signal(signal),
+            (None, None) => unreachable!("only ends were asked for"),
+        }))
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> i32 {
+        self.group.as_raw_pid()
+    }
+
+    /// Sends `signal` to the rank and all that it started and that stayed in its group.
+    pub fn signal(&self, signal: Signal) {
+        // An error means that nobody is left, which is what a signal is for.
+        let _ = rustix::process::kill_process_group(self.group, signal);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        // It cannot outlive SIGKILL, so this does not block for long; an error means that it was reaped already.
+        let _ = self.child.wait();
+    }
+}
+
+/// Makes this process the parent of all orphans among its descendants (RUN-1).
+pub(super) fn adopt_orphans(on: bool) {
+    // SAFETY: the call changes an attribute of this process and takes no pointer. A kernel that refuses only loses
+    // the second half of RUN-1, so its answer is not needed.
+    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, libc::c_ulong::from(on), 0, 0, 0) };
+}
+
+/// Processes whose parent is this one.
+pub(super) fn children() -> Vec<i32> {
+    let me = std::process::id();
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid: &i32| {
+            // `pid (name) state ppid ...`, where the name may hold anything.
+            std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+                let rest = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+                rest.split(' ').nth(1).and_then(|ppid| ppid.parse().ok()) == Some(me)
+            })
+        })
+        .collect()
+}
+
+/// Sends `signal` to an adopted process and reaps it if it has ended.
+pub(super) fn end_orphan(pid: i32, signal: Signal) {
+    let Some(pid) = Pid::from_raw(pid) else { return };
+    // Errors mean that it is gone, which is what was wanted.
+    let _ = rustix::process::kill_process(pid, signal);
+    let _ = rustix::process::waitpid(Some(pid), WaitOptions::NOHANG);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exits_read_as_a_shell_reports_them() {
+        assert_eq!((Exit::Code(3).code(), Exit::Code(3).to_string()), (3, "exit code 3".into()));
+        assert_eq!((Exit::Signal(9).code(), Exit::Signal(9).to_string()), (137, "killed by SIGKILL (signal 9)".into()));
+        assert!(Exit::Code(0).success() && !Exit::Signal(15).success());
+    }
+
+    #[test]
+    fn a_process_has_its_own_group_and_ends_when_dropped() {
+        let (process, _pipes) =
+            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), false).expect("sleep starts");
+        let pid = process.pid();
+        assert!(children().contains(&pid));
+        assert_eq!(rustix::process::getpgid(Pid::from_raw(pid)).expect("it runs"), process.group);
+        assert_eq!(process.exit().expect("it is our child"), None);
+        drop(process);
+        assert!(!children().contains(&pid));
+    }
+}

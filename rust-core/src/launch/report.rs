@@ -1,0 +1,192 @@
+//! What a rank said last, and which rank is to blame.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::process::Exit;
+
+/// Lines of standard error that are kept of each rank.
+const KEPT_LINES: usize = 200;
+/// Of these, the report shows at most so many.
+const SHOWN_LINES: usize = 24;
+/// The longest line that is kept whole.
+const KEPT_LINE_BYTES: usize = 2048;
+
+/// The end of a rank's standard error.
+#[derive(Debug, Default)]
+pub(super) struct Tail {
+    lines: VecDeque<String>,
+    /// When the last traceback began.
+    traceback_at: Option<Duration>,
+}
+
+/// How Python announces an exception that nobody caught.
+const TRACEBACK: &str = "Traceback (most recent call last):";
+
+impl Tail {
+    /// Takes a line that was printed `at` this time after the start.
+    pub fn push(&mut self, line: &[u8], at: Duration) {
+        let line = &line[..line.len().min(KEPT_LINE_BYTES)];
+        let line = String::from_utf8_lossy(line).into_owned();
+        if line == TRACEBACK {
+            self.traceback_at = Some(at);
+        }
+        if self.lines.len() == KEPT_LINES {
+            self.lines.pop_front();
+        }
+        self.lines.push_back(line);
+    }
+
+    /// The last traceback with all that followed it; without one, the last few lines.
+    fn shown(&self) -> Vec<&str> {
+        let lines: Vec<_> = self.lines.iter().map(String::as_str).collect();
+        match lines.iter().rposition(|line| *line == TRACEBACK) {
+            Some(start) if lines.len() - start > SHOWN_LINES => {
+                let end = lines.len() + 2 - SHOWN_LINES;
+                [&lines[start..=start], &["  ..."], &lines[end..]].concat()
+            }
+            Some(start) => lines[start..].to_vec(),
+            None => lines[lines.len().saturating_sub(6)..].to_vec(),
+        }
+    }
+
+    /// Whether the last traceback ends in an error of ours that says that another rank was gone.
+    fn blames_a_peer(&self) -> bool {
+        let Some(start) = self.lines.iter().rposition(|line| line == TRACEBACK) else { return false };
+        self.lines.iter().skip(start).any(|line| line.ends_with("[smd:peer_failed]") || line.ends_with("[smd:closed]"))
+    }
+
+    /// The line that names the exception: the first that is not indented after the last traceback's frames.
+    fn exception(&self) -> Option<&str> {
+        let start = self.lines.iter().rposition(|line| line == TRACEBACK)?;
+        self.lines.iter().skip(start + 1).find(|line| !line.is_empty() && !line.starts_with(' ')).map(String::as_str)
+    }
+}
+
+/// How a rank ended, and when.
+#[derive(Debug)]
+pub(super) struct End {
+    pub rank: usize,
+    pub exit: Exit,
+    pub at: Duration,
+    /// Whether we had sent it a signal by then.
+    pub asked: bool,
+}
+
+impl End {
+    /// When its trouble began: a process that raised an exception may take long to end.
+    fn began(&self, tails: &[Tail]) -> Duration {
+        tails[self.rank].traceback_at.map_or(self.at, |traceback| traceback.min(self.at))
+    }
+
+    /// Whether it failed only because another rank was gone.
+    fn is_consequence(&self, tails: &[Tail]) -> bool {
+        tails[self.rank].blames_a_peer()
+    }
+}
+
+/// The rank that failed first (RUN-4), if one did of its own.
+pub(super) fn first_failure<'a>(ends: &'a [End], tails: &[Tail]) -> Option<&'a End> {
+    ends.iter()
+        .filter(|end| !end.exit.success() && !end.asked)
+        .min_by_key(|end| (end.is_consequence(tails), end.began(tails)))
+}
+
+/// The final words about a failed job.
+pub(super) fn failure(first: &End, ends: &[End], tails: &[Tail]) -> String {
+    let mut text = format!("rank {} failed first: {} after {:.1} s", first.rank, first.exit, first.at.as_secs_f64());
+    for line in tails[first.rank].shown() {
+        text.push_str("\n    ");
+        text.push_str(line);
+    }
+    let mut others: Vec<_> = ends.iter().filter(|end| end.rank != first.rank && !end.exit.success()).collect();
+    others.sort_by_key(|end| end.rank);
+    const MOST: usize = 16;
+    for end in others.iter().take(MOST) {
+        let why = match (end.asked, tails[end.rank].exception()) {
+            (_, Some(exception)) => format!(": {exception}"),
+            (true, None) => ", ended by smdrun".to_owned(),
+            (false, None) => String::new(),
+        };
+        text.push_str(&format!("\nsmdrun: then rank {}: {}{why}", end.rank, end.exit));
+    }
+    if others.len() > MOST {
+        text.push_str(&format!("\nsmdrun: then {} more", others.len() - MOST));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tail(lines: &[&str], at_ms: u64) -> Tail {
+        let mut tail = Tail::default();
+        for line in lines {
+            tail.push(line.as_bytes(), Duration::from_millis(at_ms));
+        }
+        tail
+    }
+
+    fn end(rank: usize, exit: Exit, at_ms: u64) -> End {
+        End { rank, exit, at: Duration::from_millis(at_ms), asked: false }
+    }
+
+    const RAISED: &[&str] = &["warming up", TRACEBACK, "  File \"t.py\", line 3, in <module>", "ValueError: bad batch"];
+    const VICTIM: &[&str] = &[
+        TRACEBACK,
+        "  File \"t.py\", line 9, in <module>",
+        "PeerFailed: rank 1 failed (ValueError) [smd:peer_failed]",
+    ];
+
+    #[test]
+    fn who_failed_of_its_own_is_first_even_if_it_ended_last() {
+        let tails = [tail(VICTIM, 1100), tail(RAISED, 1000)];
+        let ends = [end(0, Exit::Code(1), 1200), end(1, Exit::Code(1), 1500)];
+        let first = first_failure(&ends, &tails).expect("both failed");
+        assert_eq!(first.rank, 1);
+        assert_eq!(
+            failure(first, &ends, &tails),
+            "rank 1 failed first: exit code 1 after 1.5 s\n    Traceback (most recent call last):\n    \
+             \u{20} File \"t.py\", line 3, in <module>\n    ValueError: bad batch\n\
+             smdrun: then rank 0: exit code 1: PeerFailed: rank 1 failed (ValueError) [smd:peer_failed]"
+        );
+    }
+
+    #[test]
+    fn the_earlier_exception_is_first() {
+        let tails = [tail(RAISED, 1100), tail(RAISED, 1000)];
+        let ends = [end(0, Exit::Code(1), 1200), end(1, Exit::Code(1), 1500)];
+        assert_eq!(first_failure(&ends, &tails).expect("both failed").rank, 1);
+    }
+
+    #[test]
+    fn a_killed_rank_comes_before_its_victims() {
+        let tails = [tail(VICTIM, 900), tail(&["hello"], 10)];
+        let ends = [end(0, Exit::Code(1), 950), end(1, Exit::Signal(9), 1000)];
+        let first = first_failure(&ends, &tails).expect("both failed");
+        assert_eq!(first.rank, 1);
+        assert!(
+            failure(first, &ends, &tails)
+                .starts_with("rank 1 failed first: killed by SIGKILL (signal 9) after 1.0 s\n    hello\n")
+        );
+    }
+
+    #[test]
+    fn who_was_asked_to_end_did_not_fail() {
+        let ends = [End { asked: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
+        assert!(first_failure(&ends, &[Tail::default(), Tail::default()]).is_none());
+    }
+
+    #[test]
+    fn a_long_traceback_is_cut_in_its_middle() {
+        let mut lines = vec![TRACEBACK.to_owned()];
+        lines.extend((0..50).map(|frame| format!("  frame {frame}")));
+        lines.push("KeyError: 'x'".into());
+        let lines: Vec<_> = lines.iter().map(String::as_str).collect();
+        let tail = tail(&lines, 0);
+        let shown = tail.shown();
+        assert_eq!(shown.len(), SHOWN_LINES);
+        assert_eq!((shown[0], shown[1], shown[SHOWN_LINES - 1]), (TRACEBACK, "  ...", "KeyError: 'x'"));
+    }
+}

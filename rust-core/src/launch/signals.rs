@@ -1,0 +1,86 @@
+//! Signals as something to poll, instead of handlers that interrupt.
+
+use std::io;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// What `smdrun` reacts to.
+const HANDLED: [libc::c_int; 5] = [libc::SIGCHLD, libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP];
+
+/// While it lives, the handled signals are blocked in this thread, and in those it starts, and arrive here.
+pub(super) struct Signals {
+    fd: OwnedFd,
+    before: libc::sigset_t,
+}
+
+impl Signals {
+    /// Takes the handled signals over.
+    pub fn take() -> io::Result<Self> {
+        let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+        let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: `sigemptyset` initialises `set` before the others read it; both point to memory of this frame.
+        let failed = unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            for signal in HANDLED {
+                libc::sigaddset(set.as_mut_ptr(), signal);
+            }
+            libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), before.as_mut_ptr())
+        };
+        if failed != 0 {
+            return Err(io::Error::from_raw_os_error(failed));
+        }
+        // SAFETY: `set` was initialised above.
+        let fd = unsafe { libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the call returned a new descriptor that nobody else owns; `pthread_sigmask` initialised `before`.
+        Ok(unsafe { Self { fd: OwnedFd::from_raw_fd(fd), before: before.assume_init() } })
+    }
+
+    /// The next signal that has arrived.
+    pub fn next(&self) -> Option<i32> {
+        let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
+        // SAFETY: the buffer is of the size that is passed; the kernel writes whole records.
+        let read =
+            unsafe { libc::read(self.fd.as_raw_fd(), info.as_mut_ptr().cast(), size_of::<libc::signalfd_siginfo>()) };
+        // SAFETY: a positive result is a whole record.
+        (read > 0).then(|| unsafe { info.assume_init() }.ssi_signo as i32)
+    }
+}
+
+impl AsFd for Signals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        // Those that came too late to matter must not reach the handlers of whoever called us.
+        while self.next().is_some() {}
+        // SAFETY: `before` is the mask that `take` found.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+    }
+}
+
+/// The usual name of a signal.
+pub(super) fn name(signal: i32) -> String {
+    let known = match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGXCPU => "SIGXCPU",
+        other => return format!("signal {other}"),
+    };
+    format!("{known} (signal {signal})")
+}

@@ -1,0 +1,346 @@
+//! The loop that starts the ranks, passes their output on, and ends them.
+
+use std::io::{self, IsTerminal, Stderr, Stdout};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal;
+
+use super::Plan;
+use super::environment::Job;
+use super::output::{Piece, Printer, Sink, Splitter, Style};
+use super::process::{self, Exit, Process};
+use super::report::{self, End, Tail};
+use super::signals::{self, Signals};
+use crate::error::{Error, Result};
+
+/// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
+const LONGEST_SLEEP: Duration = Duration::from_millis(250);
+/// From SIGTERM to SIGKILL.
+const TERMINATE_TIME: Duration = Duration::from_secs(5);
+/// What processes that ranks left behind get to end by themselves.
+const ORPHAN_TIME: Duration = Duration::from_secs(1);
+
+/// Runs the job to its end and returns the exit code (RUN-4).
+///
+/// # Errors
+/// [`Error::Io`] if the ranks could not be started or watched; none runs any more then.
+pub(super) fn run(plan: &Plan, job: Job) -> Result<i32> {
+    // First of all: threads that are started later inherit the mask, so signals arrive here only.
+    let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
+    let children_before = process::children();
+    process::adopt_orphans(true);
+    let result = Supervisor::start(plan, &job, children_before).and_then(|mut supervisor| {
+        supervisor.watch(&signals)?;
+        supervisor.end_orphans()?;
+        Ok(supervisor.conclude())
+    });
+    process::adopt_orphans(false);
+    result
+}
+
+/// One rank.
+struct Rank {
+    process: Process,
+    streams: Vec<Stream>,
+    ended: bool,
+}
+
+/// One open pipe of a rank.
+struct Stream {
+    sink: Sink,
+    pipe: OwnedFd,
+    splitter: Splitter,
+}
+
+/// How far the end of the job has come (RUN-3).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Step {
+    Running,
+    Grace,
+    Terminate,
+    Kill,
+}
+
+struct Supervisor<'a> {
+    plan: &'a Plan,
+    start: Instant,
+    ranks: Vec<Rank>,
+    tails: Vec<Tail>,
+    ends: Vec<End>,
+    printer: Printer<Stdout, Stderr>,
+    step: Step,
+    /// When the next step begins; absent while running and after the last.
+    deadline: Option<Instant>,
+    /// The signal that asked us to stop.
+    stopped_by: Option<i32>,
+    children_before: Vec<i32>,
+}
+
+impl<'a> Supervisor<'a> {
+    fn start(plan: &'a Plan, job: &Job, children_before: Vec<i32>) -> Result<Self> {
+        let start = Instant::now();
+        // A terminal can have one reader only, and the ranks are not in its foreground.
+        let input = !io::stdin().is_terminal();
+        let mut ranks = Vec::with_capacity(job.num_ranks);
+        for rank in 0..job.num_ranks {
+            let variables = job.variables(rank, std::env::vars_os());
+            // Those that run already end when `ranks` is dropped.
+            let (process, pipes) = Process::start(&plan.command, variables, input && rank == 0).map_err(|error| {
+                Error::io(format!("starting rank {rank}: `{}`", plan.command[0].to_string_lossy()), error)
+            })?;
+            let stream = |sink, pipe| Stream { sink, pipe, splitter: Splitter::default() };
+            let streams = vec![stream(Sink::Stdout, pipes.stdout), stream(Sink::Stderr, pipes.stderr)];
+            ranks.push(Rank { process, streams, ended: false });
+        }
+        let width = (job.num_ranks - 1).to_string().len();
+        Ok(Self {
+            plan,
+            start,
+            tails: (0..job.num_ranks).map(|_| Tail::default()).collect(),
+            ranks,
+            ends: Vec::new(),
+            printer: Printer::new(
+                (io::stdout(), style(&io::stdout(), width)),
+                (io::stderr(), style(&io::stderr(), width)),
+            ),
+            step: Step::Running,
+            deadline: None,
+            stopped_by: None,
+            children_before,
+        })
+    }
+
+    /// Returns when every rank has ended.
+    fn watch(&mut self, signals: &Signals) -> Result<()> {
+        while self.ranks.iter().any(|rank| !rank.ended) {
+            let sleep = self.deadline.map_or(LONGEST_SLEEP, |deadline| {
+                deadline.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP)
+            });
+            self.wait_for_events(Some(signals), sleep)?;
+            while let Some(signal) = signals.next() {
+                self.handle(signal);
+            }
+            self.read_output();
+            self.notice_ends()?;
+            if self.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                self.advance();
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until there is a signal, output, or `sleep` has passed.
+    fn wait_for_events(&self, signals: Option<&Signals>, sleep: Duration) -> Result<()> {
+        let pipes = self.ranks.iter().flat_map(|rank| &rank.streams).map(|stream| stream.pipe.as_fd());
+        let mut fds: Vec<_> = signals
+            .map(AsFd::as_fd)
+            .into_iter()
+            .chain(pipes)
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let timeout = Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(Error::io("waiting for the ranks", error)),
+        }
+    }
+
+    fn handle(&mut self, signal: i32) {
+        match signal {
+            libc::SIGCHLD => {}
+            libc::SIGTSTP => self.pause(),
+            // The first Ctrl-C is for the ranks to deal with; a second one means it.
+            libc::SIGINT if self.stopped_by.is_none() => {
+                self.stopped_by = Some(signal);
+                self.signal_ranks(Signal::INT);
+                self.say(&format!("Ctrl-C passed on; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
+                self.enter(Step::Grace);
+            }
+            libc::SIGINT => self.advance(),
+            other => {
+                self.stopped_by.get_or_insert(other);
+                if self.step < Step::Terminate {
+                    self.enter(Step::Terminate);
+                }
+            }
+        }
+    }
+
+    /// Ctrl-Z: the ranks are not in the terminal's foreground, so they stop only with us.
+    fn pause(&mut self) {
+        self.signal_ranks(Signal::STOP);
+        // An error would only mean that we go on, and so do the ranks.
+        let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
+        self.signal_ranks(Signal::CONT);
+    }
+
+    fn enter(&mut self, step: Step) {
+        self.step = step;
+        let time = match step {
+            Step::Running => None,
+            Step::Grace => Some(self.plan.grace),
+            Step::Terminate => {
+                self.signal_ranks(Signal::TERM);
+                Some(TERMINATE_TIME)
+            }
+            Step::Kill => {
+                self.signal_ranks(Signal::KILL);
+                None
+            }
+        };
+        self.deadline = time.map(|time| Instant::now() + time);
+    }
+
+    fn advance(&mut self) {
+        match self.step {
+            Step::Running => self.enter(Step::Grace),
+            Step::Grace => {
+                self.say(&format!("rank(s) {} did not end: sending SIGTERM", self.running()));
+                self.enter(Step::Terminate);
+            }
+            Step::Terminate => {
+                self.say(&format!("rank(s) {} did not end: sending SIGKILL", self.running()));
+                self.enter(Step::Kill);
+            }
+            Step::Kill => {}
+        }
+    }
+
+    fn running(&self) -> String {
+        let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| !rank.ended);
+        ranks.map(|(rank, _)| rank.to_string()).collect::<Vec<_>>().join(", ")
+    }
+
+    fn signal_ranks(&self, signal: Signal) {
+        for rank in self.ranks.iter().filter(|rank| !rank.ended) {
+            rank.process.signal(signal);
+        }
+    }
+
+    fn notice_ends(&mut self) -> Result<()> {
+        for index in 0..self.ranks.len() {
+            if self.ranks[index].ended {
+                continue;
+            }
+            let exit = self.ranks[index].process.exit();
+            if let Some(exit) = exit.map_err(|error| Error::io(format!("waiting for rank {index}"), error))? {
+                self.ranks[index].ended = true;
+                self.rank_ended(index, exit);
+            }
+        }
+        Ok(())
+    }
+
+    fn rank_ended(&mut self, rank: usize, exit: Exit) {
+        let asked = self.stopped_by.is_some() || self.step >= Step::Terminate;
+        self.ends.push(End { rank, exit, at: self.start.elapsed(), asked });
+        if !exit.success() && self.step == Step::Running {
+            if self.ranks.iter().any(|rank| !rank.ended) {
+                self.say(&format!(
+                    "rank {rank} failed ({exit}); the others have {} s to end",
+                    self.plan.grace.as_secs_f64()
+                ));
+            }
+            self.enter(Step::Grace);
+        }
+    }
+
+    /// Passes on what is there to read; returns whether a stream is still open.
+    fn read_output(&mut self) -> bool {
+        let mut pieces = Vec::new();
+        let mut buffer = vec![0; 64 * 1024];
+        for (index, rank) in self.ranks.iter_mut().enumerate() {
+            rank.streams.retain_mut(|stream| {
+                let mut emit = |piece| pieces.push((index, stream.sink, piece));
+                match rustix::io::read(&stream.pipe, &mut buffer) {
+                    Ok(0) => {
+                        stream.splitter.end(&mut emit);
+                        false
+                    }
+                    Ok(read) => {
+                        stream.splitter.feed(&buffer[..read], &mut emit);
+                        true
+                    }
+                    Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => true,
+                    Err(_) => false,
+                }
+            });
+        }
+        let at = self.start.elapsed();
+        for (rank, sink, piece) in pieces {
+            if let (Sink::Stderr, Piece::Line(line)) = (sink, &piece) {
+                self.tails[rank].push(line, at);
+            }
+            let shown = self.printer.rank(sink, rank, &piece);
+            self.check_shown(shown);
+        }
+        self.ranks.iter().any(|rank| !rank.streams.is_empty())
+    }
+
+    fn say(&mut self, text: &str) {
+        let shown = self.printer.say(text);
+        self.check_shown(shown);
+    }
+
+    /// Nobody reads us any more (`smdrun ... | head`): end as any program does then.
+    fn check_shown(&mut self, shown: io::Result<()>) {
+        if shown.is_err() && self.stopped_by.is_none() {
+            self.handle(libc::SIGPIPE);
+        }
+    }
+
+    /// Ends what ranks left behind, then reads the rest of the output.
+    fn end_orphans(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let mut seen = 0;
+        loop {
+            let open = self.read_output();
+            let orphans = self.orphans();
+            let late = start.elapsed() >= ORPHAN_TIME;
+            if orphans.is_empty() && (!open || late) {
+                break;
+            }
+            if orphans.len() > seen || late {
+                seen = seen.max(orphans.len());
+                let signal = if late { Signal::KILL } else { Signal::TERM };
+                orphans.iter().for_each(|pid| process::end_orphan(*pid, signal));
+            }
+            self.wait_for_events(None, Duration::from_millis(10))?;
+        }
+        if seen > 0 {
+            self.say(&format!("ended {seen} process(es) that ranks had left behind"));
+        }
+        Ok(())
+    }
+
+    /// Descendants that came to us when their parents ended.
+    fn orphans(&self) -> Vec<i32> {
+        let ours = |pid: &i32| self.ranks.iter().any(|rank| rank.process.pid() == *pid);
+        process::children().into_iter().filter(|pid| !self.children_before.contains(pid) && !ours(pid)).collect()
+    }
+
+    /// The final report and the exit code.
+    fn conclude(&mut self) -> i32 {
+        match (report::first_failure(&self.ends, &self.tails), self.stopped_by) {
+            (Some(first), _) => {
+                let code = first.exit.code();
+                let text = report::failure(first, &self.ends, &self.tails);
+                self.say(&text);
+                code
+            }
+            (None, Some(signal)) if self.ends.iter().any(|end| !end.exit.success()) => {
+                self.say(&format!("stopped by {}", signals::name(signal)));
+                128 + signal
+            }
+            _ => 0,
+        }
+    }
+}
+
+fn style(stream: &impl IsTerminal, width: usize) -> Style {
+    let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+    Style { colour: live && !set("NO_COLOR"), live, width }
+}
