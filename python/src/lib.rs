@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 
 mod enter;
 mod error;
-mod session;
 mod launch;
+mod session;
 mod shims;
 
 /// `smdistributed._core`

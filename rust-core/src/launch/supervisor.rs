@@ -1,6 +1,7 @@
 //! The loop that starts the ranks, passes their output on, and ends them.
 
 use std::io::{self, IsTerminal, Stderr, Stdout};
+use std::net::Ipv4Addr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -8,12 +9,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 use super::Plan;
-use super::environment::Job;
+use super::environment::{self, Job};
 use super::output::{Piece, Printer, Sink, Splitter, Style};
 use super::process::{self, Exit, Process};
 use super::report::{self, End, Tail};
 use super::signals::{self, Signals};
 use crate::error::{Error, Result};
+use crate::world::rendezvous::Server;
 
 /// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
 const LONGEST_SLEEP: Duration = Duration::from_millis(250);
@@ -26,12 +28,15 @@ const ORPHAN_TIME: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// [`Error::Io`] if the ranks could not be started or watched; none runs any more then.
-pub(super) fn run(plan: &Plan, job: Job) -> Result<i32> {
+pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
+    let secret = environment::random_hex(32)?;
+    let server = Server::start((Ipv4Addr::LOCALHOST, 0).into(), secret.as_bytes(), job.num_ranks)?;
+    job.set_rendezvous(server.address().to_string(), secret);
     let children_before = process::children();
     process::adopt_orphans(true);
-    let result = Supervisor::start(plan, &job, children_before).and_then(|mut supervisor| {
+    let result = Supervisor::start(plan, &job, server, children_before).and_then(|mut supervisor| {
         supervisor.watch(&signals)?;
         supervisor.end_orphans()?;
         Ok(supervisor.conclude())
@@ -65,6 +70,8 @@ enum Step {
 
 struct Supervisor<'a> {
     plan: &'a Plan,
+    /// Where the ranks meet, and hear of deaths.
+    server: Server,
     start: Instant,
     ranks: Vec<Rank>,
     tails: Vec<Tail>,
@@ -79,7 +86,7 @@ struct Supervisor<'a> {
 }
 
 impl<'a> Supervisor<'a> {
-    fn start(plan: &'a Plan, job: &Job, children_before: Vec<i32>) -> Result<Self> {
+    fn start(plan: &'a Plan, job: &Job, server: Server, children_before: Vec<i32>) -> Result<Self> {
         let start = Instant::now();
         // A terminal can have one reader only, and the ranks are not in its foreground.
         let input = !io::stdin().is_terminal();
@@ -97,6 +104,7 @@ impl<'a> Supervisor<'a> {
         let width = (job.num_ranks - 1).to_string().len();
         Ok(Self {
             plan,
+            server,
             start,
             tails: (0..job.num_ranks).map(|_| Tail::default()).collect(),
             ranks,
@@ -234,6 +242,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn rank_ended(&mut self, rank: usize, exit: Exit) {
+        self.server.report_death(rank, &exit.to_string());
         let asked = self.stopped_by.is_some() || self.step >= Step::Terminate;
         self.ends.push(End { rank, exit, at: self.start.elapsed(), asked });
         if !exit.success() && self.step == Step::Running {
