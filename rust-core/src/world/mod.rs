@@ -1,6 +1,7 @@
 //! Who am I, who are my peers, which of them is gone.
 //!
 //! - [`env`]: what the launcher says.
+//! - [`layout`]: which part each rank plays in a model-parallel job.
 //! - [`monitor`]: the list of ranks that died, left or failed; every wait in the core looks at it.
 //! - [`store`]: the key-value board on which members of a job meet.
 //! - [`rendezvous`]: how they find each other, over TCP with a shared secret.
@@ -9,6 +10,7 @@
 pub mod env;
 pub mod fork;
 pub mod host;
+pub mod layout;
 pub mod monitor;
 pub mod rendezvous;
 mod socket;

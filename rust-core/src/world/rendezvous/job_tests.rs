@@ -1,1 +1,228 @@
+//! Orders of events, without sockets.
 
+use super::*;
+
+const NO_PATIENCE: Duration = Duration::ZERO;
+
+fn join(rank: u32, size: u32) -> ToServer {
+    ToServer::Join(Join {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        rank,
+        size,
+        host: "boot/pid/net".to_owned(),
+        hostname: "node".to_owned(),
+        pid: 100 + rank,
+        local: None,
+    })
+}
+
+/// A job all of whose ranks have joined, on connections with their numbers.
+fn running(size: u32, patience: Duration) -> Job {
+    let mut job = Job::new(size as usize, patience, 1);
+    for rank in 0..size {
+        assert_eq!(job.receive(u64::from(rank), join(rank, size)), Ok(Verdict::Keep));
+    }
+    let welcomes = job.take_outbox();
+    assert_eq!(welcomes.len(), size as usize);
+    assert!(welcomes.iter().all(|(_, message)| matches!(message, ToClient::Welcome(_))));
+    job
+}
+
+/// Who is told what about whom, as short texts.
+fn told(job: &mut Job) -> Vec<String> {
+    job.take_outbox()
+        .into_iter()
+        .map(|(to, message)| match message {
+            ToClient::Notice { rank, departure } => format!("{to}: rank {rank} {departure}"),
+            other => format!("{to}: {other:?}"),
+        })
+        .collect()
+}
+
+#[test]
+fn a_lost_connection_is_a_death_that_all_others_hear_of() {
+    let mut job = running(3, NO_PATIENCE);
+    job.disconnected(1, "ended without `shutdown()`", Instant::now());
+    let death = "rank 1 died (process 101 on host node ended without `shutdown()`)";
+    assert_eq!(told(&mut job), [format!("0: {death}"), format!("2: {death}")]);
+    assert_eq!(job.connected(), 2);
+}
+
+#[test]
+fn the_launcher_knows_better_why() {
+    let now = Instant::now();
+    let patience = Duration::from_millis(200);
+    for report_first in [false, true] {
+        let mut job = running(2, patience);
+        if report_first {
+            job.report_death(1, "killed by signal 9");
+        }
+        job.disconnected(1, "was lost", now);
+        assert_eq!(job.next_tick(), Some(now + patience));
+        if !report_first {
+            assert!(told(&mut job).is_empty());
+            job.report_death(1, "killed by signal 9");
+            assert_eq!(job.next_tick(), None);
+        }
+        job.tick(now + patience);
+        assert_eq!(told(&mut job), ["0: rank 1 died (killed by signal 9)"]);
+    }
+}
+
+#[test]
+fn patience_ends() {
+    let now = Instant::now();
+    let mut job = running(2, Duration::from_millis(200));
+    job.disconnected(1, "was lost", now);
+    job.tick(now + Duration::from_millis(199));
+    assert!(told(&mut job).is_empty());
+    job.tick(now + Duration::from_millis(200));
+    assert_eq!(told(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
+}
+
+#[test]
+fn a_goodbye_is_no_death() {
+    let mut job = running(2, NO_PATIENCE);
+    assert_eq!(job.receive(1, ToServer::Goodbye), Ok(Verdict::Close));
+    job.disconnected(1, "ended", Instant::now());
+    job.report_death(1, "exited with code 0");
+    assert_eq!(told(&mut job), ["0: rank 1 left the job"]);
+}
+
+#[test]
+fn the_first_word_about_a_rank_stands() {
+    let mut job = running(2, NO_PATIENCE);
+    job.receive(1, ToServer::Fail { message: "ValueError: bad loss".to_owned() }).unwrap();
+    assert_eq!(told(&mut job), ["0: rank 1 failed (ValueError: bad loss)"]);
+    job.receive(1, ToServer::Goodbye).unwrap();
+    job.report_death(1, "exited with code 1");
+    assert!(told(&mut job).is_empty());
+}
+
+#[test]
+fn a_death_while_others_wait_to_start_ends_their_wait() {
+    let mut job = Job::new(3, NO_PATIENCE, 1);
+    job.receive(0, join(0, 3)).unwrap();
+    job.receive(1, join(1, 3)).unwrap();
+    job.disconnected(1, "was lost", Instant::now());
+    assert_eq!(told(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
+    // Nobody may slip into the failed session; who comes now hears at once.
+    job.receive(2, join(2, 3)).unwrap();
+    assert_eq!(told(&mut job), ["2: rank 1 died (process 101 on host node was lost)"]);
+}
+
+#[test]
+fn a_process_that_never_came_can_die_too() {
+    let mut job = Job::new(2, Duration::from_millis(200), 1);
+    job.receive(0, join(0, 2)).unwrap();
+    job.report_death(1, "killed by signal 11");
+    assert_eq!(told(&mut job), ["0: rank 1 died (killed by signal 11)"]);
+}
+
+#[test]
+fn sessions_follow_each_other() {
+    let mut job = running(2, NO_PATIENCE);
+    let first = *job.sessions.keys().next().unwrap();
+    // Rank 1 is faster: it is back before rank 0 has left.
+    job.receive(1, ToServer::Goodbye).unwrap();
+    job.receive(11, join(1, 2)).unwrap();
+    job.receive(0, ToServer::Goodbye).unwrap();
+    job.take_outbox();
+    job.receive(10, join(0, 2)).unwrap();
+    let welcomes = job.take_outbox();
+    let [(11 | 10, ToClient::Welcome(welcome)), (11 | 10, ToClient::Welcome(_))] = &welcomes[..] else {
+        panic!("{welcomes:?}")
+    };
+    assert_ne!(welcome.session, first);
+    assert_eq!(job.sessions.len(), 1);
+}
+
+#[test]
+fn who_may_not_join_hears_why() {
+    let refusal = |job: &mut Job, connection, message| {
+        assert_eq!(job.receive(connection, message), Ok(Verdict::Close));
+        told(job)
+    };
+    let mut job = Job::new(2, NO_PATIENCE, 1);
+    job.receive(0, join(0, 2)).unwrap();
+    assert_eq!(
+        refusal(&mut job, 5, join(0, 2)),
+        [
+            r#"5: Refused { reason: "rank 0 (process 100 on host node) came after process 100 on host node as the same rank" }"#
+        ]
+    );
+    let reason = "rank 1 (process 101 on host node) expects 4 processes, but the job has 2";
+    assert_eq!(
+        refusal(&mut job, 6, join(1, 4)),
+        [format!("0: rank 1 failed ({reason})"), format!("6: Refused {{ reason: {reason:?} }}")]
+    );
+    let mut other = join(1, 2);
+    if let ToServer::Join(join) = &mut other {
+        join.version = "0.0.0".to_owned();
+    }
+    assert!(refusal(&mut job, 7, other)[0].contains("version 0.0.0"));
+}
+
+#[test]
+fn the_protocol_is_kept() {
+    let mut job = Job::new(2, NO_PATIENCE, 1);
+    assert!(job.receive(0, ToServer::Goodbye).is_err());
+    job.receive(0, join(0, 2)).unwrap();
+    assert!(job.receive(0, join(0, 2)).is_err());
+    let long = ToServer::Set { key: "k".to_owned(), value: vec![0; MAX_VALUE + 1] };
+    assert!(job.receive(0, long).is_err());
+}
+
+#[test]
+fn the_store_answers_now_or_later() {
+    let set = |value: u8| ToServer::Set { key: "a/b".to_owned(), value: vec![value] };
+    let get = |ticket| ToServer::Get { ticket, key: "a/b".to_owned() };
+    let mut job = running(2, NO_PATIENCE);
+    job.receive(0, get(7)).unwrap();
+    job.receive(0, get(8)).unwrap();
+    job.receive(0, ToServer::Forget { ticket: 8 }).unwrap();
+    assert!(told(&mut job).is_empty());
+    job.receive(1, set(1)).unwrap();
+    assert_eq!(told(&mut job), ["0: Value { ticket: 7, value: [1] }"]);
+    job.receive(1, set(2)).unwrap();
+    job.receive(0, get(9)).unwrap();
+    assert_eq!(told(&mut job), ["0: Value { ticket: 9, value: [2] }"]);
+    job.receive(0, ToServer::RemovePrefix { prefix: "a/".to_owned() }).unwrap();
+    job.receive(0, get(10)).unwrap();
+    assert!(told(&mut job).is_empty());
+}
+
+#[test]
+fn a_store_does_not_grow_without_limit() {
+    let mut job = running(1, NO_PATIENCE);
+    let set = |key: usize| ToServer::Set { key: key.to_string(), value: vec![0; MAX_VALUE] };
+    let refused = (0..).find_map(|key| job.receive(0, set(key)).err()).unwrap();
+    assert!(refused.contains("268435456 bytes"), "{refused}");
+}
+
+#[test]
+fn who_is_missing() {
+    let mut job = Job::new(3, NO_PATIENCE, 1);
+    job.receive(1, join(1, 3)).unwrap();
+    job.receive(1, ToServer::WhoIsMissing).unwrap();
+    assert_eq!(told(&mut job), ["1: Missing { ranks: [0, 2] }"]);
+}
+
+#[test]
+fn places_on_hosts() {
+    let at = |host: &str, local: Option<(u32, u32)>| Join {
+        version: String::new(),
+        rank: 0,
+        size: 4,
+        host: host.to_owned(),
+        hostname: format!("name of {host}"),
+        pid: 1,
+        local,
+    };
+    let joins = [at("b", None), at("a", Some((5, 6))), at("b", Some((0, 2))), at("a", Some((4, 6)))];
+    let (names, found) = places(&joins.iter().collect::<Vec<_>>());
+    assert_eq!(names, ["name of b", "name of a"]);
+    let place = |host, local_rank, local_size| Place { host, local_rank, local_size, pid: 1 };
+    // Not all of host b were told, so they are counted; all of host a were.
+    assert_eq!(found, [place(0, 0, 2), place(1, 5, 6), place(0, 1, 2), place(1, 4, 6)]);
+}
