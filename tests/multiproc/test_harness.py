@@ -1,0 +1,74 @@
+"""The harness itself: what it brings back, how it fails, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from support import HarnessBrokenError, RanksFailedError, missing, run_ranks, start_ranks
+
+
+def rank_and_size(scale):
+    rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+    print(f"rank {rank} runs")
+    return rank * scale
+
+
+@pytest.mark.parametrize("launcher", ["smdrun", "torchrun", "mpirun", "raw"])
+def test_values_come_back_in_rank_order(launcher):
+    if reason := missing(launcher):
+        pytest.skip(reason)
+    assert run_ranks(rank_and_size, 3, 10, launcher=launcher) == [0, 10, 20]
+
+
+def raise_on_rank_1():
+    if os.environ["RANK"] == "1":
+        raise ValueError("bad batch")
+
+
+@pytest.mark.parametrize("launcher", ["smdrun", "raw"])
+def test_a_failure_shows_every_rank(launcher):
+    with pytest.raises(RanksFailedError, match="rank 1: ValueError: bad batch") as failure:
+        run_ranks(raise_on_rank_1, 2, launcher=launcher)
+    ranks = failure.value.outcome.ranks
+    assert ranks[1].error_types[:2] == ("ValueError", "Exception")
+    assert ranks[0].finished
+    assert ranks[0].error is None
+
+
+def hang():
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("launcher", ["smdrun", "raw"])
+def test_a_hang_ends_at_the_deadline_with_stacks(launcher):
+    with pytest.raises(RanksFailedError, match="still running after 4 s") as failure:
+        run_ranks(hang, 2, launcher=launcher, timeout=4.0)
+    assert "in hang" in failure.value.outcome.output
+    with start_ranks(hang, 2, launcher=launcher) as job:
+        pids = [job.pid(rank) for rank in range(2)]
+    time.sleep(0.1)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def unpicklable():
+    return lambda: None
+
+
+def test_a_broken_test_is_no_failed_test():
+    with pytest.raises(HarnessBrokenError, match="the result cannot be pickled"):
+        run_ranks(unpicklable, 1)
+    with pytest.raises(HarnessBrokenError, match="module-level function"):
+        run_ranks(lambda: None, 1)
+
+
+def test_a_rank_can_be_killed():
+    with start_ranks(hang, 2, launcher="raw") as job:
+        job.kill(1)
+        job.kill(0, signal.SIGTERM)
+        outcome = job.wait()
+    assert [rank.exit_code for rank in outcome.ranks] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert not any(rank.finished for rank in outcome.ranks)

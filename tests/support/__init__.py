@@ -1,0 +1,16 @@
+"""The one harness for tests that need several processes; see `run_ranks`."""
+
+from support.launchers import missing, needs
+from support.ranks import HarnessBrokenError, Job, Outcome, RankOutcome, RanksFailedError, run_ranks, start_ranks
+
+__all__ = [
+    "HarnessBrokenError",
+    "Job",
+    "Outcome",
+    "RankOutcome",
+    "RanksFailedError",
+    "missing",
+    "needs",
+    "run_ranks",
+    "start_ranks",
+]

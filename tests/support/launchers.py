@@ -1,0 +1,74 @@
+"""How ranks can be started: the command line of each launcher, and whether it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+
+import pytest
+
+LAUNCHERS = ("smdrun", "torchrun", "mpirun", "raw")
+
+
+def missing(launcher: str) -> str | None:
+    """Why `launcher` cannot be used here; None if it can."""
+    if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
+        return "torchrun comes with torch, which is not installed"
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        return "mpirun is not installed (package openmpi-bin)"
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"`{launcher}` is no launcher: expected one of {LAUNCHERS}")
+    return None
+
+
+def needs(launcher: str) -> pytest.MarkDecorator:
+    """Skips a test, with the reason, where `launcher` is missing."""
+    reason = missing(launcher)
+    return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def command(launcher: str, n: int, options: list[str]) -> list[str]:
+    """What starts `n` ranks of the Python file that is appended to it. `raw` has no launcher."""
+    if launcher == "smdrun":
+        return [sys.executable, "-m", "smdistributed", "-n", str(n), *options]
+    if launcher == "torchrun":
+        port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), *port, *options]
+    if launcher == "mpirun":
+        as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        return ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(n), *options, sys.executable]
+    raise ValueError(f"`{launcher}` has no command")
+
+
+def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:
+    """What a user would set by hand to start rank `rank`."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def clean_environment() -> dict[str, str]:
+    """Our own environment without the marks of a launcher that may have started us."""
+    marks = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "SM_", "SMD_", "SMP_", "HOROVOD_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+    keep = {"SMD_CACHE_DIR"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in keep or not (name in names or name.startswith(marks))
+    }
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,79 @@
+"""What each rank of a test runs: calls the test's body and leaves its result in the job's folder."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+#: Exit code for "the test itself is wrong", apart from a test that fails.
+BROKEN = 70
+#: Before the deadline of the job, so that the stacks are still read.
+_STACKS_BEFORE_DEADLINE = 3.0
+
+
+def announce(name: str) -> None:
+    """Tells the test, which may wait for it with `Job.wait_for`, that this point was reached."""
+    folder = Path(os.environ["SMD_TEST_FOLDER"])
+    (folder / f"event.{name}").touch()
+
+
+def this_rank() -> int:
+    """Our rank, as the launcher says it; without the library under test."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
+
+
+def _main(folder: Path) -> int:
+    rank = this_rank()
+    _write(folder / f"{rank}.pid", str(os.getpid()).encode())
+    result = folder / f"{rank}.result"
+    try:
+        file, name, timeout, pickled_args = pickle.loads((folder / "call").read_bytes())
+        faulthandler.dump_traceback_later(max(1.0, timeout - _STACKS_BEFORE_DEADLINE))
+        spec = importlib.util.spec_from_file_location("test_body", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["test_body"] = module
+        spec.loader.exec_module(module)
+        body = getattr(module, name)
+        args = pickle.loads(pickled_args)
+    except BaseException:
+        _write(result, pickle.dumps(("broken", time.monotonic(), traceback.format_exc())))
+        raise SystemExit(BROKEN) from None
+    try:
+        value = body(*args)
+    except BaseException as error:
+        types = tuple(kind.__name__ for kind in type(error).__mro__)
+        text = "".join(traceback.format_exception_only(error)).strip()
+        _write(result, pickle.dumps(("error", time.monotonic(), text, types)))
+        raise
+    _write(result, _pickled(value))
+    return 0
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(("value", time.monotonic(), value))
+    except Exception as error:
+        return pickle.dumps(("broken", time.monotonic(), f"the result cannot be pickled: {error}"))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """At once or not at all: the reader may look at any time."""
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    # A body that imports this module must get this one.
+    sys.modules["support.rank_main"] = sys.modules["__main__"]
+    sys.exit(_main(Path(sys.argv[1])))

@@ -1,0 +1,319 @@
+"""Starts a job of several ranks, waits for it with a deadline, and brings back what each rank returned.
+
+A test body is a module-level function of the test file. Every rank imports the file and calls it:
+
+    def body(scale):
+        from smdistributed import _core          # import frameworks inside: pytest's process needs none
+        _core.init()
+        ...
+        return scale * rank                      # anything that can be pickled
+
+    def test_something():
+        assert run_ranks(body, 2, 10) == [0, 10]
+
+Nothing outlives a job: at its deadline every rank prints its stacks, and is then killed by its process id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support import launchers
+from support.rank_main import BROKEN
+
+_MAIN = Path(__file__).with_name("rank_main.py")
+_TESTS = _MAIN.parents[1]
+_SHOWN_BYTES = 20_000
+
+
+class RanksFailedError(AssertionError):
+    """A job did not end well; the text holds the output of all ranks."""
+
+    def __init__(self, outcome: Outcome, why: str) -> None:
+        super().__init__(f"{why}\n{outcome.describe()}")
+        self.outcome = outcome
+
+
+class HarnessBrokenError(Exception):
+    """The test itself is wrong: it cannot be imported, or what it passes cannot be pickled."""
+
+
+@dataclass
+class RankOutcome:
+    """What became of one rank."""
+
+    rank: int
+    #: What the body returned.
+    value: Any = None
+    #: `Type: text` of the exception that ended the body.
+    error: str | None = None
+    #: Class names of that exception, most derived first.
+    error_types: tuple[str, ...] = ()
+    #: Whether the body returned or raised; a rank that was killed did neither.
+    finished: bool = False
+    #: `time.monotonic()` when the body ended.
+    ended_at: float | None = None
+    #: As of `subprocess`: negative if a signal ended it; known for the launcher `raw` only.
+    exit_code: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of a job."""
+
+    command: list[str]
+    exit_code: int
+    output: str
+    seconds: float
+    timed_out: bool
+    ranks: list[RankOutcome] = field(default_factory=list)
+    #: Process ids of ranks that were still there after the launcher had ended.
+    left_behind: list[int] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[Any]:
+        """What each rank returned."""
+        return [rank.value for rank in self.ranks]
+
+    def describe(self) -> str:
+        """The whole story, for a message."""
+        lines = [f"command: {' '.join(self.command)}", f"exit code {self.exit_code} after {self.seconds:.1f} s"]
+        for rank in self.ranks:
+            state = rank.error or ("returned" if rank.finished else "neither returned nor raised")
+            lines.append(f"rank {rank.rank}: {state}")
+        if self.left_behind:
+            lines.append(f"left behind: processes {self.left_behind}")
+        output = self.output if len(self.output) <= _SHOWN_BYTES else "...\n" + self.output[-_SHOWN_BYTES:]
+        return "\n".join([*lines, "output:", output])
+
+
+def run_ranks(
+    target: Callable[..., Any] | str | os.PathLike[str],
+    n: int,
+    *args: Any,
+    launcher: str = "smdrun",
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Runs `target` in `n` ranks and returns what each returned, in rank order.
+
+    Args:
+        target: a module-level function, called with `args`; or a script, which gets `args` as texts.
+        n: number of ranks.
+        launcher: `smdrun`, `torchrun`, `mpirun`, or `raw` for processes started one by one.
+        options: for the launcher, before the script.
+        env: variables on top of our own.
+        timeout: seconds, for the whole job.
+
+    Raises:
+        RanksFailedError: a rank failed, or the job did not end in time; the text shows every rank's output.
+        HarnessBrokenError: the test itself is wrong.
+    """
+    with start_ranks(target, n, *args, launcher=launcher, options=options, env=env, timeout=timeout) as job:
+        outcome = job.wait()
+    if outcome.timed_out:
+        raise RanksFailedError(outcome, f"the job was still running after {timeout:.0f} s")
+    if outcome.exit_code != 0 or any(rank.error for rank in outcome.ranks):
+        raise RanksFailedError(outcome, "the job failed")
+    if outcome.left_behind:
+        raise RanksFailedError(outcome, "the job left processes behind")
+    return outcome.values
+
+
+@contextlib.contextmanager
+def start_ranks(
+    target: Callable[..., Any] | str | os.PathLike[str],
+    n: int,
+    *args: Any,
+    launcher: str = "smdrun",
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+) -> Iterator[Job]:
+    """As `run_ranks`, for tests that watch or disturb the job: gives it while it runs, and ends it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="smd-test-") as folder:
+        job = Job(Path(folder), target, n, args, launcher, list(options), dict(env or {}), timeout)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+class Job:
+    """A running job; made by `start_ranks`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Callable[..., Any] | str | os.PathLike[str],
+        n: int,
+        args: tuple[Any, ...],
+        launcher: str,
+        options: list[str],
+        env: dict[str, str],
+        timeout: float,
+    ) -> None:
+        self.n = n
+        self._folder = folder
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout
+        self._outcome: Outcome | None = None
+        self._is_body = callable(target)
+        if callable(target):
+            (folder / "call").write_bytes(_pickled_call(target, args, timeout))
+            program = [str(_MAIN), str(folder)]
+        else:
+            program = [os.fspath(target), *map(str, args)]
+
+        variables = launchers.clean_environment()
+        # Processes find each other in this folder, and we find ours by it.
+        variables.update(SMD_TEST_FOLDER=str(folder), OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+        # A wait that is bound to fail should say so itself, before our deadline does.
+        variables["SMD_TIMEOUT_SECONDS"] = variables["SMD_INIT_TIMEOUT_SECONDS"] = str(max(5.0, timeout - 10.0))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
+        variables.update(env)
+
+        if launcher == "raw":
+            port = launchers.free_port()
+            self.command = [sys.executable, *options, *program]
+            places = [launchers.raw_environment(rank, n, port) for rank in range(n)]
+        else:
+            self.command = [*launchers.command(launcher, n, options), *program]
+            places = [{}]
+        self._processes = []
+        self._outputs = []
+        for index, place in enumerate(places):
+            self._outputs.append(folder / f"output.{index}")
+            with self._outputs[-1].open("wb") as output:
+                self._processes.append(
+                    subprocess.Popen(
+                        self.command,
+                        env=variables | place,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    @property
+    def launcher_pid(self) -> int:
+        """Process id of the launcher (of rank 0 if there is none)."""
+        return self._processes[0].pid
+
+    def pid(self, rank: int) -> int:
+        """Process id of `rank`, once it runs Python."""
+        path = self._folder / f"{rank}.pid"
+        while not path.exists():
+            self._check_time(f"rank {rank} to start")
+            time.sleep(0.005)
+        return int(path.read_text())
+
+    def wait_for(self, name: str) -> None:
+        """Waits until a rank has called `support.rank_main.announce(name)`."""
+        while not (self._folder / f"event.{name}").exists():
+            self._check_time(f"`{name}`")
+            time.sleep(0.005)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Sends a signal to `rank`; returns when, on the clock of `time.monotonic()`."""
+        os.kill(self.pid(rank), number)
+        return time.monotonic()
+
+    def output(self) -> str:
+        """What was printed so far."""
+        texts = [path.read_text(errors="replace") for path in self._outputs]
+        if len(texts) == 1:
+            return texts[0]
+        return "".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
+
+    def wait(self) -> Outcome:
+        """Waits for the end of the job, or ends it at the deadline."""
+        if self._outcome is None:
+            timed_out = False
+            while any(process.poll() is None for process in self._processes):
+                if time.monotonic() > self._deadline:
+                    timed_out = True
+                    break
+                time.sleep(0.005)
+            seconds = time.monotonic() - self._started
+            left_behind = [] if timed_out else self._living_ranks()
+            self.end()
+            self._outcome = self._read_outcome(seconds, timed_out, left_behind)
+        return self._outcome
+
+    def end(self) -> None:
+        """Ends everything that still runs."""
+        for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGKILL, 5.0)):
+            running = [process for process in self._processes if process.poll() is None]
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
+        for pid in self._living_ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _check_time(self, what: str) -> None:
+        if time.monotonic() > self._deadline or all(process.poll() is not None for process in self._processes):
+            raise RanksFailedError(self.wait(), f"the job ended while the test waited for {what}")
+
+    def _living_ranks(self) -> list[int]:
+        """Processes that carry this job's folder in their environment, and so are surely ours."""
+        mark = f"SMD_TEST_FOLDER={self._folder}".encode()
+        living = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        living.append(int(entry.name))
+        return living
+
+    def _read_outcome(self, seconds: float, timed_out: bool, left_behind: list[int]) -> Outcome:
+        codes = [process.returncode for process in self._processes]
+        exit_code = next((code for code in codes if code != 0), 0)
+        outcome = Outcome(self.command, exit_code, self.output(), seconds, timed_out, left_behind=left_behind)
+        for index in range(self.n if self._is_body else 0):
+            rank = RankOutcome(index)
+            if len(codes) > 1:
+                rank.exit_code = codes[index]
+            path = self._folder / f"{index}.result"
+            if path.exists():
+                kind, rank.ended_at, *content = pickle.loads(path.read_bytes())
+                if kind == "broken":
+                    raise HarnessBrokenError(f"rank {index}: {content[0]}\n{outcome.describe()}")
+                rank.finished = True
+                if kind == "value":
+                    rank.value = content[0]
+                else:
+                    rank.error, rank.error_types = content
+            outcome.ranks.append(rank)
+        if BROKEN in codes:
+            raise HarnessBrokenError(outcome.describe())
+        return outcome
+
+
+def _pickled_call(body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> bytes:
+    if body.__qualname__ != body.__name__:
+        raise HarnessBrokenError(
+            f"`{body.__qualname__}` cannot be found by its name: a body is a module-level function"
+        )
+    file = body.__code__.co_filename
+    try:
+        return pickle.dumps((file, body.__name__, timeout, pickle.dumps(args)))
+    except Exception as error:
+        raise HarnessBrokenError(f"the arguments of `{body.__name__}` cannot be pickled: {error}") from error
