@@ -1,5 +1,6 @@
 #include "completion.h"
 
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -8,9 +9,17 @@
 
 namespace smd::torch_ext {
 
+// Ctrl-C ends a wait, and the operation goes on without it.
+constexpr std::chrono::milliseconds kLookForSignals(50);
+
 void Work::wait() {
   std::unique_lock lock(mutex_);
-  completed_.wait(lock, [this] { return done_; });
+  while (!completed_.wait_for(lock, kLookForSignals, [this] { return done_; })) {
+    // Without the mutex: to look for signals may take Python's lock.
+    lock.unlock();
+    checked([] { check_interrupt("wait for an asynchronous operation"); });
+    lock.lock();
+  }
   if (!error_.empty()) throw_report(error_);
 }
 

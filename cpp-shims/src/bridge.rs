@@ -2,7 +2,7 @@
 
 pub use ffi::*;
 
-use crate::calls::{group_rank, group_size, rank, run, session_id, size, submit};
+use crate::calls::{check_interrupt, group_rank, group_size, rank, run, session_id, size, submit};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -101,6 +101,9 @@ mod ffi {
         /// # Safety
         /// As `run`, until `done` is called.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
+
+        /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
+        fn check_interrupt(during: &str) -> Result<()>;
     }
 
     unsafe extern "C++" {

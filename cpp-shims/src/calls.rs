@@ -6,6 +6,7 @@ use cxx::UniquePtr;
 use smd_core::buffer::{DType, Device, TensorView};
 use smd_core::collectives::{Communicator, ReduceOp, Request};
 use smd_core::session;
+use smd_core::world::monitor;
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
@@ -55,6 +56,13 @@ pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Resu
         let pending = Pending(done);
         communicator.submit(request, Box::new(move |result| pending.complete(result)));
         Ok(())
+    })
+}
+
+pub fn check_interrupt(during: &str) -> Result<(), Report> {
+    guard(|| match monitor::interrupt_pending() {
+        true => Err(Error::Interrupted { during: during.to_owned() }),
+        false => Ok(()),
     })
 }
 

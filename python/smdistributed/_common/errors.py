@@ -136,8 +136,8 @@ CLASSES: dict[str, type[SmdistributedError]] = {
     )
 }
 
-# Frameworks may append a trace of their own to the text.
-_REPORT = re.compile(r"(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]", re.DOTALL)
+# Frameworks may put the name of a node before the text and a trace of their own after it.
+_REPORT = re.compile(r"(?:\{\{.*?\}\} )?(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]", re.DOTALL)
 
 
 def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLASSES) -> SmdistributedError | None:

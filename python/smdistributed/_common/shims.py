@@ -163,7 +163,8 @@ def ensure(framework: Framework) -> Path:
                 _build(framework, path)
     except OSError as error:
         raise ShimError(
-            f"cannot build the {framework.title} shim in `{target}`: {error}; set SMD_CACHE_DIR to a folder that can be written"
+            f"cannot build the {framework.title} shim in `{target}`: {error}; set SMD_CACHE_DIR to a folder that can "
+            "be written"
         ) from error
     return path
 

@@ -1,0 +1,54 @@
+"""The errors of data-parallel training."""
+
+from __future__ import annotations
+
+from smdistributed._common import errors
+from smdistributed._common.errors import (
+    ClosedError,
+    ConfigError,
+    InternalError,
+    InvalidArgumentError,
+    MismatchError,
+    PeerFailedError,
+    RendezvousError,
+    SmdistributedError,
+    SystemCallError,
+    UnsupportedError,
+    WaitInterruptedError,
+)
+
+
+class SMDDPAlreadyInitializedError(errors.AlreadyInitializedError):
+    """``init()`` or ``init_process_group()`` was called a second time."""
+
+
+class SMDDPNotInitializedError(errors.NotInitializedError):
+    """A call needs ``init()`` or ``init_process_group()`` first."""
+
+
+class SMDDPTimeoutError(errors.WaitTimeoutError):
+    """A collective waited for other ranks until its deadline."""
+
+
+CLASSES: dict[str, type[SmdistributedError]] = errors.CLASSES | {
+    cls.code: cls for cls in (SMDDPAlreadyInitializedError, SMDDPNotInitializedError, SMDDPTimeoutError)
+}
+"""Class of each code of the core, as the faces of this package raise them."""
+
+__all__ = [
+    "CLASSES",
+    "ClosedError",
+    "ConfigError",
+    "InternalError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "PeerFailedError",
+    "RendezvousError",
+    "SMDDPAlreadyInitializedError",
+    "SMDDPNotInitializedError",
+    "SMDDPTimeoutError",
+    "SmdistributedError",
+    "SystemCallError",
+    "UnsupportedError",
+    "WaitInterruptedError",
+]

@@ -1,0 +1,42 @@
+"""How gradients travel."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+class NoneCompression:
+    """Unchanged."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """What is sent, and what :meth:`decompress` needs to know."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor again."""
+        return tensor
+
+
+class FP16Compression:
+    """Floating tensors are sent as float16; others are untouched."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """What is sent, and the type to go back to."""
+        if not tensor.dtype.is_floating:
+            return tensor, None
+        return tf.cast(tensor, tf.float16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor in its own type."""
+        return tensor if ctx is None else tf.cast(tensor, ctx)
+
+
+class Compression:
+    """The choices."""
+
+    none = NoneCompression
+    fp16 = FP16Compression
