@@ -155,7 +155,7 @@ impl ModelParallel {
     pub fn check_world(&self, num_ranks: usize) -> Result<()> {
         let (pp, tp) = (self.int("partitions"), self.int("tensor_parallel_degree"));
         let num_ranks = num_ranks as u64;
-        if num_ranks % (pp * tp) != 0 {
+        if !num_ranks.is_multiple_of(pp * tp) {
             return Err(Error::Config(format!(
                 "{num_ranks} processes do not divide into model-parallel groups of {} \
                  (`partitions` {pp} x `tensor_parallel_degree` {tp})",
@@ -163,7 +163,7 @@ impl ModelParallel {
             )));
         }
         let (sharding, dp) = (self.int("sharded_data_parallel_degree"), num_ranks / pp);
-        if dp % sharding != 0 {
+        if !dp.is_multiple_of(sharding) {
             return Err(Error::Config(format!(
                 "`sharded_data_parallel_degree` {sharding} does not divide the data-parallel degree {dp} \
                  ({num_ranks} processes / `partitions` {pp})"

@@ -158,11 +158,13 @@ pub(super) fn children() -> Vec<i32> {
         .collect()
 }
 
-/// Sends `signal` to an adopted process and reaps it if it has ended.
-pub(super) fn end_orphan(pid: i32, signal: Signal) {
+/// Sends `signal`, if any, to an adopted process, and reaps it if it has ended.
+pub(super) fn end_orphan(pid: i32, signal: Option<Signal>) {
     let Some(pid) = Pid::from_raw(pid) else { return };
     // Errors mean that it is gone, which is what was wanted.
-    let _ = rustix::process::kill_process(pid, signal);
+    if let Some(signal) = signal {
+        let _ = rustix::process::kill_process(pid, signal);
+    }
     let _ = rustix::process::waitpid(Some(pid), WaitOptions::NOHANG);
 }
 

@@ -14,6 +14,7 @@ use super::output::{Piece, Printer, Sink, Splitter, Style};
 use super::process::{self, Exit, Process};
 use super::report::{self, End, Tail};
 use super::signals::{self, Signals};
+use super::warden::Warden;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
 
@@ -31,12 +32,13 @@ const ORPHAN_TIME: Duration = Duration::from_secs(1);
 pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
+    let warden = Warden::start().map_err(|error| Error::io("starting the warden", error))?;
     let secret = environment::random_hex(32)?;
     let server = Server::start((Ipv4Addr::LOCALHOST, 0).into(), secret.as_bytes(), job.num_ranks)?;
     job.set_rendezvous(server.address().to_string(), secret);
     let children_before = process::children();
     process::adopt_orphans(true);
-    let result = Supervisor::start(plan, &job, server, children_before).and_then(|mut supervisor| {
+    let result = Supervisor::start(plan, &job, server, warden, children_before).and_then(|mut supervisor| {
         supervisor.watch(&signals)?;
         supervisor.end_orphans()?;
         Ok(supervisor.conclude())
@@ -72,6 +74,7 @@ struct Supervisor<'a> {
     plan: &'a Plan,
     /// Where the ranks meet, and hear of deaths.
     server: Server,
+    warden: Warden,
     start: Instant,
     ranks: Vec<Rank>,
     tails: Vec<Tail>,
@@ -86,7 +89,7 @@ struct Supervisor<'a> {
 }
 
 impl<'a> Supervisor<'a> {
-    fn start(plan: &'a Plan, job: &Job, server: Server, children_before: Vec<i32>) -> Result<Self> {
+    fn start(plan: &'a Plan, job: &Job, server: Server, warden: Warden, children_before: Vec<i32>) -> Result<Self> {
         let start = Instant::now();
         // A terminal can have one reader only, and the ranks are not in its foreground.
         let input = !io::stdin().is_terminal();
@@ -97,6 +100,7 @@ impl<'a> Supervisor<'a> {
             let (process, pipes) = Process::start(&plan.command, variables, input && rank == 0).map_err(|error| {
                 Error::io(format!("starting rank {rank}: `{}`", plan.command[0].to_string_lossy()), error)
             })?;
+            warden.add(process.pid());
             let stream = |sink, pipe| Stream { sink, pipe, splitter: Splitter::default() };
             let streams = vec![stream(Sink::Stdout, pipes.stdout), stream(Sink::Stderr, pipes.stderr)];
             ranks.push(Rank { process, streams, ended: false });
@@ -105,6 +109,7 @@ impl<'a> Supervisor<'a> {
         Ok(Self {
             plan,
             server,
+            warden,
             start,
             tails: (0..job.num_ranks).map(|_| Tail::default()).collect(),
             ranks,
@@ -311,11 +316,12 @@ impl<'a> Supervisor<'a> {
             if orphans.is_empty() && (!open || late) {
                 break;
             }
-            if orphans.len() > seen || late {
-                seen = seen.max(orphans.len());
-                let signal = if late { Signal::KILL } else { Signal::TERM };
-                orphans.iter().for_each(|pid| process::end_orphan(*pid, signal));
-            }
+            let signal = match late {
+                true => Some(Signal::KILL),
+                false => (orphans.len() > seen).then_some(Signal::TERM),
+            };
+            seen = seen.max(orphans.len());
+            orphans.iter().for_each(|pid| process::end_orphan(*pid, signal));
             self.wait_for_events(None, Duration::from_millis(10))?;
         }
         if seen > 0 {
@@ -326,7 +332,7 @@ impl<'a> Supervisor<'a> {
 
     /// Descendants that came to us when their parents ended.
     fn orphans(&self) -> Vec<i32> {
-        let ours = |pid: &i32| self.ranks.iter().any(|rank| rank.process.pid() == *pid);
+        let ours = |pid: &i32| *pid == self.warden.pid() || self.ranks.iter().any(|rank| rank.process.pid() == *pid);
         process::children().into_iter().filter(|pid| !self.children_before.contains(pid) && !ours(pid)).collect()
     }
 
@@ -344,6 +350,16 @@ impl<'a> Supervisor<'a> {
                 128 + signal
             }
             _ => 0,
+        }
+    }
+}
+
+impl Drop for Supervisor<'_> {
+    fn drop(&mut self) {
+        for rank in self.ranks.drain(..) {
+            // The group is ended, and its leader reaped, with the value; the warden must have let go by then.
+            rank.process.signal(Signal::KILL);
+            self.warden.remove(rank.process.pid());
         }
     }
 }

@@ -1,0 +1,130 @@
+//! The warden: a tiny process that ends the ranks' process groups if `smdrun` is killed before it can (RUN-1).
+//!
+//! A rank itself has a parent-death signal, but what it started (data loaders, for one) has not. The warden holds the
+//! reading end of a pipe whose writing end only `smdrun` has. Over it come the process groups: a positive number
+//! adds one, a negative one removes it. The end of the pipe is the end of `smdrun`, however that came.
+
+use std::io::{self, PipeWriter, Write};
+use std::os::fd::AsRawFd;
+
+/// Groups that the warden can hold; the command line allows no more ranks.
+const MAX_GROUPS: usize = 4096;
+
+/// The connection to the warden. Dropping it ends the groups that are left.
+#[derive(Debug)]
+pub(super) struct Warden {
+    pipe: PipeWriter,
+    pid: libc::pid_t,
+}
+
+impl Warden {
+    /// Starts the warden. Called while this process has one thread.
+    pub fn start() -> io::Result<Self> {
+        let (reader, pipe) = io::pipe()?;
+        // SAFETY: the child makes only async-signal-safe calls, touches no memory but its own stack, and never
+        // returns from `keep_watch`.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            // SAFETY: this is the child, and the descriptor is the pipe's reading end.
+            0 => unsafe { keep_watch(reader.as_raw_fd()) },
+            pid => Ok(Self { pipe, pid }),
+        }
+    }
+
+    /// Puts a process group under watch.
+    pub fn add(&self, group: i32) {
+        self.tell(group);
+    }
+
+    /// Takes it back: before its leader is reaped, since then the number may become somebody else's.
+    pub fn remove(&self, group: i32) {
+        self.tell(-group);
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn tell(&self, number: i32) {
+        // A write of four bytes to a pipe is whole or nothing. If the warden is gone, its service is, too.
+        let _ = (&self.pipe).write_all(&number.to_ne_bytes());
+    }
+}
+
+/// The warden's life.
+///
+/// # Safety
+/// Runs in a freshly forked child; `pipe` is a descriptor of it. Calls async-signal-safe functions only.
+unsafe fn keep_watch(pipe: libc::c_int) -> ! {
+    let mut groups = [0_i32; MAX_GROUPS];
+    // SAFETY: system calls on numbers, and on buffers of this frame with their right sizes.
+    unsafe {
+        // Signals for `smdrun`'s group or terminal are not for the warden.
+        libc::setsid();
+        // Whoever reads our output must see its end when the ranks and `smdrun` have ended; and the writing end of
+        // the pipe must be `smdrun`'s alone.
+        libc::dup2(pipe, 0);
+        libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0);
+        libc::prctl(libc::PR_SET_NAME, c"smdrun-warden".as_ptr());
+        loop {
+            let mut number = [0_u8; 4];
+            let read = libc::read(0, number.as_mut_ptr().cast(), number.len());
+            if read < 0 && *libc::__errno_location() == libc::EINTR {
+                continue;
+            }
+            if read != number.len() as isize {
+                break;
+            }
+            let number = i32::from_ne_bytes(number);
+            let (old, new) = if number > 0 { (0, number) } else { (-number, 0) };
+            if let Some(slot) = groups.iter_mut().find(|slot| **slot == old) {
+                *slot = new;
+            }
+        }
+        for group in groups {
+            if group > 1 {
+                libc::kill(-group, libc::SIGKILL);
+            }
+        }
+        libc::_exit(0)
+    }
+}
+
+impl Drop for Warden {
+    fn drop(&mut self) {
+        // The pipe closes only after this body. A record that is too short is an end, too.
+        let _ = (&self.pipe).write_all(&[0]);
+        // It ends at once; an error means that it was reaped already.
+        // SAFETY: a null status pointer is allowed.
+        unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::process::Process;
+    use super::*;
+
+    fn sleeper() -> Process {
+        let (process, _pipes) =
+            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), false).expect("sleep starts");
+        process
+    }
+
+    #[test]
+    fn only_groups_under_watch_end_with_the_warden() {
+        let (watched, released) = (sleeper(), sleeper());
+        let warden = Warden::start().expect("a process can be started");
+        warden.add(watched.pid());
+        warden.add(released.pid());
+        warden.remove(released.pid());
+        drop(warden);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
+        while watched.exit().expect("it is our child").is_none() && std::time::Instant::now() < deadline {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        assert!(watched.exit().expect("it is our child").is_some_and(|exit| exit.code() == 137));
+        assert_eq!(released.exit().expect("it is our child"), None);
+    }
+}
