@@ -10,18 +10,19 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::frame::{Opener, Sealer};
-use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, SessionKeys};
+use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
 use super::message::{self, Join, MAX_KEY, MAX_VALUE, ToClient, ToServer, Welcome, shorten};
 use crate::error::{Error, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
 /// Longest wait for one step of a handshake: the port may belong to somebody who says nothing.
 const STEP_TIME: Duration = Duration::from_secs(2);
+/// First limit for connecting, doubled each round: where the door is crowded, a new try is let in before the kernel
+/// repeats the old one.
+const FIRST_CONNECT_TIME: Duration = Duration::from_millis(250);
 /// First and longest pause between two rounds over the addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
-/// How long refusals at the only address are put down to a crowd at the door, not to the secret.
-const REFUSAL_TIME: Duration = Duration::from_secs(2);
 /// Longest sleep without a look at the interrupt flag.
 const NAP: Duration = Duration::from_millis(50);
 /// How long a goodbye waits for the server to take it.
@@ -47,13 +48,30 @@ struct State {
     welcome: Option<Welcome>,
     refused: Option<String>,
     missing: Option<Vec<u32>>,
-    /// Answers of the store by ticket; `None` until it comes.
-    values: HashMap<u64, Option<Vec<u8>>>,
+    /// Answers of the store by ticket.
+    answers: HashMap<u64, Lookup>,
     next_ticket: u64,
+    /// Messages taken.
+    news: u64,
     /// The reader has ended.
     ended: bool,
     /// This side has said goodbye.
     leaving: bool,
+}
+
+/// Whether a departure ends a wait that has not found what it looks for.
+enum Departures {
+    Matter,
+    Wait,
+}
+
+/// How far a question to the store has come.
+enum Lookup {
+    /// The server has not said anything: it may know a value that somebody wrote before departing.
+    Asked,
+    /// The value is to come.
+    NotYet,
+    Value(Vec<u8>),
 }
 
 struct Writer {
@@ -116,9 +134,9 @@ impl Client {
         let all: Vec<usize> = (0..size).collect();
         let outcome = self.wait("init()", start, deadline, &all, |state| {
             if let Some(reason) = state.refused.take() {
-                return Some(Err(Error::Rendezvous(reason)));
+                return Ok(Err(Error::Rendezvous(reason)));
             }
-            state.welcome.take().map(Ok)
+            state.welcome.take().map(Ok).ok_or(Departures::Matter)
         });
         match outcome {
             Err(Error::Timeout { during, waited, .. }) => {
@@ -131,9 +149,9 @@ impl Client {
     /// The ranks that have not joined; empty if even the server does not answer.
     fn missing(&self) -> Vec<usize> {
         let now = Instant::now();
-        let answer = self
-            .send(&ToServer::WhoIsMissing)
-            .and_then(|()| self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take()));
+        let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
+            self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take().ok_or(Departures::Wait))
+        });
         answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
     }
 
@@ -172,41 +190,48 @@ impl Client {
             .map_err(|error| Error::io(format!("sending to the rendezvous at {}", self.address), error))
     }
 
-    /// Waits until `look` finds what it looks for.
+    /// Waits until `look` finds what it looks for. What it says otherwise is whether a departure of `waiting_for`
+    /// ends the wait.
     fn wait<T>(
         &self,
         during: &str,
         start: Instant,
         deadline: Instant,
         waiting_for: &[usize],
-        mut look: impl FnMut(&mut State) -> Option<T>,
+        mut look: impl FnMut(&mut State) -> Result<T, Departures>,
     ) -> Result<T> {
         let mut state = self.state.lock();
         loop {
+            let seen = state.news;
             // Departures first, then the condition: what a rank did before it departed is not lost.
             let departed = self.monitor.check(waiting_for, during);
-            if let Some(found) = look(&mut state) {
-                return Ok(found);
+            match look(&mut state) {
+                Ok(found) => return Ok(found),
+                Err(Departures::Matter) => departed?,
+                Err(Departures::Wait) => {}
             }
-            departed?;
             if state.ended {
-                return Err(Error::Closed {
-                    reason: format!("the connection to the rendezvous at {} ended", self.address),
-                });
-            }
-            if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
-                return Err(Error::Interrupted { during: during.to_owned() });
-            }
-            if let Some(found) = look(&mut state) {
-                return Ok(found);
+                return Err(self.closed(waiting_for, during));
             }
             let now = Instant::now();
             if now >= deadline {
                 let missing = waiting_for.to_vec();
                 return Err(Error::Timeout { during: during.to_owned(), waited: now - start, missing });
             }
-            self.changed.wait_until(&mut state, deadline.min(now + NAP));
+            if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
+                return Err(Error::Interrupted { during: during.to_owned() });
+            }
+            // What came while the lock was open would not wake the sleep.
+            if state.news == seen {
+                self.changed.wait_until(&mut state, deadline.min(now + NAP));
+            }
         }
+    }
+
+    /// Why nothing can be waited for after the connection has ended.
+    fn closed(&self, waiting_for: &[usize], during: &str) -> Error {
+        let reason = format!("the connection to the rendezvous at {} has ended", self.address);
+        self.monitor.check(waiting_for, during).err().unwrap_or(Error::Closed { reason })
     }
 
     /// The reader's thread.
@@ -253,15 +278,17 @@ impl Client {
 
     fn take(&self, message: ToClient) {
         let mut state = self.state.lock();
+        state.news += 1;
         match message {
             ToClient::Refused { reason } => state.refused = Some(reason),
             ToClient::Welcome(welcome) => state.welcome = Some(welcome),
             ToClient::Missing { ranks } => state.missing = Some(ranks),
+            // A ticket that is not there was forgotten meanwhile.
             ToClient::Value { ticket, value } => {
-                // A ticket that is not there was forgotten meanwhile.
-                if let Some(slot) = state.values.get_mut(&ticket) {
-                    *slot = Some(value);
-                }
+                state.answers.entry(ticket).and_modify(|lookup| *lookup = Lookup::Value(value));
+            }
+            ToClient::NotYet { ticket } => {
+                state.answers.entry(ticket).and_modify(|lookup| *lookup = Lookup::NotYet);
             }
             ToClient::Notice { rank, departure } => {
                 tracing::debug!("rank {rank} {departure}");
@@ -288,15 +315,23 @@ impl Store for Client {
             let mut state = self.state.lock();
             state.next_ticket += 1;
             let ticket = state.next_ticket;
-            state.values.insert(ticket, None);
+            state.answers.insert(ticket, Lookup::Asked);
             ticket
         };
         let start = Instant::now();
         let during = format!("waiting for `{key}`");
-        let outcome = self.send(&ToServer::Get { ticket, key: key.to_owned() }).and_then(|()| {
-            self.wait(&during, start, start + timeout, waiting_for, |state| state.values.get_mut(&ticket)?.take())
-        });
-        self.state.lock().values.remove(&ticket);
+        let asked = self.send(&ToServer::Get { ticket, key: key.to_owned() });
+        let outcome = match asked {
+            Ok(()) => {
+                self.wait(&during, start, start + timeout, waiting_for, |state| match state.answers.get_mut(&ticket) {
+                    Some(Lookup::Value(value)) => Ok(std::mem::take(value)),
+                    Some(Lookup::Asked) => Err(Departures::Wait),
+                    Some(Lookup::NotYet) | None => Err(Departures::Matter),
+                })
+            }
+            Err(_) => Err(self.closed(waiting_for, &during)),
+        };
+        self.state.lock().answers.remove(&ticket);
         if outcome.is_err() {
             let _ = self.send(&ToServer::Forget { ticket });
         }
@@ -311,21 +346,19 @@ impl Store for Client {
 /// Goes over the addresses until one proves that it is the job's rendezvous.
 fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpStream, SessionKeys, String)> {
     let mut pause = FIRST_PAUSE;
-    let mut refused_since = None;
+    let mut connect_time = FIRST_CONNECT_TIME;
     let mut trouble = String::from("nobody listens");
     loop {
         for address in &options.addresses {
-            match try_address(address, options) {
-                Ok(Some((stream, keys))) => return Ok((stream, keys, address.clone())),
-                Ok(None) => {
-                    trouble = format!("{address} does not accept this job's secret");
-                    let since = *refused_since.get_or_insert_with(Instant::now);
-                    if options.addresses.len() == 1 && since.elapsed() > REFUSAL_TIME {
-                        return Err(Error::Rendezvous(format!(
-                            "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
-                        )));
-                    }
+            match try_address(address, options, connect_time) {
+                Ok(Found::Rendezvous(stream, keys)) => return Ok((stream, keys, address.clone())),
+                Ok(Found::Stranger) => trouble = format!("{address} belongs to somebody else"),
+                Ok(Found::OtherSecret) if options.addresses.len() == 1 => {
+                    return Err(Error::Rendezvous(format!(
+                        "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
+                    )));
                 }
+                Ok(Found::OtherSecret) => trouble = format!("{address} does not accept this job's secret"),
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
                 Err(error) => trouble = format!("{address}: {error}"),
             }
@@ -340,16 +373,26 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpS
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
+        connect_time = (connect_time * 2).min(STEP_TIME);
     }
 }
 
-/// A connection to the rendezvous at `address`, or `None` if whoever is there does not share the secret.
-fn try_address(address: &str, options: &Options) -> std::io::Result<Option<(TcpStream, SessionKeys)>> {
+enum Found {
+    /// It shares the secret.
+    Rendezvous(TcpStream, SessionKeys),
+    /// A rendezvous with another secret.
+    OtherSecret,
+    /// Something else.
+    Stranger,
+}
+
+/// Who is at `address`.
+fn try_address(address: &str, options: &Options, connect_time: Duration) -> std::io::Result<Found> {
     let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
     let mut outcome = Err(std::io::Error::new(ErrorKind::NotFound, "the name has no address"));
     for address in addresses {
         let remaining = options.deadline.saturating_duration_since(Instant::now()).max(NAP);
-        outcome = TcpStream::connect_timeout(&address, remaining.min(STEP_TIME));
+        outcome = TcpStream::connect_timeout(&address, remaining.min(connect_time));
         if outcome.is_ok() {
             break;
         }
@@ -359,16 +402,13 @@ fn try_address(address: &str, options: &Options) -> std::io::Result<Option<(TcpS
     stream.set_read_timeout(Some(STEP_TIME))?;
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
-    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else { return Ok(None) };
+    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else { return Ok(Found::Stranger) };
     stream.write_all(&answer.bytes(&options.key))?;
     let mut proof = [0; PROOF_BYTES];
-    match stream.read_exact(&mut proof) {
-        Ok(()) => {}
-        // It hung up on our answer.
-        Err(error) if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) => return Ok(None),
-        Err(error) => return Err(error),
-    }
-    let Some(keys) = answer.verify(&options.key, &proof) else { return Ok(None) };
+    stream.read_exact(&mut proof)?;
+    let Some(keys) = answer.verify(&options.key, &proof) else {
+        return Ok(if proof == REFUSAL { Found::OtherSecret } else { Found::Stranger });
+    };
     stream.set_read_timeout(None)?;
-    Ok(Some((stream, keys)))
+    Ok(Found::Rendezvous(stream, keys))
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!   server -> client   greeting   magic, server nonce
 //!   client -> server   answer     magic, client nonce, HMAC(job key, "client", both nonces)
-//!   server -> client   proof      HMAC(job key, "server", both nonces)
+//!   server -> client   proof      HMAC(job key, "server", both nonces), or REFUSAL
 //! ```
 //!
 //! The client checks the proof before it says anything else, since the port may belong to another job.
@@ -24,6 +24,10 @@ pub const GREETING_BYTES: usize = MAGIC.len() + WIDTH;
 pub const ANSWER_BYTES: usize = MAGIC.len() + 2 * WIDTH;
 /// Bytes of the server's proof.
 pub const PROOF_BYTES: usize = WIDTH;
+
+/// What the server sends for a proof to a client that does not know the secret, so that it need not guess why the
+/// connection ends. No secret has it for a proof.
+pub const REFUSAL: [u8; PROOF_BYTES] = [0; PROOF_BYTES];
 
 /// The key that the secret of a job stands for.
 #[derive(Clone)]

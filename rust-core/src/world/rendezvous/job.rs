@@ -117,7 +117,10 @@ impl Job {
             }
             ToServer::Get { ticket, key } => match session.store.get(&key) {
                 Some(value) => self.outbox.push((from, ToClient::Value { ticket, value: value.clone() })),
-                None => session.waiting.entry(key).or_default().push((from, ticket)),
+                None => {
+                    session.waiting.entry(key).or_default().push((from, ticket));
+                    self.outbox.push((from, ToClient::NotYet { ticket }));
+                }
             },
             ToServer::Forget { ticket } => session.forget(|waiter| waiter == (from, ticket)),
             ToServer::RemovePrefix { prefix } => {
@@ -140,14 +143,13 @@ impl Job {
 
     /// A connection ended without a goodbye, for the reason `why`.
     pub fn disconnected(&mut self, connection: ConnectionId, why: &str, now: Instant) {
-        let Some((session, rank)) = self.forget_connection(connection) else { return };
-        // `forget_connection` drops a session that nobody is left in: nobody is left to tell, either.
-        let Some(join) = self.sessions.get(&session).and_then(|session| session.joins[rank].as_ref()) else { return };
-        let detail = format!("process {} on host {} {why}", join.pid, join.hostname);
+        let Some(&(session, rank)) = self.connections.get(&connection) else { return };
+        let join = self.sessions[&session].joins[rank].as_ref().expect("a connection's rank has joined");
         let detail = match self.gone.get(&rank) {
             Some(Departure::Died { detail }) => detail.clone(),
-            _ => detail,
+            _ => format!("process {} on host {} {why}", join.pid, join.hostname),
         };
+        self.forget_connection(connection);
         self.suspects.push(Suspect { session, rank, detail, until: now + self.patience });
         self.tick(now);
     }

@@ -84,8 +84,10 @@ pub enum ToClient {
     Refused { reason: String },
     /// See [`Welcome`].
     Welcome(Welcome),
-    /// The answer to [`ToServer::Get`].
+    /// The answer to [`ToServer::Get`], at once or after [`ToClient::NotYet`].
     Value { ticket: u64, value: Vec<u8> },
+    /// The key that [`ToServer::Get`] asks for is not written yet. Whoever departed before this came did not write it.
+    NotYet { ticket: u64 },
     /// The answer to [`ToServer::WhoIsMissing`].
     Missing { ranks: Vec<u32> },
     /// Another rank departed.

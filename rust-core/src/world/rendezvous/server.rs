@@ -11,7 +11,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::{Condvar, Mutex};
 
 use super::frame::{MAX_PAYLOAD, Opener, Sealer};
-use super::handshake::{ANSWER_BYTES, Challenge, JobKey};
+use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
 use super::job::{Job, Verdict};
 use super::message::{self, ToServer};
 use crate::error::{Error, Result};
@@ -20,9 +20,11 @@ use crate::world::{fork, socket};
 /// How long a connection may take to prove itself and join.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// Connections that have not proved themselves, at most.
-const MAX_STRANGERS: usize = 128;
-/// A stranger of this age may be turned away for a new one. A member answers in far less.
-const STRANGER_TIME: Duration = Duration::from_millis(250);
+const MAX_STRANGERS: usize = 256;
+/// A stranger of this age may be turned away for a new one; a member whom that hits tries again.
+const STRANGER_TIME: Duration = Duration::from_millis(30);
+/// Connections that wait to be accepted.
+const LISTEN_QUEUE: i32 = 4096;
 /// Connections accepted before members are served again.
 const ACCEPT_BATCH: usize = 32;
 /// Bytes read from one connection before the others are served again.
@@ -89,6 +91,8 @@ impl Server {
         let io = |error| Error::io("starting the rendezvous", error);
         let address = listener.local_addr().map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
+        // The standard library's queue is short.
+        rustix::net::listen(&listener, LISTEN_QUEUE).map_err(|error| io(error.into()))?;
         let mut listener = mio::net::TcpListener::from_std(listener);
         let poll = Poll::new().map_err(io)?;
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE).map_err(io)?;
@@ -290,7 +294,6 @@ impl Loop {
         let token = Token(self.next);
         self.next += 1;
         let guard = fork::Guard::new(&stream);
-        socket::configure(&stream, self.options.peer_timeout)?;
         self.poll
             .registry()
             .register(&mut stream, token, Interest::READABLE | Interest::WRITABLE)
@@ -343,7 +346,8 @@ impl Loop {
                 Ok(0) => return self.drop_connection(token, "ended without `shutdown()`"),
                 Ok(count) => {
                     read += count;
-                    if let Err(why) = take(token, connection, &self.options.key, &mut self.job, &piece[..count]) {
+                    if let Err(why) = take(token, connection, &self.options, &mut self.job, &piece[..count]) {
+                        self.flush(token);
                         return self.drop_connection(token, &why);
                     }
                     if connection.closing {
@@ -436,7 +440,7 @@ impl Loop {
 fn take(
     token: Token,
     connection: &mut Connection,
-    key: &JobKey,
+    options: &Options,
     job: &mut Job,
     mut bytes: &[u8],
 ) -> Result<(), String> {
@@ -444,7 +448,11 @@ fn take(
         let (head, rest) = bytes.split_at(bytes.len().min(ANSWER_BYTES - answer.len()));
         answer.extend_from_slice(head);
         let Ok(answer) = <&[u8; ANSWER_BYTES]>::try_from(answer.as_slice()) else { return Ok(()) };
-        let (proof, keys) = challenge.verify(key, answer).ok_or("does not know the job's secret")?;
+        let Some((proof, keys)) = challenge.verify(&options.key, answer) else {
+            connection.out.extend_from_slice(&REFUSAL);
+            return Err("does not know the job's secret".to_owned());
+        };
+        socket::configure(&connection.stream, options.peer_timeout).map_err(|error| error.report())?;
         connection.out.extend_from_slice(&proof);
         connection.stage = Stage::Open { sealer: Sealer::new(keys.send), opener: Opener::new(keys.receive) };
         bytes = rest;
