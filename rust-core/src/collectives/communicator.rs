@@ -6,72 +6,337 @@
 //!   than a small collective.
 //! - COM-3: communicators are independent: each has its own worker thread, started by its first `submit`, so that
 //!   ranks may interleave two groups differently.
+//! - COM-4: a request that one member may not make (a bad argument, an operation that its element type lacks) still
+//!   takes its place in the order: the member gets its error at once, the others hear of it (as from
+//!   [`Communicator::fail_next`]), and the group stays usable.
+//! - COM-5: after an error in the middle of an operation (a departure, a timeout, an interruption) the members may
+//!   stand at different places, so every later operation of the group fails too.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
-use super::Request;
+use parking_lot::{Condvar, Mutex};
+
+use super::call::{Call, Kind};
+use super::courier::Courier;
 use super::window::Window;
-use crate::error::Result;
-use crate::transport::{Members, Transport};
+use super::{Group, Request, algorithms, arrival};
+use crate::error::{Error, Result};
+use crate::transport::{Members, Transport, Wait};
 use crate::world::Monitor;
 
 /// Called once, from the worker thread, when an operation has completed or failed.
 pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 
+/// How long [`Communicator::close`] waits for its threads: several naps, so only a stuck callback exceeds it.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+
 /// See the module's text.
 pub struct Communicator {
+    shared: Arc<Shared>,
+    courier: Courier,
+}
+
+/// What the worker thread shares with the callers.
+struct Shared {
+    id: u64,
     transport: Arc<dyn Transport>,
+    monitor: Arc<Monitor>,
+    timeout: Duration,
+    turns: Mutex<Turns>,
+    changed: Condvar,
+    closed: Arc<OnceLock<String>>,
+    /// COM-5.
+    broken: OnceLock<Error>,
+    /// The last arrival was not waited for (SHM-3).
+    unsettled: AtomicBool,
+    /// Operations and windows so far: the same on all members.
+    operations: AtomicU64,
+    windows: AtomicU64,
+}
+
+#[derive(Default)]
+struct Turns {
+    /// Somebody executes an operation.
+    busy: bool,
+    queue: VecDeque<(Job, Done)>,
+    worker: Option<ThreadId>,
+}
+
+enum Job {
+    Run(Request),
+    Fail(String),
+    Window(usize, Arc<OnceLock<Arc<Window>>>),
 }
 
 impl Communicator {
-    /// The communicator over `transport`; `id` is the same on all members and unique in the job.
+    /// The communicator over `transport`, which nobody else uses; `id` is the same on all members and unique in the
+    /// job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
-        let _ = (id, monitor, timeout);
-        Arc::new(Self { transport })
+        let closed = Arc::new(OnceLock::new());
+        let courier = Courier::new(id, transport.clone(), monitor.clone(), timeout, closed.clone());
+        let shared = Arc::new(Shared {
+            id,
+            transport,
+            monitor,
+            timeout,
+            turns: Mutex::default(),
+            changed: Condvar::new(),
+            closed,
+            broken: OnceLock::new(),
+            unsettled: AtomicBool::new(false),
+            operations: AtomicU64::new(0),
+            windows: AtomicU64::new(0),
+        });
+        Arc::new(Self { shared, courier })
     }
 
     /// The job-wide name of the group; 0 is the world.
     pub fn id(&self) -> u64 {
-        todo!()
+        self.shared.id
     }
 
     /// The members.
     pub fn members(&self) -> &Members {
-        self.transport.members()
+        self.shared.transport.members()
     }
 
     /// Runs `request` and returns when this member's part is complete.
     ///
     /// # Errors
-    /// See COL-3 and [`crate::transport::Wait::check`].
+    /// See COL-3, COM-4, COM-5 and [`Wait::check`].
     pub fn run(&self, request: &Request) -> Result<()> {
-        let _ = request;
-        todo!()
+        match request {
+            Request::Send { .. } | Request::Recv { .. } => self.courier.run(request),
+            _ => self.shared.run(|| Job::Run(request.clone()), || self.shared.collective(request)),
+        }
     }
 
     /// Queues `request`; `done` is called when it is complete. The views' promise must hold until then.
     pub fn submit(self: &Arc<Self>, request: Request, done: Done) {
-        let _ = (request, done);
-        todo!()
+        match request {
+            Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, done),
+            _ => self.shared.queue(Job::Run(request), done),
+        }
     }
 
     /// Memory of `bytes` bytes that every member contributes and, on one host, every member sees. Collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::run`]; [`Error::Io`] or [`Error::Unsupported`] when the system refuses the memory.
     pub fn window(&self, bytes: usize) -> Result<Arc<Window>> {
-        let _ = bytes;
-        todo!()
+        let made = Arc::new(OnceLock::new());
+        self.shared.run(|| Job::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
+        made.get().cloned().ok_or_else(|| Error::Internal("a window was made and is not there".into()))
     }
 
     /// Takes part in the group's next operation by failing it: every other member's next operation ends with
-    /// [`crate::Error::PeerFailed`] carrying `message`. The group stays usable.
+    /// [`Error::PeerFailed`] carrying `message`. The group stays usable. Where memory is shared, `done` is called
+    /// without waiting for the others.
     pub fn fail_next(self: &Arc<Self>, message: String, done: Done) {
-        let _ = (message, done);
-        todo!()
+        self.shared.queue(Job::Fail(message), done);
     }
 
-    /// Ends the worker thread; queued operations fail with [`crate::Error::Closed`].
+    /// Ends the worker thread; queued operations fail with [`Error::Closed`], and so does a running one that waits.
     pub fn close(&self, reason: &str) {
-        let _ = reason;
-        todo!()
+        let _ = self.shared.closed.set(reason.to_owned());
+        self.courier.wake();
+        let deadline = Instant::now() + CLOSE_LIMIT;
+        let mut turns = self.shared.turns.lock();
+        self.shared.changed.notify_all();
+        let me = std::thread::current().id();
+        while turns.worker.is_some_and(|worker| worker != me) {
+            if self.shared.changed.wait_until(&mut turns, deadline).timed_out() {
+                break;
+            }
+        }
+        drop(turns);
+        self.courier.wait_ended(deadline);
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        self.close("the group was dropped");
+    }
+}
+
+/// Gives the turn back, also when the operation panics.
+struct Turn<'a>(&'a Shared);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = self.0.broken.set(Error::Internal("an operation of this group panicked".into()));
+        }
+        let mut turns = self.0.turns.lock();
+        turns.busy = false;
+        if !turns.queue.is_empty() || self.0.closed.get().is_some() {
+            self.0.changed.notify_all();
+        }
+    }
+}
+
+impl Shared {
+    /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
+    fn run(self: &Arc<Self>, job: impl FnOnce() -> Job, now: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut turns = self.turns.lock();
+        if !turns.busy && turns.queue.is_empty() {
+            turns.busy = true;
+            drop(turns);
+            let _turn = Turn(self);
+            return now();
+        }
+        drop(turns);
+        let (sender, receiver) = std::sync::mpsc::channel();
+        // The receiver is there: this function waits for it.
+        self.queue(job(), Box::new(move |result| drop(sender.send(result))));
+        receiver.recv().unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into())))
+    }
+
+    fn queue(self: &Arc<Self>, job: Job, done: Done) {
+        let mut turns = self.turns.lock();
+        let refusal = match self.closed.get() {
+            Some(reason) => Some(Error::Closed { reason: reason.clone() }),
+            None if turns.worker.is_none() => {
+                let shared = self.clone();
+                let thread = std::thread::Builder::new().name(format!("smd-group-{}", self.id));
+                match thread.spawn(move || shared.work()) {
+                    Ok(handle) => {
+                        turns.worker = Some(handle.thread().id());
+                        None
+                    }
+                    Err(error) => Some(Error::io("starting the worker thread of a group", error)),
+                }
+            }
+            None => None,
+        };
+        if let Some(error) = refusal {
+            drop(turns);
+            return done(Err(error));
+        }
+        turns.queue.push_back((job, done));
+        self.changed.notify_all();
+    }
+
+    /// The worker thread.
+    fn work(&self) {
+        loop {
+            let mut turns = self.turns.lock();
+            while turns.busy || (turns.queue.is_empty() && self.closed.get().is_none()) {
+                self.changed.wait(&mut turns);
+            }
+            let Some((job, done)) = turns.queue.pop_front() else {
+                turns.worker = None;
+                self.changed.notify_all();
+                return;
+            };
+            turns.busy = true;
+            drop(turns);
+            let turn = Turn(self);
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match &job {
+                Job::Run(request) => self.collective(request),
+                Job::Fail(message) => self.fail(message),
+                Job::Window(bytes, made) => self.window(*bytes, made),
+            }));
+            drop(turn);
+            done(outcome.unwrap_or_else(|_| Err(self.panicked())));
+        }
+    }
+
+    fn panicked(&self) -> Error {
+        let error = Error::Internal("an operation of this group panicked".into());
+        let _ = self.broken.set(error.clone());
+        error
+    }
+
+    fn collective(&self, request: &Request) -> Result<()> {
+        let members = self.transport.members();
+        match Call::of(request, members.me, members.size()) {
+            Ok(Some(call)) => self.enter(&call, |group| algorithms::run(request, &call, group)),
+            Ok(None) => Err(Error::Internal("a message between pairs was queued as a collective".into())),
+            Err(error) => {
+                self.fail(&error.to_string())?;
+                Err(error)
+            }
+        }
+    }
+
+    fn fail(&self, message: &str) -> Result<()> {
+        let call = Call { message: message.to_owned(), ..Call::new(Kind::Poison) };
+        self.enter(&call, |group| match group.memory {
+            Some(memory) => {
+                arrival::publish(memory, &call);
+                memory.arrive();
+                self.unsettled.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            // The verdict is this member's own message.
+            None => arrival::agree_by_messages(&call, group).or_else(|error| match error {
+                Error::PeerFailed { .. } if group.in_step.get() => Ok(()),
+                other => Err(other),
+            }),
+        })
+    }
+
+    fn window(&self, bytes: usize, made: &OnceLock<Arc<Window>>) -> Result<()> {
+        let number = self.windows.fetch_add(1, Ordering::Relaxed);
+        let call = Call { elems: bytes, window: number, ..Call::new(Kind::Window) };
+        self.enter(&call, |group| {
+            // A barrier that compares the sizes.
+            algorithms::run(&Request::Barrier, &call, group)?;
+            let window = Window::create(number, bytes, group)?;
+            let _ = made.set(Arc::new(window));
+            Ok(())
+        })
+    }
+
+    /// Runs one operation as the group's next.
+    fn enter(&self, call: &Call, operation: impl FnOnce(&Group<'_>) -> Result<()>) -> Result<()> {
+        let members = self.transport.members();
+        if let Some(reason) = self.closed.get() {
+            return Err(Error::Closed { reason: reason.clone() });
+        }
+        match self.broken.get() {
+            None => {}
+            Some(Error::PeerFailed { rank, how, me, .. }) => {
+                return Err(Error::PeerFailed { rank: *rank, how: how.clone(), me: *me, during: call.to_string() });
+            }
+            Some(error) => {
+                return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
+            }
+        }
+        let start = Instant::now();
+        let during = || call.to_string();
+        let wait = Wait {
+            during: &during,
+            start,
+            deadline: start + self.timeout,
+            monitor: &self.monitor,
+            members: &members.ranks,
+            closed: &self.closed,
+        };
+        let group = Group {
+            transport: &*self.transport,
+            memory: self.transport.shared(),
+            members,
+            wait,
+            id: self.id,
+            operation: self.operations.fetch_add(1, Ordering::Relaxed),
+            in_step: Default::default(),
+        };
+        let outcome = match group.memory.filter(|_| self.unsettled.swap(false, Ordering::Relaxed)) {
+            Some(memory) => memory.await_all(&wait).and_then(|()| operation(&group)),
+            None => operation(&group),
+        };
+        if let Err(error) = &outcome
+            && !group.in_step.get()
+        {
+            let _ = self.broken.set(error.clone());
+        }
+        outcome
     }
 }

@@ -8,12 +8,24 @@
 //!   data moves; a difference is [`crate::Error::Mismatch`] with the same text on every member, and the group
 //!   stays usable.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use crate::buffer::{DType, TensorView};
+use crate::transport::shm::SharedMemory;
+use crate::transport::{Members, Transport, Wait};
 
+mod algorithms;
+mod arrival;
+mod call;
 pub mod communicator;
+mod courier;
+mod kernels;
+pub mod reference;
 pub mod window;
+
+#[cfg(test)]
+mod tests;
 
 pub use communicator::{Communicator, Done};
 pub use window::Window;
@@ -31,6 +43,20 @@ pub enum ReduceOp {
     BitAnd = 5,
     BitOr = 6,
     BitXor = 7,
+}
+
+impl ReduceOp {
+    /// Every operation.
+    pub const ALL: [ReduceOp; 8] = [
+        ReduceOp::Sum,
+        ReduceOp::Average,
+        ReduceOp::Min,
+        ReduceOp::Max,
+        ReduceOp::Product,
+        ReduceOp::BitAnd,
+        ReduceOp::BitOr,
+        ReduceOp::BitXor,
+    ];
 }
 
 /// One member's part in an operation of its group. Roots and peers are ranks inside the group; counts and sizes are
@@ -141,4 +167,30 @@ pub enum Request {
         /// Matches the sender's.
         tag: u32,
     },
+}
+
+/// What one running operation needs to know of its group.
+pub(crate) struct Group<'a> {
+    transport: &'a dyn Transport,
+    /// Memory that all members see, if the transport has it.
+    memory: Option<&'a SharedMemory>,
+    members: &'a Members,
+    wait: Wait<'a>,
+    id: u64,
+    /// Operations of the group before this one; the same on all members.
+    operation: u64,
+    /// All members are at the same place although the operation failed: the group can go on.
+    in_step: Cell<bool>,
+}
+
+impl Group<'_> {
+    /// A name for the operation that is the same on all members.
+    fn title(&self) -> String {
+        format!("operation {} of group {}", self.operation, self.id)
+    }
+
+    /// For algorithms that accept only groups with shared memory.
+    fn shared(&self) -> &SharedMemory {
+        self.memory.expect("the algorithm accepted a group with shared memory")
+    }
 }

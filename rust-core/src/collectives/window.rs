@@ -1,24 +1,117 @@
 //! Memory that every member of a group contributes. On one host each member sees all parts, and a reduction over
 //! [`super::Request::AllReduceWindow`] reads its peers' values where they lie and writes the result where it belongs.
 
-/// One allocation per member, of equal size, zeroed.
+use super::{Group, Request, algorithms};
+use crate::buffer::{DType, Device, TensorView};
+use crate::error::{Error, Result};
+use crate::transport::shm::segment::Segment;
+
+use super::call::Call;
+
+/// One allocation per member, of equal size, zeroed. Freed with its last handle: a request that uses it holds one.
 #[derive(Debug)]
-pub struct Window {}
+pub struct Window {
+    number: u64,
+    bytes: usize,
+    me: usize,
+    parts: Parts,
+}
+
+#[derive(Debug)]
+enum Parts {
+    /// One segment a member.
+    Visible(Vec<Segment>),
+    /// Without shared memory: only the own part.
+    Own(Segment),
+}
 
 impl Window {
+    /// Makes the window of `number`; every member is here with the same number and size.
+    pub(crate) fn create(number: u64, bytes: usize, group: &Group<'_>) -> Result<Self> {
+        let (me, size) = (group.members.me, group.members.size());
+        // An empty mapping is not possible; a page more keeps every address valid.
+        let room = bytes.max(1).next_multiple_of(4096);
+        let made = Segment::create("opensmd-window", room);
+        if group.memory.is_none() {
+            return made.map(|segment| Self { number, bytes, me, parts: Parts::Own(segment) });
+        }
+        // Everybody hears of everybody's success before anybody relies on it.
+        let mut own = [0u64; 4];
+        if let Ok(segment) = &made {
+            let [pid, fd, bytes] = segment.address();
+            own = [1, pid, fd, bytes];
+        }
+        let all = all_gather(own, group)?;
+        let attached = agree_on(made, group, &all).and_then(|segment| {
+            let mut own = Some(segment);
+            let attach = |rank: usize| match own.take_if(|_| rank == me) {
+                Some(segment) => Ok(segment),
+                None => Segment::attach([all[rank][1], all[rank][2], all[rank][3]], room),
+            };
+            (0..size).map(attach).collect::<Result<Vec<_>>>()
+        });
+        let all = all_gather([u64::from(attached.is_ok()), 0, 0, 0], group)?;
+        let mut segments = agree_on(attached, group, &all)?;
+        segments[me].seal();
+        Ok(Self { number, bytes, me, parts: Parts::Visible(segments) })
+    }
+
+    /// Its number in the group.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// This member's part.
     pub fn local(&self) -> *mut u8 {
-        todo!()
+        match &self.parts {
+            Parts::Visible(segments) => segments[self.me].start(),
+            Parts::Own(segment) => segment.start(),
+        }
     }
 
     /// Bytes of each part.
     pub fn bytes(&self) -> usize {
-        todo!()
+        self.bytes
     }
 
     /// Member `rank`'s part where it is visible.
     pub fn peer(&self, rank: usize) -> Option<*mut u8> {
-        let _ = rank;
-        todo!()
+        match &self.parts {
+            Parts::Visible(segments) => segments.get(rank).map(Segment::start),
+            Parts::Own(segment) => (rank == self.me).then(|| segment.start()),
+        }
     }
+}
+
+/// The own outcome, if every member (first word of `all`) succeeded.
+fn agree_on<T>(outcome: Result<T>, group: &Group<'_>, all: &[[u64; 4]]) -> Result<T> {
+    match all.iter().position(|member| member[0] != 1) {
+        None => outcome,
+        Some(culprit) => {
+            // All know, and none goes on.
+            group.in_step.set(true);
+            outcome?;
+            let rank = group.members.ranks[culprit];
+            Err(Error::Unsupported(format!("rank {rank} could not map the memory of a window: see its own error")))
+        }
+    }
+}
+
+fn all_gather(own: [u64; 4], group: &Group<'_>) -> Result<Vec<[u64; 4]>> {
+    let size = group.members.size();
+    let mut own = own;
+    let mut all = vec![[0u64; 4]; size];
+    // SAFETY: both arrays live until `run` has returned, which completes the operation.
+    let request = unsafe {
+        Request::AllGather {
+            input: TensorView::new(own.as_mut_ptr().cast(), 4, DType::Int64, Device::Cpu, 0)?,
+            outputs: all
+                .iter_mut()
+                .map(|member| TensorView::new(member.as_mut_ptr().cast(), 4, DType::Int64, Device::Cpu, 0))
+                .collect::<Result<_>>()?,
+        }
+    };
+    let call = Call::of(&request, group.members.me, size)?.expect("all_gather is a collective");
+    algorithms::run(&request, &call, group)?;
+    Ok(all)
 }

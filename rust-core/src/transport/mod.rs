@@ -2,15 +2,30 @@
 //!
 //! Two services: messages between pairs, which every transport has, and memory that all members see, which only
 //! `shm` has and on which the fast algorithms of [`crate::collectives`] rest.
+//!
+//! - TRA-1: any number of messages may be under way at once, and none waits for another with a different tag or
+//!   partner: what arrives before its receive is kept (small) or held back at the sender (large).
+//! - TRA-2: what a peer writes is data. Lengths, offsets and identifiers that come from a peer are checked against
+//!   this process's own before they are used, so a corrupt peer can spoil values but not memory safety.
 
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::world::Monitor;
+use crate::world::{Departure, Monitor};
+
+mod mailbox;
+pub mod mock;
+pub mod shm;
+
+pub use mailbox::Message;
+pub use shm::ShmTransport;
 
 /// Tells messages of one pair apart; messages with equal tags arrive in the order they were sent.
 pub type Tag = u64;
+
+/// The longest sleep between two looks at [`Wait::check`]: departures and interruptions are seen this late.
+pub const NAP: Duration = Duration::from_millis(50);
 
 /// The members of a group: position = rank inside the group, value = global rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,8 +54,10 @@ pub struct Wait<'a> {
     pub deadline: Instant,
     /// Departures.
     pub monitor: &'a Monitor,
-    /// Global ranks of the group.
+    /// Global ranks whose departure ends the wait.
     pub members: &'a [usize],
+    /// Filled with the reason when the communicator is closed under the wait.
+    pub closed: &'a OnceLock<String>,
 }
 
 impl Wait<'_> {
@@ -48,18 +65,36 @@ impl Wait<'_> {
     /// condition and before the next sleep; a caller that gets an error looks at the condition once more, since a
     /// peer may have done its part and then left.
     ///
+    /// A member that died or failed ends the wait at once, since others will stop because of it. A member that
+    /// left in good order ends it only if it is `missing`: it may have done its part before.
+    ///
     /// # Errors
-    /// [`Error::PeerFailed`], [`Error::Interrupted`], or [`Error::Timeout`] naming `missing` (global ranks).
+    /// [`Error::PeerFailed`], [`Error::Closed`], [`Error::Interrupted`], or [`Error::Timeout`] naming `missing`
+    /// (global ranks).
     pub fn check(&self, missing: impl FnOnce() -> Vec<usize>) -> Result<()> {
-        if self.monitor.generation() != 0 {
-            self.monitor.check(self.members, &(self.during)())?;
+        let now = Instant::now();
+        let gone = self.monitor.generation() != 0;
+        if gone || now >= self.deadline {
+            let missing = missing();
+            if gone {
+                let stopped: Vec<usize> = (self.members.iter().copied())
+                    .filter(|rank| match self.monitor.departure(*rank) {
+                        None => false,
+                        Some(Departure::Left) => missing.contains(rank),
+                        Some(_) => true,
+                    })
+                    .collect();
+                self.monitor.check(&stopped, &(self.during)())?;
+            }
+            if now >= self.deadline {
+                return Err(Error::Timeout { during: (self.during)(), waited: now - self.start, missing });
+            }
+        }
+        if let Some(reason) = self.closed.get() {
+            return Err(Error::Closed { reason: reason.clone() });
         }
         if self.monitor.interrupted() {
             return Err(Error::Interrupted { during: (self.during)() });
-        }
-        let now = Instant::now();
-        if now >= self.deadline {
-            return Err(Error::Timeout { during: (self.during)(), waited: now - self.start, missing: missing() });
         }
         Ok(())
     }
@@ -71,11 +106,107 @@ pub trait Transport: Send + Sync {
     fn name(&self) -> &'static str;
     /// The group.
     fn members(&self) -> &Members;
-    /// Sends `bytes` to member `to`; returns when `bytes` may be reused. May wait until the receiver takes them.
-    fn send(&self, to: usize, tag: Tag, bytes: &[u8], wait: &Wait<'_>) -> Result<()>;
-    /// Receives exactly `bytes.len()` bytes from member `from`.
+    /// Starts sending `bytes` bytes at `data` to member `to`. Never waits.
     ///
-    /// # Errors
-    /// [`Error::Mismatch`] if the message has another length.
-    fn recv(&self, from: usize, tag: Tag, bytes: &mut [u8], wait: &Wait<'_>) -> Result<()>;
+    /// # Safety
+    /// The bytes stay valid and unchanged until [`Message::poll`] is `Some` or [`Transport::cancel`] has returned.
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message;
+    /// Starts receiving exactly `bytes` bytes from member `from`, or from whoever sends first with this tag. Never
+    /// waits. A message of another length fails the receive (and the send, if it is still under way) with
+    /// [`Error::Mismatch`].
+    ///
+    /// # Safety
+    /// The bytes stay valid, and nobody else touches them, until [`Message::poll`] is `Some` or
+    /// [`Transport::cancel`] has returned.
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message;
+    /// Moves what can be moved without waiting; messages complete only in here and in the `post` functions.
+    fn progress(&self);
+    /// Gives up on a message: its memory is not touched after this returns.
+    fn cancel(&self, message: &Message);
+    /// A value that changes whenever a peer did something that lets [`Transport::progress`] move.
+    fn doorbell(&self) -> u32;
+    /// Sleeps until the doorbell differs from `seen`, for at most `limit`.
+    fn doze(&self, seen: u32, limit: Duration);
+    /// Changes the own doorbell, so that threads of this process that doze look again.
+    fn ring(&self);
+    /// The memory that all members see, if there is such a thing.
+    fn shared(&self) -> Option<&shm::SharedMemory>;
+}
+
+/// Waits for all `messages`. `missing` holds their partners' global ranks, for errors. After an error none of the
+/// messages touches its memory any more.
+///
+/// # Errors
+/// A message's own error, or the one of [`Wait::check`].
+pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>) -> Result<()> {
+    let mut backoff = Backoff::new(transport.members().size());
+    let mut first = 0;
+    let outcome = loop {
+        let seen = transport.doorbell();
+        transport.progress();
+        while let Some(result) = messages.get(first).and_then(Message::poll) {
+            match result {
+                Ok(_) => first += 1,
+                Err(error) => {
+                    messages.iter().for_each(|message| transport.cancel(message));
+                    return Err(error);
+                }
+            }
+        }
+        if first == messages.len() {
+            return Ok(());
+        }
+        if backoff.pause() {
+            continue;
+        }
+        let missing = || {
+            let unfinished = messages.iter().filter(|message| message.poll().is_none());
+            let mut ranks: Vec<usize> = unfinished.flat_map(|message| message.partners(transport.members())).collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            ranks
+        };
+        match wait.check(missing) {
+            Ok(()) => transport.doze(seen, NAP),
+            Err(error) => break error,
+        }
+    };
+    // What was under way may have completed between the last look and the error.
+    transport.progress();
+    if messages.iter().all(|message| matches!(message.poll(), Some(Ok(_)))) {
+        return Ok(());
+    }
+    messages.iter().for_each(|message| transport.cancel(message));
+    Err(outcome)
+}
+
+/// How a wait spends its time before it sleeps: a short spin where every member has a core of its own, then some
+/// rounds of yielding, so that members that share a core get it.
+pub(crate) struct Backoff {
+    spins: u32,
+    yields: u32,
+}
+
+impl Backoff {
+    /// For a wait among `members` processes of this host.
+    pub(crate) fn new(members: usize) -> Self {
+        static CORES: OnceLock<usize> = OnceLock::new();
+        let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
+        Self { spins: if members <= cores { 2000 } else { 0 }, yields: 20 }
+    }
+
+    /// Lets a little time pass without sleeping; false when it is time to sleep.
+    pub(crate) fn pause(&mut self) -> bool {
+        if self.spins > 0 {
+            self.spins -= 1;
+            std::hint::spin_loop();
+            true
+        } else if self.yields > 0 {
+            self.yields -= 1;
+            std::thread::yield_now();
+            true
+        } else {
+            false
+        }
+    }
 }

@@ -1,0 +1,134 @@
+//! Everything that moves values without combining them: broadcast, all-gather, gather, scatter, all-to-all; and the
+//! barrier, which moves nothing. Who has something to give publishes it chunk by chunk, who wants it takes it.
+
+use super::{Algorithm, Steps, copy};
+use crate::buffer::TensorView;
+use crate::collectives::call::{Call, Kind};
+use crate::collectives::{Group, Request};
+use crate::error::Result;
+
+/// See the module's text.
+pub(super) struct Exchange;
+
+/// Bytes that a member publishes in one step.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// A member's part.
+struct Plan<'a> {
+    /// What it gives: one block for all, or one for each member.
+    gives: Gives<'a>,
+    /// What it takes from each member: a block of the same size as the giver's.
+    takes: Vec<Option<TensorView>>,
+}
+
+enum Gives<'a> {
+    Nothing,
+    All(TensorView),
+    Each(&'a [TensorView]),
+}
+
+impl Algorithm for Exchange {
+    fn name(&self) -> &'static str {
+        "exchange"
+    }
+
+    fn accepts(&self, call: &Call, group: &Group<'_>) -> bool {
+        group.memory.is_some() && !call.reduces()
+    }
+
+    fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        let memory = group.shared();
+        let (me, size) = (memory.me(), memory.size());
+        let plan = plan(request, me, size);
+        // Each member reads its own lane, where the giver has one for each.
+        let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
+        let lane = if each { (CHUNK_BYTES / size).max(64) & !63 } else { CHUNK_BYTES };
+        let mut steps = Steps::new(memory, call, group);
+        let mut longest = 1;
+        let mut start = 0;
+        while start < longest {
+            let phase = steps.next();
+            let arena = memory.arena(me, phase);
+            let publish = |to: usize, block: &TensorView| {
+                let length = block.bytes().saturating_sub(start).min(lane);
+                // SAFETY: the range lies inside the block; the lanes fit the arena, which is this member's to write
+                // until the synchronisation (SHM-2).
+                unsafe { copy(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
+            };
+            match plan.gives {
+                Gives::Nothing => {}
+                Gives::All(block) => publish(0, &block),
+                Gives::Each(blocks) => {
+                    for (to, block) in blocks.iter().enumerate().filter(|(to, _)| *to != me) {
+                        publish(to, block);
+                    }
+                }
+            }
+            steps.sync()?;
+            if start == 0 {
+                longest = longest_block(call, steps.calls.as_deref().unwrap_or_default());
+            }
+            for from in (1..size).map(|distance| (me + distance) % size) {
+                let Some(block) = &plan.takes[from] else { continue };
+                let length = block.bytes().saturating_sub(start).min(lane);
+                let lane_start = if each { me * lane } else { 0 };
+                // SAFETY: the range lies inside the own block; the lane lies inside the arena and holds the giver's
+                // part of this phase (SHM-1).
+                unsafe {
+                    copy(memory.arena(from, phase).add(lane_start), block.ptr().wrapping_add(start), length);
+                }
+            }
+            start += lane;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of the longest block that anybody gives: all members must make the same number of steps. `calls` is empty
+/// if all calls are equal.
+fn longest_block(call: &Call, calls: &[Call]) -> usize {
+    let elems = match call.kind {
+        Kind::Barrier | Kind::Window => 0,
+        Kind::AllGather => call.received.iter().copied().max().unwrap_or(0),
+        _ if calls.is_empty() => call.elems,
+        _ => {
+            let all = calls.iter().flat_map(|call| call.sent.iter().chain(&call.received).chain([&call.elems]));
+            all.copied().max().unwrap_or(0)
+        }
+    };
+    elems.saturating_mul(call.dtype.size())
+}
+
+/// What this member gives and takes. Its own block is copied at once.
+fn plan(request: &Request, me: usize, size: usize) -> Plan<'_> {
+    let own = |input: &TensorView, output: &TensorView| {
+        // SAFETY: validation made them equally long; they are the same memory or do not overlap.
+        unsafe { copy(input.ptr(), output.ptr(), input.bytes()) };
+    };
+    let all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
+    let one = |root: usize, output: &TensorView| (0..size).map(|rank| (rank == root).then_some(*output)).collect();
+    let nothing = || vec![None; size];
+    match request {
+        Request::Broadcast { data, root } if *root == me => Plan { gives: Gives::All(*data), takes: nothing() },
+        Request::Broadcast { data, root } => Plan { gives: Gives::Nothing, takes: one(*root, data) },
+        Request::AllGather { input, outputs } => {
+            own(input, &outputs[me]);
+            Plan { gives: Gives::All(*input), takes: all(outputs) }
+        }
+        Request::Gather { input, outputs, root } if *root == me => {
+            own(input, &outputs[me]);
+            Plan { gives: Gives::Nothing, takes: all(outputs) }
+        }
+        Request::Gather { input, .. } => Plan { gives: Gives::All(*input), takes: nothing() },
+        Request::Scatter { inputs, output, root } if *root == me => {
+            own(&inputs[me], output);
+            Plan { gives: Gives::Each(inputs), takes: nothing() }
+        }
+        Request::Scatter { output, root, .. } => Plan { gives: Gives::Nothing, takes: one(*root, output) },
+        Request::AllToAll { inputs, outputs } => {
+            own(&inputs[me], &outputs[me]);
+            Plan { gives: Gives::Each(inputs), takes: all(outputs) }
+        }
+        _ => Plan { gives: Gives::Nothing, takes: nothing() },
+    }
+}

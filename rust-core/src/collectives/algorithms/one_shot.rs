@@ -1,0 +1,67 @@
+//! All-reduce and reduce in one step a chunk: everyone publishes its values, everyone folds all of them.
+//!
+//! One synchronisation a chunk, but n reads of everything: for small tensors, and for two members, where the halves
+//! that a two-shot saves are paid back by its second copy.
+
+use super::{Algorithm, Steps, copy};
+use crate::collectives::call::{Call, Kind};
+use crate::collectives::kernels::{self, Fold};
+use crate::collectives::{Group, Request};
+use crate::error::Result;
+
+/// See the module's text.
+pub(super) struct OneShot;
+
+/// Largest tensor for more than two members.
+const SMALL_BYTES: usize = 32 << 10;
+/// Bytes that a member publishes in one step. A few of these fit the second-level cache, where they stay between
+/// being copied, being folded and being published again.
+const CHUNK_BYTES: usize = 128 << 10;
+
+impl Algorithm for OneShot {
+    fn name(&self) -> &'static str {
+        "one_shot"
+    }
+
+    fn accepts(&self, call: &Call, group: &Group<'_>) -> bool {
+        group.memory.is_some()
+            && matches!(call.kind, Kind::AllReduce | Kind::Reduce)
+            && (group.members.size() <= 2 || call.bytes() <= SMALL_BYTES)
+    }
+
+    fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        let (Request::AllReduce { input, output, op } | Request::Reduce { input, output, op, .. }) = request else {
+            unreachable!("`accepts` takes all_reduce and reduce only");
+        };
+        let memory = group.shared();
+        let me = memory.me();
+        let wants = call.kind == Kind::AllReduce || call.root == me;
+        let (bytes, size) = (call.bytes(), call.dtype.size());
+        let mut steps = Steps::new(memory, call, group);
+        let mut sources = vec![std::ptr::null(); memory.size()];
+        for start in (0..bytes.max(1)).step_by(CHUNK_BYTES) {
+            let chunk = (bytes - start).min(CHUNK_BYTES);
+            let phase = steps.next();
+            // SAFETY: the chunk lies inside the input and is no longer than an arena; the arena is this member's to
+            // write until the synchronisation (SHM-2).
+            unsafe { copy(input.ptr().wrapping_add(start), memory.arena(me, phase), chunk) };
+            steps.sync()?;
+            if !wants {
+                continue;
+            }
+            for (rank, source) in sources.iter_mut().enumerate() {
+                *source = if rank == me {
+                    input.ptr().wrapping_add(start).cast_const()
+                } else {
+                    memory.arena(rank, phase).cast_const()
+                };
+            }
+            let outputs = [output.ptr().wrapping_add(start)];
+            let fold = Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &outputs, elems: chunk / size };
+            // SAFETY: the sources are the arenas, which hold a chunk of every member now (SHM-1), and the own input;
+            // the output is the own one, at the same place as the input or apart from it. Validation checked the op.
+            unsafe { kernels::fold(&fold) };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! Reduce-scatter: everyone publishes what is not its own, everyone folds its own block.
+
+use super::{Algorithm, Steps, copy};
+use crate::collectives::call::{Call, Kind};
+use crate::collectives::kernels::{self, Fold};
+use crate::collectives::{Group, Request};
+use crate::error::Result;
+
+/// See the module's text.
+pub(super) struct ReduceScatter;
+
+/// Bytes that a member publishes in one step, for all members together.
+const CHUNK_BYTES: usize = 512 << 10;
+
+impl Algorithm for ReduceScatter {
+    fn name(&self) -> &'static str {
+        "reduce_scatter"
+    }
+
+    fn accepts(&self, call: &Call, group: &Group<'_>) -> bool {
+        group.memory.is_some() && call.kind == Kind::ReduceScatter
+    }
+
+    fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        let Request::ReduceScatter { inputs, output, op } = request else {
+            unreachable!("`accepts` takes reduce_scatter only");
+        };
+        let memory = group.shared();
+        let (me, size) = (memory.me(), memory.size());
+        let lane = (CHUNK_BYTES / size).max(64) & !63;
+        let longest = call.sent.iter().max().map_or(0, |elems| elems * call.dtype.size());
+        let mut steps = Steps::new(memory, call, group);
+        let mut sources = vec![std::ptr::null(); size];
+        for start in (0..longest.max(1)).step_by(lane) {
+            let phase = steps.next();
+            let arena = memory.arena(me, phase);
+            for (rank, input) in inputs.iter().enumerate().filter(|(rank, _)| *rank != me) {
+                let length = input.bytes().saturating_sub(start).min(lane);
+                // SAFETY: the range lies inside the block; `size` lanes fit the arena, which is this member's to
+                // write until the synchronisation (SHM-2).
+                unsafe { copy(input.ptr().wrapping_add(start), arena.add(rank * lane), length) };
+            }
+            steps.sync()?;
+            let length = output.bytes().saturating_sub(start).min(lane);
+            for (rank, source) in sources.iter_mut().enumerate() {
+                *source = if rank == me {
+                    inputs[me].ptr().wrapping_add(start).cast_const()
+                } else {
+                    memory.arena(rank, phase).wrapping_add(me * lane).cast_const()
+                };
+            }
+            let outputs = [output.ptr().wrapping_add(start)];
+            let elems = length / call.dtype.size();
+            let fold = Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &outputs, elems };
+            // SAFETY: the sources are this member's lane of every arena (SHM-1) and the own block, as long as the
+            // output, which is the same memory or apart from it. Validation checked the op.
+            unsafe { kernels::fold(&fold) };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,112 @@
+//! All-reduce and reduce in two steps a chunk, for more than two members: each member folds its shard of the chunk,
+//! then all collect the results.
+//!
+//! ```text
+//! phase      p                  p+1                    p+2
+//! publish    chunk k            chunk k+1              chunk k+2
+//! fold                          own shard of k         own shard of k+1
+//! collect                                              others' shards of k
+//! ```
+//!
+//! So there is one synchronisation a chunk and one more, and what moves stays in caches until it has moved.
+
+use std::ops::Range;
+
+use super::{Algorithm, Steps, copy};
+use crate::collectives::call::{Call, Kind};
+use crate::collectives::kernels::{self, Fold};
+use crate::collectives::{Group, Request};
+use crate::error::Result;
+
+/// See the module's text.
+pub(super) struct TwoShot;
+
+/// Bytes of a chunk, over all members' shards.
+const CHUNK_BYTES: usize = 512 << 10;
+
+impl Algorithm for TwoShot {
+    fn name(&self) -> &'static str {
+        "two_shot"
+    }
+
+    fn accepts(&self, call: &Call, group: &Group<'_>) -> bool {
+        group.memory.is_some() && matches!(call.kind, Kind::AllReduce | Kind::Reduce)
+    }
+
+    fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        let (Request::AllReduce { input, output, op } | Request::Reduce { input, output, op, .. }) = request else {
+            unreachable!("`accepts` takes all_reduce and reduce only");
+        };
+        let memory = group.shared();
+        let (me, size) = (memory.me(), memory.size());
+        let wants = call.kind == Kind::AllReduce || call.root == me;
+        let bytes = call.bytes();
+        let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
+        // The bytes of chunk `chunk` that `rank` folds.
+        let shard = |chunk: usize, rank: usize| -> Range<usize> {
+            let start = chunk * CHUNK_BYTES;
+            let length = CHUNK_BYTES.min(bytes - start);
+            let part = length.div_ceil(size).next_multiple_of(64);
+            start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
+        };
+        let mut steps = Steps::new(memory, call, group);
+        let mut sources = vec![std::ptr::null(); size];
+        for step in 0..chunks + 2 {
+            if step < chunks {
+                let arena = memory.arena(me, steps.next());
+                for rank in (0..size).filter(|rank| *rank != me) {
+                    let range = shard(step, rank);
+                    // SAFETY: the range lies inside the input, and inside a chunk, which fits an arena; the arena is
+                    // this member's to write until the synchronisation (SHM-2).
+                    unsafe {
+                        let to = arena.add(range.start - step * CHUNK_BYTES);
+                        copy(input.ptr().add(range.start), to, range.len());
+                    }
+                }
+            }
+            let previous = memory.phase();
+            if let Some(chunk) = step.checked_sub(1).filter(|chunk| *chunk < chunks) {
+                let range = shard(chunk, me);
+                let inside = range.start - chunk * CHUNK_BYTES;
+                for (rank, source) in sources.iter_mut().enumerate() {
+                    *source = if rank == me {
+                        input.ptr().wrapping_add(range.start).cast_const()
+                    } else {
+                        memory.arena(rank, previous).wrapping_add(inside).cast_const()
+                    };
+                }
+                let outputs =
+                    [memory.results(me, previous).wrapping_add(inside), output.ptr().wrapping_add(range.start)];
+                let fold = Fold {
+                    dtype: call.dtype,
+                    op: *op,
+                    sources: &sources,
+                    outputs: if wants { &outputs } else { &outputs[..1] },
+                    elems: range.len() / call.dtype.size(),
+                };
+                // SAFETY: the sources are the arenas, which hold every member's part of this shard now (SHM-1), and
+                // the own input; the outputs are the own tensor, at the same place as the input or apart from it, and
+                // the own results. Validation checked the op.
+                unsafe { kernels::fold(&fold) };
+            }
+            if let Some(chunk) = step.checked_sub(2)
+                && wants
+            {
+                for rank in (1..size).map(|distance| (me + distance) % size) {
+                    let range = shard(chunk, rank);
+                    let from = memory.results(rank, previous.wrapping_sub(1));
+                    // SAFETY: the results of this chunk were written in the phase before this one (SHM-1); the range
+                    // lies inside the output.
+                    unsafe {
+                        let from = from.add(range.start - chunk * CHUNK_BYTES);
+                        copy(from, output.ptr().add(range.start), range.len());
+                    }
+                }
+            }
+            if step < chunks + 1 {
+                steps.sync()?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,210 @@
+//! Coming together: every member says what it calls, and all come to the same verdict before data moves (COL-3).
+
+use super::call::{Call, Kind, Verdict, compare};
+use super::{Group, ReduceOp};
+use crate::buffer::DType;
+use crate::error::{Error, Result};
+use crate::transport::shm::SharedMemory;
+use crate::transport::shm::layout::{ARENA_BYTES, CALL_WORDS};
+use crate::transport::{Message, Tag, wait_all};
+
+/// Tags of the messages inside collectives; those of [`super::Request::Send`] have 32 bits, so they never meet.
+pub(crate) const TAG_CALL: Tag = 1 << 40;
+pub(crate) const TAG_DATA: Tag = 2 << 40;
+
+/// The longest message of a failing member that its peers repeat.
+const MESSAGE_BYTES: usize = 4096;
+
+/// Makes a verdict an error where it is one.
+fn judge(verdict: Verdict, call: &Call, group: &Group<'_>) -> Result<()> {
+    // Every member comes to the same verdict, and none goes on with this operation.
+    group.in_step.set(verdict != Verdict::Agreed);
+    match verdict {
+        Verdict::Agreed => Ok(()),
+        // The same text on every member, so it cannot say what this one called.
+        Verdict::Mismatch(detail) => Err(Error::Mismatch { during: group.title(), detail }),
+        Verdict::Poisoned(rank, message) => Err(Error::PeerFailed {
+            rank: group.members.ranks[rank],
+            how: format!("failed ({message})"),
+            me: group.members.ranks[group.members.me],
+            during: call.to_string(),
+        }),
+    }
+}
+
+/// Writes the call where the peers read it after the next arrival.
+pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
+    let phase = memory.phase().wrapping_add(1);
+    let size = memory.size();
+    let message = &call.message.as_bytes()[..call.message.len().min(MESSAGE_BYTES)];
+    let words: [u64; CALL_WORDS] = [
+        call.kind as u64 | (call.dtype as u64) << 8 | (call.op as u64) << 16,
+        call.root as u64,
+        call.elems as u64,
+        call.window,
+        call.offset_bytes as u64,
+        call.sent.len() as u64,
+        call.received.len() as u64,
+        message.len() as u64,
+    ];
+    // SAFETY: the places lie in this member's part of the segment, which nobody reads before the next arrival
+    // (SHM-2); validation made each row empty or `size` long; the message is shorter than the arena.
+    unsafe {
+        memory.call(memory.me(), phase).write(words);
+        let rows = memory.rows(memory.me(), phase);
+        for (row, counts) in [&call.sent, &call.received].into_iter().enumerate() {
+            for (at, count) in counts.iter().enumerate().take(size) {
+                rows.add(row * size + at).write(*count as u64);
+            }
+        }
+        std::ptr::copy_nonoverlapping(message.as_ptr(), memory.arena(memory.me(), phase), message.len());
+    }
+}
+
+/// Arrives with the call that was [`publish`]ed, waits for all, and compares. Returns all members' calls where they
+/// may differ in more than their offsets (blocks of different sizes), and nothing where they are equal.
+pub(crate) fn agree(memory: &SharedMemory, call: &Call, group: &Group<'_>) -> Result<Vec<Call>> {
+    memory.sync(&group.wait)?;
+    if (0..memory.size()).all(|rank| is_equal(memory, rank, call)) {
+        return Ok(Vec::new());
+    }
+    let calls: Vec<Call> = (0..memory.size()).map(|rank| read(memory, rank)).collect();
+    judge(compare(&calls, &group.members.ranks), call, group)?;
+    Ok(calls)
+}
+
+fn words(memory: &SharedMemory, rank: usize) -> [u64; CALL_WORDS] {
+    // SAFETY: inside the segment and aligned by its layout; any bits are a value.
+    unsafe { memory.call(rank, memory.phase()).read_volatile() }
+}
+
+/// Where `rank`'s range starts in its window, as it says; not checked.
+pub(crate) fn offset_bytes(memory: &SharedMemory, rank: usize) -> usize {
+    words(memory, rank)[4] as usize
+}
+
+/// The common case without an allocation: the whole description is the same.
+fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
+    let own = words(memory, memory.me());
+    let other = words(memory, rank);
+    let same_rows = |row: usize, counts: &[usize]| {
+        // SAFETY: the row lies inside the segment by its layout; any bits are a value.
+        let at = |at: usize| unsafe { memory.rows(rank, memory.phase()).add(row * memory.size() + at).read_volatile() };
+        counts.iter().enumerate().all(|(index, count)| at(index) == *count as u64)
+    };
+    own[..2] == other[..2]
+        && own[3] == other[3]
+        && match call.kind {
+            Kind::AllReduce | Kind::AllReduceWindow | Kind::Reduce | Kind::Broadcast | Kind::Barrier | Kind::Window => {
+                own[2] == other[2]
+            }
+            Kind::AllGather => same_rows(1, &call.received),
+            Kind::ReduceScatter => same_rows(0, &call.sent),
+            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::Poison => false,
+        }
+}
+
+fn read(memory: &SharedMemory, rank: usize) -> Call {
+    let [what, root, elems, window, offset_bytes, sent, received, message] = words(memory, rank);
+    let size = memory.size();
+    let byte = |at: u32| (what >> at & 0xff) as u8;
+    let row = |row: usize, count: u64| -> Vec<usize> {
+        let count = usize::try_from(count).unwrap_or(usize::MAX).min(size);
+        // SAFETY: `count` is at most `size`, so the row lies inside the segment by its layout.
+        let at = |at: usize| unsafe { memory.rows(rank, memory.phase()).add(row * size + at).read_volatile() };
+        (0..count).map(|index| at(index) as usize).collect()
+    };
+    let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == byte(0)).unwrap_or(Kind::Poison);
+    let text = if kind == Kind::Poison {
+        let length = usize::try_from(message).unwrap_or(usize::MAX).min(MESSAGE_BYTES).min(ARENA_BYTES);
+        let mut bytes = vec![0; length];
+        // SAFETY: the arena has ARENA_BYTES bytes, and the copy has `length`.
+        unsafe { std::ptr::copy_nonoverlapping(memory.arena(rank, memory.phase()), bytes.as_mut_ptr(), length) };
+        String::from_utf8_lossy(&bytes).into_owned()
+    } else {
+        String::new()
+    };
+    Call {
+        kind,
+        dtype: DType::ALL.into_iter().find(|dtype| *dtype as u8 == byte(8)).unwrap_or(DType::UInt8),
+        op: ReduceOp::ALL.into_iter().find(|op| *op as u8 == byte(16)).unwrap_or(ReduceOp::Sum),
+        root: root as usize,
+        elems: elems as usize,
+        window,
+        offset_bytes: offset_bytes as usize,
+        sent: row(0, sent),
+        received: row(1, received),
+        message: text,
+    }
+}
+
+/// The same over messages: calls go up a binomial tree to member 0, the verdict comes down. Each member receives from
+/// and sends to at most log2(n) others.
+pub(crate) fn agree_by_messages(call: &Call, group: &Group<'_>) -> Result<()> {
+    let (me, size) = (group.members.me, group.members.size());
+    let mut calls = vec![call.clone()];
+    // The subtree of `me` is `me .. me + lowest set bit`; the children are at the powers of two below that bit.
+    let reach = if me == 0 { size.next_power_of_two() } else { 1 << me.trailing_zeros() };
+    let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
+    for step in children() {
+        let bytes = receive(group, me + step)?;
+        let below: Vec<Call> = decode(&bytes, group, me + step)?;
+        calls.extend(below);
+    }
+    let verdict = if me == 0 {
+        compare(&calls, &group.members.ranks)
+    } else {
+        let parent = me - reach;
+        send(group, parent, &encode(&calls)?)?;
+        decode(&receive(group, parent)?, group, parent)?
+    };
+    let bytes = encode(&verdict)?;
+    for step in children() {
+        send(group, me + step, &bytes)?;
+    }
+    judge(verdict, call, group)
+}
+
+fn encode<T: serde::Serialize>(value: &T) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be written down: {error}")))
+}
+
+fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from: usize) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        Error::Internal(format!("rank {} sent a call that cannot be read: {error}", group.members.ranks[from]))
+    })
+}
+
+/// Length first, then the bytes: the receiver does not know how long a call is.
+fn send(group: &Group<'_>, to: usize, bytes: &[u8]) -> Result<()> {
+    let length = (bytes.len() as u64).to_le_bytes();
+    // SAFETY: both live until `wait_all` has returned, which ends the messages.
+    let messages: [Message; 2] = unsafe {
+        [
+            group.transport.post_send(to, TAG_CALL, length.as_ptr(), length.len()),
+            group.transport.post_send(to, TAG_CALL, bytes.as_ptr(), bytes.len()),
+        ]
+    };
+    wait_all(group.transport, &messages, &group.wait)
+}
+
+fn receive(group: &Group<'_>, from: usize) -> Result<Vec<u8>> {
+    let mut length = [0; 8];
+    // SAFETY: the buffer lives until `wait_all` has returned, which ends the message.
+    let message = unsafe { group.transport.post_recv(Some(from), TAG_CALL, length.as_mut_ptr(), length.len()) };
+    wait_all(group.transport, &[message], &group.wait)?;
+    let length = u64::from_le_bytes(length);
+    // A call has a few words a member, and comes with those of its subtree.
+    let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) as u64;
+    if length > limit {
+        return Err(Error::Internal(format!(
+            "rank {} announced a call of {length} bytes, the limit is {limit}",
+            group.members.ranks[from]
+        )));
+    }
+    let mut bytes = vec![0; length as usize];
+    // SAFETY: as above.
+    let message = unsafe { group.transport.post_recv(Some(from), TAG_CALL, bytes.as_mut_ptr(), bytes.len()) };
+    wait_all(group.transport, &[message], &group.wait)?;
+    Ok(bytes)
+}

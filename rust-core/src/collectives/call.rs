@@ -1,0 +1,391 @@
+//! What a member calls, as a value that can be validated, compared with the other members' calls and printed.
+
+use std::fmt;
+
+use super::{ReduceOp, Request};
+use crate::buffer::{DType, Device, TensorView};
+use crate::error::{Error, Result};
+
+/// Which operation; the variants of [`Request`] that are compared across members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    AllReduce = 1,
+    AllReduceWindow = 2,
+    Reduce = 3,
+    Broadcast = 4,
+    AllGather = 5,
+    Gather = 6,
+    Scatter = 7,
+    ReduceScatter = 8,
+    AllToAll = 9,
+    Barrier = 10,
+    /// The collective creation of a window.
+    Window = 11,
+    /// The member takes part by failing.
+    Poison = 12,
+}
+
+impl Kind {
+    pub(crate) const ALL: [Kind; 12] = [
+        Kind::AllReduce,
+        Kind::AllReduceWindow,
+        Kind::Reduce,
+        Kind::Broadcast,
+        Kind::AllGather,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Barrier,
+        Kind::Window,
+        Kind::Poison,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Kind::AllReduce => "all_reduce",
+            Kind::AllReduceWindow => "all_reduce in a window",
+            Kind::Reduce => "reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::AllGather => "all_gather",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllToAll => "all_to_all",
+            Kind::Barrier => "barrier",
+            Kind::Window => "window",
+            Kind::Poison => "failed operation",
+        }
+    }
+}
+
+/// A member's call. What is not used by its kind is zero or empty.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Call {
+    pub(crate) kind: Kind,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    /// Elements of this member's own block, or of the whole where there are no blocks; bytes of a window.
+    pub(crate) elems: usize,
+    /// The window's number.
+    pub(crate) window: u64,
+    /// Where this member's range starts in its window. Not compared.
+    pub(crate) offset_bytes: usize,
+    /// Elements of the blocks for each member.
+    pub(crate) sent: Vec<usize>,
+    /// Elements of the blocks from each member.
+    pub(crate) received: Vec<usize>,
+    /// Why the member fails ([`Kind::Poison`]).
+    pub(crate) message: String,
+}
+
+impl Call {
+    pub(crate) fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            dtype: DType::UInt8,
+            op: ReduceOp::Sum,
+            root: 0,
+            elems: 0,
+            window: 0,
+            offset_bytes: 0,
+            sent: Vec::new(),
+            received: Vec::new(),
+            message: String::new(),
+        }
+    }
+
+    /// What `request` calls, if member `me` of `size` may call it; `None` for messages between pairs.
+    pub(crate) fn of(request: &Request, me: usize, size: usize) -> Result<Option<Self>> {
+        let call = match request {
+            Request::AllReduce { input, output, op } => {
+                same_shape("all_reduce", input, output)?;
+                Self { dtype: input.dtype(), op: *op, elems: input.elems(), ..Self::new(Kind::AllReduce) }
+            }
+            Request::AllReduceWindow { window, offset_bytes, elems, dtype, op } => {
+                let (bytes, room) = (elems.checked_mul(dtype.size()), window.bytes());
+                if bytes.and_then(|bytes| bytes.checked_add(*offset_bytes)).is_none_or(|end| end > room) {
+                    return Err(Error::InvalidArgument(format!(
+                        "all_reduce of {elems} {dtype} at byte {offset_bytes} does not lie inside a window of {room} bytes"
+                    )));
+                }
+                if !offset_bytes.is_multiple_of(64) {
+                    return Err(Error::InvalidArgument(format!(
+                        "all_reduce in a window starts at byte {offset_bytes}, expected a multiple of 64"
+                    )));
+                }
+                let (window, offset_bytes) = (window.number(), *offset_bytes);
+                let new = Self::new(Kind::AllReduceWindow);
+                Self { dtype: *dtype, op: *op, elems: *elems, window, offset_bytes, ..new }
+            }
+            Request::Reduce { input, output, op, root } => {
+                is_member("reduce", *root, size)?;
+                if me == *root {
+                    same_shape("reduce", input, output)?;
+                }
+                let new = Self::new(Kind::Reduce);
+                Self { dtype: input.dtype(), op: *op, root: *root, elems: input.elems(), ..new }
+            }
+            Request::Broadcast { data, root } => {
+                is_member("broadcast", *root, size)?;
+                Self { dtype: data.dtype(), root: *root, elems: data.elems(), ..Self::new(Kind::Broadcast) }
+            }
+            Request::AllGather { input, outputs } => {
+                let received = blocks("all_gather", "outputs", outputs, input.dtype(), size)?;
+                same_shape("all_gather", input, &outputs[me])?;
+                Self { dtype: input.dtype(), elems: input.elems(), received, ..Self::new(Kind::AllGather) }
+            }
+            Request::Gather { input, outputs, root } => {
+                is_member("gather", *root, size)?;
+                let mut received = Vec::new();
+                if me == *root {
+                    received = blocks("gather", "outputs", outputs, input.dtype(), size)?;
+                    same_shape("gather", input, &outputs[me])?;
+                }
+                let new = Self::new(Kind::Gather);
+                Self { dtype: input.dtype(), root: *root, elems: input.elems(), received, ..new }
+            }
+            Request::Scatter { inputs, output, root } => {
+                is_member("scatter", *root, size)?;
+                let mut sent = Vec::new();
+                if me == *root {
+                    sent = blocks("scatter", "inputs", inputs, output.dtype(), size)?;
+                    same_shape("scatter", &inputs[me], output)?;
+                }
+                let new = Self::new(Kind::Scatter);
+                Self { dtype: output.dtype(), root: *root, elems: output.elems(), sent, ..new }
+            }
+            Request::ReduceScatter { inputs, output, op } => {
+                let sent = blocks("reduce_scatter", "inputs", inputs, output.dtype(), size)?;
+                same_shape("reduce_scatter", &inputs[me], output)?;
+                let new = Self::new(Kind::ReduceScatter);
+                Self { dtype: output.dtype(), op: *op, elems: output.elems(), sent, ..new }
+            }
+            Request::AllToAll { inputs, outputs } => {
+                let dtype = outputs.first().map_or(DType::UInt8, TensorView::dtype);
+                let sent = blocks("all_to_all", "inputs", inputs, dtype, size)?;
+                let received = blocks("all_to_all", "outputs", outputs, dtype, size)?;
+                same_shape("all_to_all", &inputs[me], &outputs[me])?;
+                Self { dtype, sent, received, ..Self::new(Kind::AllToAll) }
+            }
+            Request::Barrier => Self::new(Kind::Barrier),
+            Request::Send { data, .. } | Request::Recv { data, .. } => {
+                on_cpu(data)?;
+                return Ok(None);
+            }
+        };
+        if call.reduces() {
+            super::kernels::check(call.dtype, call.op)
+                .map_err(|why| Error::Unsupported(format!("{}: {why}", call.kind.name())))?;
+        }
+        for view in views(request) {
+            on_cpu(&view)?;
+        }
+        Ok(Some(call))
+    }
+
+    /// Whether values of different members are combined.
+    pub(crate) fn reduces(&self) -> bool {
+        matches!(self.kind, Kind::AllReduce | Kind::AllReduceWindow | Kind::Reduce | Kind::ReduceScatter)
+    }
+
+    /// Bytes of `elems` elements.
+    pub(crate) fn bytes(&self) -> usize {
+        self.elems * self.dtype.size()
+    }
+
+    /// What all members must agree on.
+    fn common(&self) -> (Kind, DType, ReduceOp, usize, u64) {
+        (self.kind, self.dtype, self.op, self.root, self.window)
+    }
+}
+
+/// Every view of a collective.
+fn views(request: &Request) -> Vec<TensorView> {
+    match request {
+        Request::AllReduce { input, output, .. } | Request::Reduce { input, output, .. } => vec![*input, *output],
+        Request::Broadcast { data, .. } => vec![*data],
+        Request::AllGather { input, outputs } | Request::Gather { input, outputs, .. } => {
+            outputs.iter().chain([input]).copied().collect()
+        }
+        Request::Scatter { inputs, output, .. } | Request::ReduceScatter { inputs, output, .. } => {
+            inputs.iter().chain([output]).copied().collect()
+        }
+        Request::AllToAll { inputs, outputs } => inputs.iter().chain(outputs).copied().collect(),
+        Request::Send { data, .. } | Request::Recv { data, .. } => vec![*data],
+        Request::AllReduceWindow { .. } | Request::Barrier => vec![],
+    }
+}
+
+fn on_cpu(view: &TensorView) -> Result<()> {
+    match view.device() {
+        Device::Cpu => Ok(()),
+        Device::Cuda(index) => Err(Error::Unsupported(format!(
+            "a tensor on `cuda:{index}` was passed to a group whose transport moves CPU memory only"
+        ))),
+    }
+}
+
+fn is_member(name: &str, root: usize, size: usize) -> Result<()> {
+    if root < size {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("{name}: root {root} is no rank of a group of {size}")))
+}
+
+fn same_shape(name: &str, input: &TensorView, output: &TensorView) -> Result<()> {
+    if input.dtype() == output.dtype() && input.elems() == output.elems() {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "{name}: the input has {} {} elements, the output for it {} {}",
+        input.elems(),
+        input.dtype(),
+        output.elems(),
+        output.dtype()
+    )))
+}
+
+fn blocks(name: &str, which: &str, views: &[TensorView], dtype: DType, size: usize) -> Result<Vec<usize>> {
+    if views.len() != size {
+        return Err(Error::InvalidArgument(format!(
+            "{name}: {} {which} were passed, expected one for each of the {size} members",
+            views.len()
+        )));
+    }
+    if let Some(other) = views.iter().find(|view| view.dtype() != dtype) {
+        return Err(Error::InvalidArgument(format!("{name}: {which} of {} and {dtype} are mixed", other.dtype())));
+    }
+    Ok(views.iter().map(TensorView::elems).collect())
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, dtype, elems, root, .. } = self;
+        let op = format!("{:?}", self.op).to_lowercase();
+        let name = kind.name();
+        match kind {
+            Kind::AllReduce => write!(f, "{name}({op}) of {elems} {dtype}"),
+            Kind::AllReduceWindow => write!(f, "all_reduce({op}) of {elems} {dtype} in window {}", self.window),
+            Kind::Reduce => write!(f, "{name}({op}) of {elems} {dtype} to rank {root} of the group"),
+            Kind::Broadcast => write!(f, "{name} of {elems} {dtype} from rank {root} of the group"),
+            Kind::AllGather => write!(f, "{name} of {} {dtype}", list(&self.received)),
+            Kind::Gather if self.received.is_empty() => {
+                write!(f, "{name} of {elems} {dtype} to rank {root} of the group")
+            }
+            Kind::Gather => write!(f, "{name} of {} {dtype} to itself", list(&self.received)),
+            Kind::Scatter if self.sent.is_empty() => {
+                write!(f, "{name} of {elems} {dtype} from rank {root} of the group")
+            }
+            Kind::Scatter => write!(f, "{name} of {} {dtype} from itself", list(&self.sent)),
+            Kind::ReduceScatter => write!(f, "{name}({op}) of {} {dtype}", list(&self.sent)),
+            Kind::AllToAll => {
+                write!(f, "{name} of {} {dtype} for {} {dtype}", list(&self.sent), list(&self.received))
+            }
+            Kind::Barrier | Kind::Poison => f.write_str(name),
+            Kind::Window => write!(f, "{name} of {elems} bytes"),
+        }
+    }
+}
+
+/// `3 blocks of 5`, or the sizes where they differ; the first few of many.
+fn list(counts: &[usize]) -> String {
+    match counts {
+        [first, rest @ ..] if rest.iter().all(|count| count == first) => format!("{} blocks of {first}", counts.len()),
+        [head @ .., _] if counts.len() > 16 => format!("{} blocks of {:?}..", counts.len(), &head[..16]),
+        _ => format!("blocks of {counts:?}"),
+    }
+}
+
+/// What the members' calls, compared, come to.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Verdict {
+    /// All agree.
+    Agreed,
+    /// The member at this position fails.
+    Poisoned(usize, String),
+    /// Two members' calls do not fit; the text names both.
+    Mismatch(String),
+}
+
+/// Compares the calls of all members (COL-3). Pure, so that every member that sees the same calls says the same.
+pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> Verdict {
+    if let Some(rank) = calls.iter().position(|call| call.kind == Kind::Poison) {
+        return Verdict::Poisoned(rank, calls[rank].message.clone());
+    }
+    let differ = |a: usize, b: usize| {
+        Verdict::Mismatch(format!("rank {} called {}, rank {} called {}", ranks[a], calls[a], ranks[b], calls[b]))
+    };
+    let first = &calls[0];
+    for (rank, call) in calls.iter().enumerate().skip(1) {
+        if call.common() != first.common() {
+            return differ(0, rank);
+        }
+        let same = match call.kind {
+            Kind::AllGather => call.received == first.received,
+            Kind::ReduceScatter => call.sent == first.sent,
+            // Looked at below.
+            Kind::Gather | Kind::Scatter | Kind::AllToAll => true,
+            _ => call.elems == first.elems,
+        };
+        if !same {
+            return differ(0, rank);
+        }
+    }
+    match first.kind {
+        Kind::Gather | Kind::Scatter => {
+            let root = first.root;
+            let counts = if first.kind == Kind::Gather { &calls[root].received } else { &calls[root].sent };
+            match (0..calls.len()).find(|rank| counts.get(*rank) != Some(&calls[*rank].elems)) {
+                Some(rank) => differ(root.min(rank), root.max(rank)),
+                None => Verdict::Agreed,
+            }
+        }
+        Kind::AllToAll => {
+            for from in 0..calls.len() {
+                for to in 0..calls.len() {
+                    if calls[from].sent.get(to) != calls[to].received.get(from) {
+                        return differ(from.min(to), from.max(to));
+                    }
+                }
+            }
+            Verdict::Agreed
+        }
+        _ => Verdict::Agreed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mismatch_names_two_ranks_and_their_calls() {
+        let sum = Call { dtype: DType::Float32, elems: 10, ..Call::new(Kind::AllReduce) };
+        let other = Call { elems: 11, ..sum.clone() };
+        let verdict = compare(&[sum.clone(), sum.clone(), other], &[4, 5, 7]);
+        let text = "rank 4 called all_reduce(sum) of 10 float32, rank 7 called all_reduce(sum) of 11 float32";
+        assert_eq!(verdict, Verdict::Mismatch(text.into()));
+        let max = Call { op: ReduceOp::Max, ..sum.clone() };
+        let text = "rank 0 called all_reduce(sum) of 10 float32, rank 1 called all_reduce(max) of 10 float32";
+        assert_eq!(compare(&[sum, max], &[0, 1]), Verdict::Mismatch(text.into()));
+    }
+
+    #[test]
+    fn block_sizes_are_compared_pair_by_pair() {
+        let call = |sent: &[usize], received: &[usize]| Call {
+            dtype: DType::Int32,
+            sent: sent.to_vec(),
+            received: received.to_vec(),
+            ..Call::new(Kind::AllToAll)
+        };
+        let ranks = [0, 1];
+        assert_eq!(compare(&[call(&[1, 2], &[1, 3]), call(&[3, 4], &[2, 4])], &ranks), Verdict::Agreed);
+        let text = "rank 0 called all_to_all of blocks of [1, 2] int32 for blocks of [1, 3] int32, \
+                    rank 1 called all_to_all of blocks of [9, 4] int32 for blocks of [2, 4] int32";
+        let verdict = compare(&[call(&[1, 2], &[1, 3]), call(&[9, 4], &[2, 4])], &ranks);
+        assert_eq!(verdict, Verdict::Mismatch(text.into()));
+    }
+}

@@ -1,0 +1,137 @@
+//! The instruction sets that the loop is compiled for, and the choice between them.
+
+use std::sync::OnceLock;
+
+use half::f16;
+
+use super::Fold;
+use super::number::HalfConversion;
+
+type Run = unsafe fn(&Fold<'_>);
+
+/// Runs `fold` with the best instruction set of this processor.
+///
+/// # Safety
+/// As [`super::fold`].
+pub(super) unsafe fn fold(fold: &Fold<'_>) {
+    static BEST: OnceLock<Run> = OnceLock::new();
+    let best = BEST.get_or_init(|| candidates().next().expect("the baseline always runs").1);
+    // SAFETY: the candidate was offered because the processor has its instructions; the rest is the caller's promise.
+    unsafe { best(fold) }
+}
+
+/// What this processor can run, best first.
+pub(super) fn candidates() -> impl Iterator<Item = (&'static str, Run)> {
+    let mut found: Vec<(&'static str, Run)> = Vec::new();
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq")
+        {
+            found.push(("avx512", x86::avx512));
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+            found.push(("avx2", x86::avx2));
+        }
+    }
+    found.push(("baseline", baseline));
+    found.into_iter()
+}
+
+struct Baseline;
+
+impl HalfConversion for Baseline {
+    #[inline(always)]
+    fn widen(stored: [u16; 16]) -> [f32; 16] {
+        stored.map(|bits| f16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
+    fn narrow(numbers: [f32; 16]) -> [u16; 16] {
+        numbers.map(|number| f16::from_f32(number).to_bits())
+    }
+}
+
+unsafe fn baseline(fold: &Fold<'_>) {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { super::fold::fold::<Baseline>(fold) }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{Fold, HalfConversion};
+
+    /// Only named inside [`avx2`], whose callers checked the processor.
+    struct Avx2;
+
+    impl HalfConversion for Avx2 {
+        #[inline(always)]
+        fn widen(stored: [u16; 16]) -> [f32; 16] {
+            let mut numbers = [0.0; 16];
+            // SAFETY: F16C is there, see the type; the arrays have the sizes that are read and written.
+            unsafe {
+                let source = stored.as_ptr().cast::<__m128i>();
+                let target: *mut f32 = numbers.as_mut_ptr();
+                _mm256_storeu_ps(target, _mm256_cvtph_ps(_mm_loadu_si128(source)));
+                _mm256_storeu_ps(target.add(8), _mm256_cvtph_ps(_mm_loadu_si128(source.add(1))));
+            }
+            numbers
+        }
+
+        #[inline(always)]
+        fn narrow(numbers: [f32; 16]) -> [u16; 16] {
+            let mut stored = [0; 16];
+            // SAFETY: as in `widen`.
+            unsafe {
+                let source = numbers.as_ptr();
+                let target: *mut __m128i = stored.as_mut_ptr().cast();
+                let half = |at| _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(source.add(at)));
+                _mm_storeu_si128(target, half(0));
+                _mm_storeu_si128(target.add(1), half(8));
+            }
+            stored
+        }
+    }
+
+    /// Only named inside [`avx512`], whose callers checked the processor.
+    struct Avx512;
+
+    impl HalfConversion for Avx512 {
+        #[inline(always)]
+        fn widen(stored: [u16; 16]) -> [f32; 16] {
+            let mut numbers = [0.0; 16];
+            // SAFETY: AVX-512 is there, see the type; the arrays have the sizes that are read and written.
+            unsafe {
+                let half = _mm256_loadu_si256(stored.as_ptr().cast());
+                _mm512_storeu_ps(numbers.as_mut_ptr(), _mm512_cvtph_ps(half));
+            }
+            numbers
+        }
+
+        #[inline(always)]
+        fn narrow(numbers: [f32; 16]) -> [u16; 16] {
+            let mut stored = [0; 16];
+            // SAFETY: as in `widen`.
+            unsafe {
+                let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(numbers.as_ptr()));
+                _mm256_storeu_si256(stored.as_mut_ptr().cast(), half);
+            }
+            stored
+        }
+    }
+
+    #[target_feature(enable = "avx2,f16c")]
+    pub(super) unsafe fn avx2(fold: &Fold<'_>) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { super::super::fold::fold::<Avx2>(fold) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    pub(super) unsafe fn avx512(fold: &Fold<'_>) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { super::super::fold::fold::<Avx512>(fold) }
+    }
+}

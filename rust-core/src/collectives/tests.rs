@@ -1,0 +1,581 @@
+//! The contract of collectives, over every transport: threads are ranks, `reference` says what must come out.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use super::reference;
+use super::{Communicator, ReduceOp, Request, kernels};
+use crate::buffer::{DType, Device, TensorView};
+use crate::error::{Code, Error, Result};
+use crate::transport::mock::{MockOptions, MockTransport};
+use crate::transport::{Members, ShmTransport, Transport};
+use crate::world::{Departure, LocalStore, Monitor};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Makes the transports of a group of this size.
+type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
+
+fn shm(size: usize) -> Vec<Arc<dyn Transport>> {
+    let store = LocalStore::default();
+    let ranks: Arc<[usize]> = (0..size).collect();
+    std::thread::scope(|scope| {
+        let join = |me| {
+            let (store, ranks) = (&store, ranks.clone());
+            let join = move || ShmTransport::join("test", Members { ranks, me }, store, &Monitor::new(me), TIMEOUT);
+            scope.spawn(move || join().expect("joining works") as Arc<dyn Transport>)
+        };
+        let threads: Vec<_> = (0..size).map(join).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+fn mock(size: usize) -> Vec<Arc<dyn Transport>> {
+    let options = MockOptions { seed: size as u64, max_delay: Duration::from_micros(30) };
+    MockTransport::net(size, options).into_iter().map(|end| end as Arc<dyn Transport>).collect()
+}
+
+struct Job {
+    communicators: Vec<Arc<Communicator>>,
+    monitors: Vec<Arc<Monitor>>,
+}
+
+fn job(make: Make, size: usize, timeout: Duration) -> Job {
+    let monitors: Vec<_> = (0..size).map(|rank| Arc::new(Monitor::new(rank))).collect();
+    let new = |(transport, monitor): (_, &Arc<Monitor>)| Communicator::new(3, transport, monitor.clone(), timeout);
+    Job { communicators: make(size).into_iter().zip(&monitors).map(new).collect(), monitors }
+}
+
+/// Runs `rank` as every member, each on a thread, and returns what they return.
+fn on_all<T: Send>(job: &Job, rank: impl Fn(usize, &Arc<Communicator>) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let spawn = |(me, communicator)| scope.spawn(move || rank(me, communicator));
+        let threads: Vec<_> = job.communicators.iter().enumerate().map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+/// Small deterministic random numbers, the same on all ranks.
+#[derive(Clone)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) ^ (self.0 >> 11)
+    }
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+}
+
+/// Memory aligned for every dtype.
+#[derive(Clone)]
+struct Memory {
+    words: Vec<u128>,
+    elems: usize,
+    dtype: DType,
+}
+
+impl Memory {
+    fn zeros(dtype: DType, elems: usize) -> Self {
+        Self { words: vec![0; (elems * dtype.size()).div_ceil(16)], elems, dtype }
+    }
+
+    /// Values that tell ranks and places apart; floats are finite.
+    fn random(dtype: DType, elems: usize, seed: u64) -> Self {
+        let mut random = Random(seed.wrapping_mul(0x9e3779b97f4a7c15) + 1);
+        let mut memory = Self::zeros(dtype, elems);
+        for at in 0..elems {
+            let value = (random.next() % 4001) as f64 / 1000.0 - 2.0;
+            let bytes: Vec<u8> = match dtype {
+                DType::Float16 => half::f16::from_f64(value).to_bits().to_ne_bytes().into(),
+                DType::BFloat16 => half::bf16::from_f64(value).to_bits().to_ne_bytes().into(),
+                DType::Float32 => (value as f32).to_ne_bytes().into(),
+                DType::Float64 => value.to_ne_bytes().into(),
+                DType::Complex64 => [value as f32, 1.0 - value as f32].map(f32::to_ne_bytes).concat(),
+                DType::Complex128 => [value, 1.0 - value].map(f64::to_ne_bytes).concat(),
+                DType::Bool => vec![u8::from(random.next() % 3 == 0)],
+                _ => random.next().to_ne_bytes()[..dtype.size()].to_vec(),
+            };
+            let size = dtype.size();
+            memory.bytes_mut()[at * size..][..size].copy_from_slice(&bytes);
+        }
+        memory
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the words hold at least that many bytes.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.elems * self.dtype.size()) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the words hold at least that many bytes.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.elems * self.dtype.size()) }
+    }
+
+    fn view(&mut self) -> TensorView {
+        // SAFETY: the tests keep the memory until the operation is over.
+        unsafe { TensorView::new(self.words.as_mut_ptr().cast(), self.elems, self.dtype, Device::Cpu, 0).unwrap() }
+    }
+}
+
+fn fold(dtype: DType, op: ReduceOp, inputs: &[Memory]) -> Vec<u8> {
+    reference::fold(dtype, op, &inputs.iter().map(Memory::bytes).collect::<Vec<_>>())
+}
+
+fn views(memories: &mut [Memory]) -> Vec<TensorView> {
+    memories.iter_mut().map(Memory::view).collect()
+}
+
+fn all_reduce_every_type(make: Make) {
+    for size in [1, 2, 3, 4, 5, 7] {
+        let job = job(make, size, TIMEOUT);
+        for dtype in DType::ALL {
+            for op in ReduceOp::ALL {
+                let elems = [0, 1, 63, 130, 1031][(dtype as usize + op as usize + size) % 5];
+                let inputs: Vec<_> = (0..size).map(|rank| Memory::random(dtype, elems, rank as u64)).collect();
+                let supported = kernels::check(dtype, op).is_ok();
+                let outputs = on_all(&job, |rank, communicator| {
+                    let mut data = inputs[rank].clone();
+                    let view = data.view();
+                    communicator.run(&Request::AllReduce { input: view, output: view, op }).map(|()| data)
+                });
+                for output in outputs {
+                    match output {
+                        Ok(output) => {
+                            assert_eq!(output.bytes(), fold(dtype, op, &inputs), "{dtype} {op:?} {size} {elems}")
+                        }
+                        Err(error) => assert!(error.code() == Code::Unsupported && !supported, "{error}"),
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn all_reduce_every_size(make: Make, sizes: &[usize]) {
+    for size in [2, 3, 4] {
+        let job = job(make, size, TIMEOUT);
+        for &elems in sizes {
+            for (dtype, op, in_place) in [
+                (DType::Float32, ReduceOp::Sum, true),
+                (DType::Float32, ReduceOp::Average, false),
+                (DType::Float16, ReduceOp::Sum, false),
+                (DType::UInt8, ReduceOp::Max, true),
+            ] {
+                let inputs: Vec<_> = (0..size).map(|rank| Memory::random(dtype, elems, rank as u64)).collect();
+                let outputs = on_all(&job, |rank, communicator| {
+                    let mut input = inputs[rank].clone();
+                    let mut output = Memory::zeros(dtype, elems);
+                    let view = if in_place { input.view() } else { output.view() };
+                    communicator.run(&Request::AllReduce { input: input.view(), output: view, op }).unwrap();
+                    if in_place { input } else { output }
+                });
+                let expected = fold(dtype, op, &inputs);
+                assert!(outputs.iter().all(|output| output.bytes() == expected), "{dtype} {op:?} {size} {elems}");
+                let root = size - 1;
+                let outputs = on_all(&job, |rank, communicator| {
+                    let mut input = inputs[rank].clone();
+                    let mut output = Memory::zeros(dtype, if rank == root { elems } else { 0 });
+                    let request = Request::Reduce { input: input.view(), output: output.view(), op, root };
+                    communicator.run(&request).unwrap();
+                    assert_eq!(input.bytes(), inputs[rank].bytes(), "the input stays as it is");
+                    output
+                });
+                assert!(outputs[root].bytes() == expected, "reduce {dtype} {op:?} {size} {elems}");
+            }
+        }
+    }
+}
+
+fn every_exchange(make: Make, scale: usize) {
+    for size in [1, 2, 3, 5] {
+        let job = job(make, size, TIMEOUT);
+        for (round, dtype) in DType::ALL.into_iter().enumerate() {
+            let mut random = Random(round as u64);
+            // Blocks of any size, some of them empty.
+            let mut count = || random.below(scale) * usize::from(random.below(4) > 0);
+            let table: Vec<Vec<usize>> = (0..size).map(|_| (0..size).map(|_| count()).collect()).collect();
+            let root = round % size;
+            let block = |from: usize, to: usize, elems: usize| Memory::random(dtype, elems, (from * 100 + to) as u64);
+            on_all(&job, |me, communicator| {
+                let run = |request: Request| communicator.run(&request).unwrap();
+                let row = &table[0];
+
+                let mut data = if me == root { block(root, 0, row[0]) } else { Memory::zeros(dtype, row[0]) };
+                run(Request::Broadcast { data: data.view(), root });
+                assert_eq!(data.bytes(), block(root, 0, row[0]).bytes(), "broadcast");
+
+                let mut input = block(me, 0, row[me]);
+                let mut outputs: Vec<_> = row.iter().map(|elems| Memory::zeros(dtype, *elems)).collect();
+                run(Request::AllGather { input: input.view(), outputs: views(&mut outputs) });
+                for (from, output) in outputs.iter().enumerate() {
+                    assert_eq!(output.bytes(), block(from, 0, row[from]).bytes(), "all_gather");
+                }
+
+                let mut outputs: Vec<_> = row.iter().map(|elems| Memory::zeros(dtype, *elems)).collect();
+                let gathered = if me == root { views(&mut outputs) } else { vec![] };
+                run(Request::Gather { input: input.view(), outputs: gathered, root });
+                for (from, output) in outputs.iter().enumerate().filter(|_| me == root) {
+                    assert_eq!(output.bytes(), block(from, 0, row[from]).bytes(), "gather");
+                }
+
+                let mut inputs: Vec<_> = (0..size).map(|to| block(root, to, row[to])).collect();
+                let mut output = Memory::zeros(dtype, row[me]);
+                let scattered = if me == root { views(&mut inputs) } else { vec![] };
+                run(Request::Scatter { inputs: scattered, output: output.view(), root });
+                assert_eq!(output.bytes(), block(root, me, row[me]).bytes(), "scatter");
+
+                let mut inputs: Vec<_> = (0..size).map(|to| block(me, to, table[me][to])).collect();
+                let mut outputs: Vec<_> = (0..size).map(|from| Memory::zeros(dtype, table[from][me])).collect();
+                run(Request::AllToAll { inputs: views(&mut inputs), outputs: views(&mut outputs) });
+                for (from, output) in outputs.iter().enumerate() {
+                    assert_eq!(output.bytes(), block(from, me, table[from][me]).bytes(), "all_to_all");
+                }
+
+                let mut inputs: Vec<_> = (0..size).map(|to| block(me, to, row[to])).collect();
+                let mut output = Memory::zeros(dtype, row[me]);
+                let op = if dtype == DType::Bool { ReduceOp::BitXor } else { ReduceOp::Average };
+                run(Request::ReduceScatter { inputs: views(&mut inputs), output: output.view(), op });
+                let parts: Vec<_> = (0..size).map(|from| block(from, me, row[me])).collect();
+                assert_eq!(output.bytes(), fold(dtype, op, &parts), "reduce_scatter");
+
+                run(Request::Barrier);
+            });
+        }
+    }
+}
+
+fn windows(make: Make) {
+    for size in [1, 2, 3, 4] {
+        let job = job(make, size, TIMEOUT);
+        on_all(&job, |me, communicator| {
+            let first = communicator.window(100_000).unwrap();
+            let window = communicator.window(0x20000).unwrap();
+            for (elems, dtype) in [(1, DType::Float32), (5000, DType::Float32), (77, DType::BFloat16), (0, DType::Int8)]
+            {
+                let inputs: Vec<_> = (0..size).map(|rank| Memory::random(dtype, elems, rank as u64)).collect();
+                for window in [&first, &window] {
+                    // Places differ between members.
+                    let offset_bytes = 64 * (me + 1);
+                    let bytes = inputs[me].bytes();
+                    // SAFETY: the range lies inside the own part, which only a running operation touches.
+                    let place =
+                        unsafe { std::slice::from_raw_parts_mut(window.local().add(offset_bytes), bytes.len()) };
+                    place.copy_from_slice(bytes);
+                    let op = ReduceOp::Average;
+                    let window = window.clone();
+                    communicator.run(&Request::AllReduceWindow { window, offset_bytes, elems, dtype, op }).unwrap();
+                    assert_eq!(place, fold(dtype, op, &inputs));
+                }
+            }
+        });
+    }
+}
+
+/// Programs of random collectives, blocking and queued, are the same on all ranks and end.
+fn random_programs(make: Make) {
+    for seed in 0..6 {
+        let size = 2 + seed % 3;
+        let job = job(make, size, TIMEOUT);
+        on_all(&job, |me, communicator| {
+            let mut random = Random(seed as u64);
+            let (sender, receiver) = channel();
+            let mut waiting = 0;
+            let mut kept: Vec<(Memory, Vec<u8>)> = Vec::new();
+            for step in 0..40 {
+                let elems = random.below(3000);
+                let dtype = [DType::Float32, DType::Int64, DType::Float16][random.below(3)];
+                let root = random.below(size);
+                let inputs: Vec<_> =
+                    (0..size).map(|rank| Memory::random(dtype, elems, (step * 10 + rank) as u64)).collect();
+                let mut data = inputs[me].clone();
+                let view = data.view();
+                let (request, expected) = match random.below(3) {
+                    0 => {
+                        let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
+                        (request, fold(dtype, ReduceOp::Sum, &inputs))
+                    }
+                    1 => (Request::Broadcast { data: view, root }, inputs[root].bytes().to_vec()),
+                    _ => (Request::Barrier, data.bytes().to_vec()),
+                };
+                // Which rank queues and which blocks may differ between ranks.
+                if Random((me * 1000 + step) as u64).next() % 2 == 0 {
+                    communicator.run(&request).unwrap();
+                } else {
+                    let sender = sender.clone();
+                    communicator.submit(request, Box::new(move |result| sender.send(result).unwrap()));
+                    waiting += 1;
+                }
+                kept.push((data, expected));
+            }
+            (0..waiting).for_each(|_| receiver.recv_timeout(TIMEOUT).unwrap().unwrap());
+            kept.iter().for_each(|(data, expected)| assert_eq!(data.bytes(), expected));
+        });
+    }
+}
+
+fn messages_do_not_block_each_other(make: Make) {
+    let size = 3;
+    let job = job(make, size, TIMEOUT);
+    // Larger than a frame and than a whole ring, and none at all.
+    let sizes = [0, 1, 5000, 1_000_003];
+    on_all(&job, |me, communicator| {
+        let (sender, receiver) = channel();
+        let mut kept = Vec::new();
+        let mut submit = |request: Request, memory: Memory, expected: Option<Memory>| {
+            let sender = sender.clone();
+            communicator.submit(request, Box::new(move |result| sender.send(result).unwrap()));
+            kept.push((memory, expected));
+        };
+        for peer in 0..size {
+            for (tag, elems) in sizes.into_iter().enumerate() {
+                let mut data = Memory::random(DType::UInt8, elems, (me * 10 + peer) as u64);
+                submit(Request::Send { data: data.view(), to: peer, tag: tag as u32 }, data, None);
+            }
+        }
+        // Receives in the opposite order of the sends.
+        for peer in (0..size).rev() {
+            for (tag, elems) in sizes.into_iter().enumerate().rev() {
+                let mut data = Memory::zeros(DType::UInt8, elems);
+                let expected = Memory::random(DType::UInt8, elems, (peer * 10 + me) as u64);
+                submit(Request::Recv { data: data.view(), from: Some(peer), tag: tag as u32 }, data, Some(expected));
+            }
+        }
+        (0..kept.len()).for_each(|_| receiver.recv_timeout(TIMEOUT).unwrap().unwrap());
+        for (memory, expected) in kept {
+            assert!(expected.is_none_or(|expected| expected.bytes() == memory.bytes()));
+        }
+        communicator.run(&Request::Barrier).unwrap();
+        // From anybody; equal tags stay in order.
+        if me == 0 {
+            let mut seen = [0u8; 3];
+            for _ in 0..2 * 20 {
+                let mut data = Memory::zeros(DType::UInt8, 2);
+                communicator.run(&Request::Recv { data: data.view(), from: None, tag: 9 }).unwrap();
+                let (from, number) = (data.bytes()[0] as usize, data.bytes()[1]);
+                assert_eq!(number, seen[from], "messages of one pair arrive in order");
+                seen[from] += 1;
+            }
+        } else {
+            for number in 0..20 {
+                let mut data = Memory::zeros(DType::UInt8, 2);
+                data.bytes_mut().copy_from_slice(&[me as u8, number]);
+                communicator.run(&Request::Send { data: data.view(), to: 0, tag: 9 }).unwrap();
+            }
+        }
+    });
+}
+
+fn a_message_of_another_length_is_an_error(make: Make) {
+    let job = job(make, 2, TIMEOUT);
+    for (sent, expected) in [(10, 11), (200_000, 3), (3, 200_000)] {
+        let outcomes = on_all(&job, |me, communicator| {
+            let mut data = Memory::zeros(DType::UInt8, if me == 0 { sent } else { expected });
+            communicator.run(&match me {
+                0 => Request::Send { data: data.view(), to: 1, tag: 1 },
+                _ => Request::Recv { data: data.view(), from: Some(0), tag: 1 },
+            })
+        });
+        let text = outcomes[1].as_ref().unwrap_err().to_string();
+        assert!(text.contains(&format!("rank 0 sends {sent} bytes, rank 1 receives {expected} bytes")), "{text}");
+        // A large send is still under way when the difference is found.
+        assert_eq!(outcomes[0].is_err(), sent > 100_000);
+    }
+}
+
+fn mismatches_are_told_to_all(make: Make) {
+    for size in [2, 3, 5] {
+        let job = job(make, size, TIMEOUT);
+        for _ in 0..3 {
+            let texts = on_all(&job, |me, communicator| {
+                let mut data = Memory::zeros(DType::Float32, if me == 1 { 500_000 } else { 10 });
+                let view = data.view();
+                let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
+                let error = communicator.run(&request).unwrap_err();
+                assert_eq!(error.code(), Code::Mismatch);
+                error.to_string()
+            });
+            let expected = "ranks disagree: rank 0 called all_reduce(sum) of 10 float32, \
+                            rank 1 called all_reduce(sum) of 500000 float32";
+            assert!(texts.iter().all(|text| text == &texts[0] && text.ends_with(expected)), "{texts:?}");
+            // Another operation on one rank.
+            let codes = on_all(&job, |me, communicator| {
+                let mut data = Memory::zeros(DType::Float32, 10);
+                let mut outputs: Vec<_> = (0..size).map(|_| Memory::zeros(DType::Float32, 10)).collect();
+                let request = match me {
+                    0 => Request::AllGather { input: data.view(), outputs: views(&mut outputs) },
+                    _ => Request::Broadcast { data: data.view(), root: 0 },
+                };
+                communicator.run(&request).unwrap_err().code()
+            });
+            assert_eq!(codes, vec![Code::Mismatch; size]);
+            // The group goes on.
+            on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
+        }
+    }
+}
+
+fn failing_members_are_named(make: Make) {
+    let job = job(make, 3, TIMEOUT);
+    for _ in 0..3 {
+        let outcomes = on_all(&job, |me, communicator| {
+            let mut data = Memory::zeros(DType::Float32, 10);
+            if me == 1 {
+                let (sender, receiver) = channel();
+                let done = Box::new(move |result: Result<()>| sender.send(result).unwrap());
+                communicator.fail_next("no gradient for `w`".into(), done);
+                return receiver.recv_timeout(TIMEOUT).unwrap().map(|()| String::new());
+            }
+            let error = communicator.run(&Request::Broadcast { data: data.view(), root: 0 }).unwrap_err();
+            assert_eq!(error.code(), Code::PeerFailed);
+            Ok(error.to_string())
+        });
+        let text =
+            "rank 1 failed (no gradient for `w`) while rank 2 was in broadcast of 10 float32 from rank 0 of the group";
+        assert_eq!(outcomes[2].as_ref().unwrap(), text);
+        // A call that may not be made counts as such a failure.
+        let outcomes = on_all(&job, |me, communicator| {
+            let mut data = Memory::zeros(DType::Complex64, 10);
+            let view = data.view();
+            let op = if me == 2 { ReduceOp::Min } else { ReduceOp::Sum };
+            communicator.run(&Request::AllReduce { input: view, output: view, op }).unwrap_err()
+        });
+        assert_eq!(outcomes[2].code(), Code::Unsupported);
+        assert!(outcomes[0].to_string().starts_with("rank 2 failed (all_reduce: complex64 values have no order"));
+    }
+    on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
+}
+
+fn departures_end_waits(make: Make) {
+    let job = job(make, 3, Duration::from_secs(60));
+    let start = Instant::now();
+    let outcomes = on_all(&job, |me, communicator| {
+        let mut data = Memory::zeros(DType::Float32, 10);
+        match me {
+            0 => communicator.run(&Request::Barrier),
+            1 => communicator.run(&Request::Recv { data: data.view(), from: Some(2), tag: 0 }),
+            _ => {
+                std::thread::sleep(Duration::from_millis(100));
+                for monitor in &job.monitors {
+                    monitor.report(2, Departure::Died { detail: "killed by signal 9".into() });
+                }
+                Ok(())
+            }
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    for outcome in &outcomes[..2] {
+        let text = outcome.as_ref().unwrap_err().to_string();
+        assert!(text.starts_with("rank 2 died (killed by signal 9) while rank"), "{text}");
+    }
+    // Later operations fail at once.
+    let error = job.communicators[0].run(&Request::Barrier).unwrap_err();
+    assert!(error.to_string().starts_with("rank 2 died"), "{error}");
+}
+
+fn timeouts_name_the_missing(make: Make) {
+    let job = job(make, 3, Duration::from_millis(300));
+    let outcomes = on_all(&job, |me, communicator| match me {
+        1 => Ok(()),
+        _ => communicator.run(&Request::Barrier),
+    });
+    match outcomes[0].as_ref().unwrap_err() {
+        Error::Timeout { during, missing, .. } => {
+            assert_eq!(during, "barrier");
+            assert!(missing.contains(&1), "{missing:?}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+fn closing_ends_waits(make: Make) {
+    let job = job(make, 2, TIMEOUT);
+    let communicator = &job.communicators[0];
+    let (sender, receiver) = channel();
+    let mut data = Memory::zeros(DType::Float32, 10);
+    for request in [Request::Barrier, Request::Barrier, Request::Recv { data: data.view(), from: Some(1), tag: 0 }] {
+        let sender = sender.clone();
+        communicator.submit(request, Box::new(move |result| sender.send(result).unwrap()));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    communicator.close("the test ends");
+    for _ in 0..3 {
+        let error = receiver.recv_timeout(Duration::from_secs(1)).unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "the session is closed: the test ends");
+    }
+    assert_eq!(communicator.run(&Request::Barrier).unwrap_err().code(), Code::Closed);
+}
+
+macro_rules! contract {
+    ($transport:ident, $scale:expr, $sizes:expr) => {
+        mod $transport {
+            const MAKE: super::Make = super::$transport;
+            #[test]
+            fn all_reduce_every_type() {
+                super::all_reduce_every_type(MAKE);
+            }
+            #[test]
+            fn all_reduce_every_size() {
+                super::all_reduce_every_size(MAKE, $sizes);
+            }
+            #[test]
+            fn every_exchange() {
+                super::every_exchange(MAKE, $scale);
+            }
+            #[test]
+            fn windows() {
+                super::windows(MAKE);
+            }
+            #[test]
+            fn random_programs() {
+                super::random_programs(MAKE);
+            }
+            #[test]
+            fn messages_do_not_block_each_other() {
+                super::messages_do_not_block_each_other(MAKE);
+            }
+            #[test]
+            fn a_message_of_another_length_is_an_error() {
+                super::a_message_of_another_length_is_an_error(MAKE);
+            }
+            #[test]
+            fn mismatches_are_told_to_all() {
+                super::mismatches_are_told_to_all(MAKE);
+            }
+            #[test]
+            fn failing_members_are_named() {
+                super::failing_members_are_named(MAKE);
+            }
+            #[test]
+            fn departures_end_waits() {
+                super::departures_end_waits(MAKE);
+            }
+            #[test]
+            fn timeouts_name_the_missing() {
+                super::timeouts_name_the_missing(MAKE);
+            }
+            #[test]
+            fn closing_ends_waits() {
+                super::closing_ends_waits(MAKE);
+            }
+        }
+    };
+}
+
+contract!(shm, 200_000, &[0, 1, 100, 8_191, 8_193, 40_000, 700_001, 2_500_000]);
+contract!(mock, 2_000, &[0, 1, 100, 8_193]);
+
+/// A rank that vanished without a word is found by the timeout.
+#[test]
+fn a_lost_rank_times_out() {
+    let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
+    net[1].lose();
+    let timeout = Duration::from_millis(200);
+    let communicator = Communicator::new(0, net[0].clone(), Arc::new(Monitor::new(0)), timeout);
+    let error = communicator.run(&Request::Barrier).unwrap_err();
+    assert!(error.to_string().ends_with("no sign of rank(s) [1]"), "{error}");
+}

@@ -1,0 +1,200 @@
+//! Messages between ranks that are threads of one process, late and in any interleaving that a seed makes. It has no
+//! shared memory, so it stands for every transport that only sends messages.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::mailbox::{Header, Link, Mailbox, Message};
+use super::shm::SharedMemory;
+use super::{Members, Tag, Transport};
+
+/// How the mock behaves.
+#[derive(Clone, Copy, Debug)]
+pub struct MockOptions {
+    /// Seed of the delays.
+    pub seed: u64,
+    /// Frames are late by up to this; zero means at once.
+    pub max_delay: Duration,
+}
+
+struct Frame {
+    due: Instant,
+    header: Header,
+    payload: Vec<u8>,
+}
+
+struct Wires {
+    /// `queues[from * size + to]`.
+    queues: Vec<VecDeque<Frame>>,
+    doorbells: Vec<u32>,
+    lost: Vec<bool>,
+    random: u64,
+}
+
+struct Net {
+    size: usize,
+    options: MockOptions,
+    wires: Mutex<Wires>,
+    news: Condvar,
+}
+
+/// One rank's end; see the module's text.
+pub struct MockTransport {
+    members: Members,
+    mailbox: Mailbox<MockLink>,
+}
+
+struct MockLink {
+    net: Arc<Net>,
+    me: usize,
+}
+
+const FRAME_BYTES: usize = 1 << 10;
+/// Frames of one pair that may be under way: small, so that tests meet a full link.
+const QUEUE_FRAMES: usize = 4;
+
+impl MockTransport {
+    /// The ends of a net of `size` ranks.
+    pub fn net(size: usize, options: MockOptions) -> Vec<Arc<Self>> {
+        let wires = Wires {
+            queues: (0..size * size).map(|_| VecDeque::new()).collect(),
+            doorbells: vec![0; size],
+            lost: vec![false; size],
+            random: options.seed,
+        };
+        let net = Arc::new(Net { size, options, wires: Mutex::new(wires), news: Condvar::new() });
+        let ranks: Arc<[usize]> = (0..size).collect();
+        let end = |me| {
+            let members = Members { ranks: ranks.clone(), me };
+            let link = MockLink { net: net.clone(), me };
+            Arc::new(Self { members: members.clone(), mailbox: Mailbox::new(link, members) })
+        };
+        (0..size).map(end).collect()
+    }
+
+    /// From now on nothing from or to this rank arrives, as if its host had vanished.
+    pub fn lose(&self) {
+        self.mailbox.link.net.wires.lock().lost[self.members.me] = true;
+    }
+}
+
+impl Link for MockLink {
+    fn payload_bytes(&self) -> usize {
+        FRAME_BYTES
+    }
+
+    unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
+        let mut wires = self.net.wires.lock();
+        if wires.lost[to] || wires.lost[self.me] {
+            return true;
+        }
+        // SplitMix64: enough to be late by irregular amounts.
+        wires.random = wires.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = wires.random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^= mixed >> 31;
+        let late = self.net.options.max_delay.mul_f64((mixed >> 11) as f64 / (1u64 << 53) as f64);
+        let queue = &mut wires.queues[self.me * self.net.size + to];
+        if queue.len() >= QUEUE_FRAMES {
+            return false;
+        }
+        let length = header[4] as usize;
+        let mut copy = vec![0; FRAME_BYTES];
+        if length > 0 {
+            // SAFETY: the caller promises `length` readable bytes, at most FRAME_BYTES.
+            unsafe { std::ptr::copy_nonoverlapping(payload, copy.as_mut_ptr(), length) };
+        }
+        // Frames of a pair stay in order.
+        let due = queue.back().map_or(Instant::now(), |last| last.due.max(Instant::now())) + late;
+        queue.push_back(Frame { due, header, payload: copy });
+        wires.doorbells[to] = wires.doorbells[to].wrapping_add(1);
+        self.net.news.notify_all();
+        true
+    }
+
+    fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
+        let frame = {
+            let mut wires = self.net.wires.lock();
+            let queue = &mut wires.queues[from * self.net.size + self.me];
+            if queue.front().is_none_or(|frame| frame.due > Instant::now()) {
+                return false;
+            }
+            let frame = queue.pop_front();
+            wires.doorbells[from] = wires.doorbells[from].wrapping_add(1);
+            self.net.news.notify_all();
+            frame
+        };
+        let frame = frame.expect("the front was there under the same lock");
+        take(frame.header, frame.payload.as_ptr());
+        true
+    }
+
+    fn doorbell(&self) -> u32 {
+        self.net.wires.lock().doorbells[self.me]
+    }
+
+    fn doze(&self, seen: u32, limit: Duration) {
+        let mut wires = self.net.wires.lock();
+        if wires.doorbells[self.me] != seen {
+            return;
+        }
+        let size = self.net.size;
+        let due = (0..size).filter_map(|from| wires.queues[from * size + self.me].front()).map(|frame| frame.due).min();
+        let latest = Instant::now() + limit;
+        self.net.news.wait_until(&mut wires, due.map_or(latest, |due| due.min(latest)));
+    }
+
+    fn ring_own(&self) {
+        let mut wires = self.net.wires.lock();
+        wires.doorbells[self.me] = wires.doorbells[self.me].wrapping_add(1);
+        self.net.news.notify_all();
+    }
+}
+
+impl Transport for MockTransport {
+    fn name(&self) -> &'static str {
+        "mock"
+    }
+
+    fn members(&self) -> &Members {
+        &self.members
+    }
+
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.mailbox.post_send(to, tag, data, bytes) }
+    }
+
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.mailbox.post_recv(from, tag, data, bytes) }
+    }
+
+    fn progress(&self) {
+        self.mailbox.progress();
+    }
+
+    fn cancel(&self, message: &Message) {
+        self.mailbox.cancel(message);
+    }
+
+    fn doorbell(&self) -> u32 {
+        self.mailbox.link.doorbell()
+    }
+
+    fn doze(&self, seen: u32, limit: Duration) {
+        self.mailbox.link.doze(seen, limit);
+    }
+
+    fn ring(&self) {
+        self.mailbox.link.ring_own();
+    }
+
+    fn shared(&self) -> Option<&SharedMemory> {
+        None
+    }
+}

@@ -1,0 +1,146 @@
+//! Where things are in a group's segment. Every rank computes the same layout from the number of members alone.
+//!
+//! ```text
+//! header page | per member: control pages | per member: 2 input arenas, 2 result arenas | per pair: frame ring
+//! ```
+//!
+//! The arenas are sparse: pages that no algorithm touches are never allocated.
+
+/// Bytes of one arena: the most that one member publishes between two synchronisations.
+pub(crate) const ARENA_BYTES: usize = 4 << 20;
+/// Words of a call's description.
+pub(crate) const CALL_WORDS: usize = 8;
+/// Frames in the ring of one pair.
+pub(crate) const RING_SLOTS: usize = 8;
+/// Payload of one frame.
+pub(crate) const FRAME_BYTES: usize = 16 << 10;
+/// Bytes of one ring slot: a header line and the payload.
+pub(crate) const SLOT_BYTES: usize = 64 + FRAME_BYTES;
+/// Bytes of one ring: the producer's and the consumer's count on lines of their own (two, since some processors
+/// fetch lines in pairs), then the slots.
+pub(crate) const RING_BYTES: usize = 256 + RING_SLOTS * SLOT_BYTES;
+
+const PAGE: usize = 4096;
+const HUGE_PAGE: usize = 2 << 20;
+
+/// The header's fields, as byte offsets.
+pub(crate) mod header {
+    /// `u64`: tells a segment of this group from anything else.
+    pub(crate) const NONCE: usize = 0;
+    /// `u32`: arrivals so far.
+    pub(crate) const ARRIVED: usize = 128;
+    /// `u32`: members asleep on `ARRIVED`.
+    pub(crate) const SLEEPERS: usize = 256;
+}
+
+/// Fields of a member's control block, as byte offsets.
+mod control {
+    pub(super) const PHASE: usize = 0;
+    pub(super) const DOORBELL: usize = 128;
+    pub(super) const DOZERS: usize = 256;
+    pub(super) const CALLS: usize = 384;
+    pub(super) const ROWS: usize = 512;
+}
+
+/// Offsets for a group of `size` members.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Layout {
+    size: usize,
+    control_bytes: usize,
+    arenas: usize,
+    rings: usize,
+}
+
+impl Layout {
+    pub(crate) fn new(size: usize) -> Self {
+        // Two parities of two rows of counts follow the fixed part.
+        let control_bytes = (control::ROWS + 2 * 2 * size * 8).next_multiple_of(PAGE);
+        let arenas = (PAGE + size * control_bytes).next_multiple_of(HUGE_PAGE);
+        let rings = arenas + size * 4 * ARENA_BYTES;
+        Self { size, control_bytes, arenas, rings }
+    }
+
+    /// Bytes of the whole segment.
+    pub(crate) fn bytes(&self) -> usize {
+        (self.rings + self.size * self.size * RING_BYTES).next_multiple_of(HUGE_PAGE)
+    }
+
+    fn control(&self, rank: usize) -> usize {
+        debug_assert!(rank < self.size);
+        PAGE + rank * self.control_bytes
+    }
+
+    /// `u32`: the last phase at which `rank` arrived, for messages about who is missing.
+    pub(crate) fn phase(&self, rank: usize) -> usize {
+        self.control(rank) + control::PHASE
+    }
+
+    /// `u32`: bumped when frames for `rank` arrive or room for its own frames appears.
+    pub(crate) fn doorbell(&self, rank: usize) -> usize {
+        self.control(rank) + control::DOORBELL
+    }
+
+    /// `u32`: threads of `rank` asleep on its doorbell.
+    pub(crate) fn dozers(&self, rank: usize) -> usize {
+        self.control(rank) + control::DOZERS
+    }
+
+    /// `[u64; CALL_WORDS]`: what `rank` calls.
+    pub(crate) fn call(&self, rank: usize, parity: usize) -> usize {
+        self.control(rank) + control::CALLS + parity * CALL_WORDS * 8
+    }
+
+    /// `[u64; 2 * size]`: the block sizes that go with the call.
+    pub(crate) fn rows(&self, rank: usize, parity: usize) -> usize {
+        self.control(rank) + control::ROWS + parity * 2 * self.size * 8
+    }
+
+    /// [`ARENA_BYTES`] bytes that `rank` writes for its peers.
+    pub(crate) fn arena(&self, rank: usize, parity: usize) -> usize {
+        self.arenas + (rank * 4 + parity) * ARENA_BYTES
+    }
+
+    /// [`ARENA_BYTES`] bytes for what `rank` computed for its peers.
+    pub(crate) fn results(&self, rank: usize, parity: usize) -> usize {
+        self.arenas + (rank * 4 + 2 + parity) * ARENA_BYTES
+    }
+
+    /// The ring that carries frames from one member to another.
+    pub(crate) fn ring(&self, from: usize, to: usize) -> usize {
+        debug_assert!(from < self.size && to < self.size);
+        self.rings + (from * self.size + to) * RING_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_do_not_overlap() {
+        for size in [1, 2, 3, 8, 200] {
+            let layout = Layout::new(size);
+            let mut ranges = vec![(0, header::SLEEPERS + 4)];
+            for rank in 0..size {
+                ranges.push((layout.phase(rank), 4));
+                ranges.push((layout.doorbell(rank), 4));
+                ranges.push((layout.dozers(rank), 4));
+                for parity in 0..2 {
+                    ranges.push((layout.call(rank, parity), CALL_WORDS * 8));
+                    ranges.push((layout.rows(rank, parity), 2 * size * 8));
+                    ranges.push((layout.arena(rank, parity), ARENA_BYTES));
+                    ranges.push((layout.results(rank, parity), ARENA_BYTES));
+                }
+                for to in 0..size {
+                    ranges.push((layout.ring(rank, to), RING_BYTES));
+                }
+            }
+            ranges.sort_unstable();
+            for pair in ranges.windows(2) {
+                assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?} overlap for {size} members");
+            }
+            let last = ranges.last().expect("there are ranges");
+            assert!(last.0 + last.1 <= layout.bytes());
+        }
+    }
+}
