@@ -97,7 +97,7 @@ impl Memory {
                 DType::Float64 => value.to_ne_bytes().into(),
                 DType::Complex64 => [value as f32, 1.0 - value as f32].map(f32::to_ne_bytes).concat(),
                 DType::Complex128 => [value, 1.0 - value].map(f64::to_ne_bytes).concat(),
-                DType::Bool => vec![u8::from(random.next() % 3 == 0)],
+                DType::Bool => vec![u8::from(random.next().is_multiple_of(3))],
                 _ => random.next().to_ne_bytes()[..dtype.size()].to_vec(),
             };
             let size = dtype.size();
@@ -303,7 +303,7 @@ fn random_programs(make: Make) {
                     _ => (Request::Barrier, data.bytes().to_vec()),
                 };
                 // Which rank queues and which blocks may differ between ranks.
-                if Random((me * 1000 + step) as u64).next() % 2 == 0 {
+                if Random((me * 1000 + step) as u64).next().is_multiple_of(2) {
                     communicator.run(&request).unwrap();
                 } else {
                     let sender = sender.clone();

@@ -240,10 +240,11 @@ impl<L: Link> Mailbox<L> {
         let payload_bytes = self.link.payload_bytes();
         let State { peers, completed, .. } = state;
         let peer = &mut peers[to];
-        // SAFETY: replies have no payload.
-        while let Some(header) = peer.replies.front()
-            && unsafe { self.link.push(to, *header, std::ptr::null()) }
-        {
+        while let Some(header) = peer.replies.front() {
+            // SAFETY: replies have no payload.
+            if !unsafe { self.link.push(to, *header, std::ptr::null()) } {
+                break;
+            }
             peer.replies.pop_front();
         }
         while let Some(send) = peer.waiting.front() {

@@ -34,7 +34,7 @@ impl Algorithm for Window {
         for rank in 0..size {
             let offset = arrival::offset_bytes(memory, rank);
             // A member validates its own offset; its word for it is not enough to write there (TRA-2).
-            if offset % 64 != 0 || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
+            if !offset.is_multiple_of(64) || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
                 return Err(Error::Internal(format!(
                     "rank {} gave offset {offset} for {bytes} bytes in a window of {}",
                     group.members.ranks[rank],

@@ -65,10 +65,9 @@ macro_rules! floats {
         }
         impl Ordered for $type {
             #[inline(always)]
-            #[expect(clippy::eq_op, reason = "a value that differs from itself is NaN; this form becomes one vector comparison")]
+            // A value that differs from itself is NaN; this form becomes one vector comparison.
             fn min(self, other: Self) -> Self { if self < other || self != self { self } else { other } }
             #[inline(always)]
-            #[expect(clippy::eq_op, reason = "as above")]
             fn max(self, other: Self) -> Self { if self > other || self != self { self } else { other } }
         }
     )*};
