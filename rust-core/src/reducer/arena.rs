@@ -67,11 +67,6 @@ impl Arena {
             .ok()
             .map(|_| SlotLease { arena: Arc::clone(self), param })
     }
-
-    /// Whether a tensor holds the slot of `param`.
-    pub fn is_leased(&self, param: usize) -> bool {
-        self.slots[param].leased.load(Ordering::Relaxed)
-    }
 }
 
 /// The right to use a slot; given back when dropped. Keeps the memory alive.
@@ -95,6 +90,15 @@ impl SlotLease {
     /// Whose slot it is.
     pub fn param(&self) -> usize {
         self.param
+    }
+
+    /// Fills the slot with the bytes at `from`.
+    ///
+    /// # Safety
+    /// As many bytes as the slot has are readable at `from`, and do not overlap it.
+    pub unsafe fn fill(&mut self, from: *const u8) {
+        // SAFETY: the caller's promise; the lease is the only user of the slot (RED-3), which lies inside the window.
+        unsafe { super::copy::copy(self.ptr(), from, self.bytes()) }
     }
 
     /// Fills the slot with zeros.

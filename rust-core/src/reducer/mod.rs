@@ -25,6 +25,7 @@
 use crate::buffer::DType;
 
 mod arena;
+mod copy;
 pub mod fingerprint;
 pub mod plan;
 mod runner;
@@ -32,7 +33,7 @@ pub mod step;
 
 pub use arena::{Arena, SlotLease};
 pub use plan::{Bucket, Plan, Slot};
-pub use runner::{Reducer, Slots};
+pub use runner::Reducer;
 pub use step::Step;
 
 /// What the plan needs to know of a parameter.

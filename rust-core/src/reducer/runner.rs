@@ -50,6 +50,8 @@ struct State {
     used: Vec<u8>,
     /// Parameters for which [`Reducer::lend`] guessed right so far.
     lendable: Vec<bool>,
+    /// Parameters whose slot was lent since their last gradient.
+    lent: Vec<bool>,
     rebuilt: bool,
 }
 
@@ -59,7 +61,6 @@ struct Active {
     step: Step,
     /// Gradients that are not in their slots.
     elsewhere: HashMap<usize, *mut u8>,
-    lent: Vec<bool>,
     /// Full buckets that are not yet handed to the communicator.
     queue: VecDeque<usize>,
     /// Whether the communicator works for this step.
@@ -85,22 +86,6 @@ struct BucketTimes {
     first_ready: u64,
     full: u64,
     submitted: u64,
-}
-
-/// The memory of the plan that is in force, for those who place gradients.
-#[derive(Clone)]
-pub struct Slots(Arc<Arena>);
-
-impl Slots {
-    /// Where the gradient of `param` belongs.
-    pub fn ptr(&self, param: usize) -> *mut u8 {
-        self.0.slot_ptr(param)
-    }
-
-    /// Takes the slot of `param`, unless a tensor still refers to it.
-    pub fn take(&self, param: usize) -> Option<SlotLease> {
-        self.0.lease(param)
-    }
 }
 
 /// What to do next, decided under the lock and done without it.
@@ -139,6 +124,7 @@ impl Reducer {
                 accumulated: 0,
                 used: vec![0; params.len()],
                 lendable: vec![true; params.len()],
+                lent: vec![false; params.len()],
                 rebuilt: false,
             }),
             params: params.into(),
@@ -186,19 +172,19 @@ impl Reducer {
         self.communicator.run(request)
     }
 
-    /// Begins a backward. Returns the memory that its gradients belong in, or `None` if this backward only
-    /// accumulates locally; then [`Reducer::note_local`] is all it calls.
+    /// Begins a backward. Returns whether it is reduced; if not, its gradients accumulate locally, and
+    /// [`Reducer::note_local`] is all that the caller says about them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if another backward is under way.
-    pub fn begin(&self) -> Result<Option<Slots>> {
+    pub fn begin(&self) -> Result<bool> {
         if !self.sync() {
-            return Ok(None);
+            return Ok(false);
         }
         let mut state = self.settle()?;
         state.accumulated += 1;
         if state.accumulated < self.options.accumulation_steps {
-            return Ok(None);
+            return Ok(false);
         }
         state.accumulated = 0;
         state.steps += 1;
@@ -207,7 +193,6 @@ impl Reducer {
             id: state.steps,
             step: Step::new(plan),
             elsewhere: HashMap::new(),
-            lent: vec![false; self.params.len()],
             queue: VecDeque::new(),
             in_flight: false,
             bounced: false,
@@ -217,7 +202,7 @@ impl Reducer {
             abandoned: false,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
-        Ok(Some(Slots(Arc::clone(&state.layout.arena))))
+        Ok(true)
     }
 
     /// Waits until no abandoned step is left.
@@ -244,6 +229,16 @@ impl Reducer {
         }
     }
 
+    /// Where the gradient of `param` belongs.
+    pub fn slot_ptr(&self, param: usize) -> *mut u8 {
+        self.state.lock().layout.arena.slot_ptr(param)
+    }
+
+    /// Takes the slot of `param`, unless a tensor still refers to it.
+    pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
+        self.state.lock().layout.arena.lease(param)
+    }
+
     /// Memory for a tensor of `bytes` bytes that is about to be made in a backward, if it is likely to become the
     /// gradient of a parameter: a gradient that is made in its slot need not be copied there. A wrong guess is
     /// harmless, and not repeated for this parameter.
@@ -252,14 +247,13 @@ impl Reducer {
             return None;
         }
         let state = &mut *self.state.lock();
-        let active = state.active.as_mut()?;
-        let candidates = state.layout.by_bytes.get(&bytes)?;
-        for &param in candidates {
+        for &param in state.layout.by_bytes.get(&bytes)? {
+            let is_ready = state.active.as_ref().is_some_and(|active| active.step.is_ready(param));
             if state.lendable[param]
-                && !active.step.is_ready(param)
+                && !is_ready
                 && let Some(lease) = state.layout.arena.lease(param)
             {
-                active.lent[param] = true;
+                state.lent[param] = true;
                 return Some(lease);
             }
         }
@@ -298,7 +292,7 @@ impl Reducer {
             if ptr != arena.slot_ptr(param) {
                 active.elsewhere.insert(param, ptr);
             }
-            if active.lent[param] && !std::ptr::eq(ptr, arena.slot_ptr(param)) {
+            if std::mem::take(&mut state.lent[param]) && ptr != arena.slot_ptr(param) {
                 state.lendable[param] = false;
             }
             if trace::enabled() {
@@ -530,7 +524,7 @@ impl Reducer {
     /// Ends the step with an error that the other members get too, and waits until they have it. Returns the error.
     fn give_up(self: &Arc<Self>, message: String) -> Error {
         let error = Error::InvalidArgument(message.clone());
-        self.abandon(&message);
+        self.abandon(&message, false);
         let mut state = self.state.lock();
         while state.active.as_ref().is_some_and(|active| active.abandoned) {
             self.changed.wait(&mut state);
@@ -539,8 +533,9 @@ impl Reducer {
     }
 
     /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
-    /// `message`. Does nothing if no backward is under way.
-    pub fn abandon(self: &Arc<Self>, message: &str) {
+    /// `message`. `more_follows` says whether the caller would have called [`Reducer::run`] after
+    /// [`Reducer::finish`], as the others will. Does nothing if no backward is under way.
+    pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else { return };
@@ -551,7 +546,8 @@ impl Reducer {
             // already: telling them again would end their next one.
             let others_wait = active.reduced < state.layout.plan.buckets().len()
                 || self.options.find_unused_parameters
-                || !state.rebuilt;
+                || !state.rebuilt
+                || more_follows;
             if others_wait && active.error.is_none() && self.communicator.members().size() > 1 {
                 active.giving_up = Some(message.to_owned());
             }
