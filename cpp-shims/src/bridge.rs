@@ -3,6 +3,7 @@
 pub use ffi::*;
 
 use crate::calls::{check_interrupt, group_rank, group_size, rank, run, session_id, size, submit};
+use crate::reducer::{Reducer, SlotLease, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -77,6 +78,23 @@ mod ffi {
         outputs: &'a [TensorView],
     }
 
+    /// `smd_core::reducer::ParamSpec`.
+    #[derive(Debug)]
+    struct Param {
+        name: String,
+        shape: Vec<u64>,
+        dtype: DType,
+    }
+
+    /// `smd_core::reducer::Options`.
+    #[derive(Debug)]
+    struct ReducerOptions {
+        bucket_bytes: usize,
+        first_bucket_bytes: usize,
+        find_unused_parameters: bool,
+        accumulation_steps: u32,
+    }
+
     extern "Rust" {
         /// Global rank of this process.
         fn rank() -> Result<usize>;
@@ -104,6 +122,62 @@ mod ffi {
 
         /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
         fn check_interrupt(during: &str) -> Result<()>;
+    }
+
+    // Gradient reduction; `smd_core::reducer::Reducer` says more. Functions may be called on any thread and take no
+    // lock of a framework.
+    extern "Rust" {
+        /// Reduces the gradients of one model.
+        type Reducer;
+        /// The right of one tensor to one slot, given back when dropped; holds nothing if the slot was taken.
+        type SlotLease;
+
+        /// A reducer among the members of `group`. Collective.
+        fn new_reducer(group: u64, params: &[Param], options: &ReducerOptions) -> Result<Box<Reducer>>;
+        /// Whether backwards that begin from now on are reduced.
+        fn set_sync(self: &Reducer, sync: bool);
+        /// See `set_sync`.
+        fn sync(self: &Reducer) -> bool;
+        /// Begins a backward; false if its gradients stay local.
+        fn begin(self: &Reducer) -> Result<bool>;
+        /// Takes note of a gradient that stays local.
+        fn note_local(self: &Reducer, param: usize);
+        /// Where a gradient belongs.
+        fn slot_ptr(self: &Reducer, param: usize) -> *mut u8;
+        /// The slot of a parameter, unless a tensor holds it.
+        fn take_slot(self: &Reducer, param: usize) -> Box<SlotLease>;
+        /// A slot for a tensor of `bytes` bytes that is likely to become a gradient.
+        fn lend(self: &Reducer, bytes: usize) -> Box<SlotLease>;
+        /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`.
+        ///
+        /// # Safety
+        /// The bytes stay valid and untouched until `finish` or `abandon` returns.
+        unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<()>;
+        /// Whether parameters may stay without a gradient.
+        fn tracks_unused(self: &Reducer) -> bool;
+        /// Parameters without a gradient in this backward so far.
+        fn missing(self: &Reducer) -> Vec<usize>;
+        /// Waits until everything is reduced; for each parameter whether any rank used it, where this is tracked.
+        fn finish(self: &Reducer) -> Result<Vec<u8>>;
+        /// Ends a backward that cannot go on.
+        fn abandon(self: &Reducer, message: &str, more_follows: bool);
+        /// Copies `data` of member `root` to all, between backwards.
+        ///
+        /// # Safety
+        /// As `run`.
+        unsafe fn broadcast(self: &Reducer, data: &TensorView, root: usize) -> Result<()>;
+        /// The buckets, one a line.
+        fn describe_plan(self: &Reducer) -> String;
+
+        /// First byte; null if the lease holds nothing.
+        fn ptr(self: &SlotLease) -> *mut u8;
+        /// Fills the slot.
+        ///
+        /// # Safety
+        /// As many bytes as the slot has are readable at `from`.
+        unsafe fn fill(self: &mut SlotLease, from: *const u8);
+        /// Fills the slot with zeros.
+        fn zero(self: &mut SlotLease);
     }
 
     unsafe extern "C++" {

@@ -203,7 +203,7 @@ impl From<DType> for ffi::DType {
     }
 }
 
-fn dtype(dtype: ffi::DType) -> Result<DType> {
+pub fn dtype(dtype: ffi::DType) -> Result<DType> {
     DType::ALL
         .into_iter()
         .find(|candidate| ffi::DType::from(*candidate) == dtype)

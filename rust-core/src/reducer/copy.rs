@@ -11,6 +11,10 @@ const STREAM_BYTES: usize = 1 << 20;
 /// # Safety
 /// `from` is readable and `to` is writable for `bytes` bytes, and they do not overlap.
 pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
+    if bytes == 0 {
+        // An empty tensor has no address.
+        return;
+    }
     #[cfg(target_arch = "x86_64")]
     if bytes >= STREAM_BYTES && (to as usize).is_multiple_of(64) && std::arch::is_x86_feature_detected!("avx") {
         // SAFETY: the caller's promise; the processor has AVX, and `to` is aligned.

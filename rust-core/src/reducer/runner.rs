@@ -261,7 +261,8 @@ impl Reducer {
     }
 
     /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
-    /// parameter's layout. Starts the reduction of buckets that it completes.
+    /// parameter's layout. Starts the reduction of buckets that it completes. `used` is false for a stand-in of a
+    /// gradient that this backward did not make.
     ///
     /// # Errors
     /// What ended the step already; [`Error::InvalidArgument`] for a second gradient of one parameter.
@@ -269,7 +270,7 @@ impl Reducer {
     /// # Safety
     /// From this call until [`Reducer::finish`] or [`Reducer::abandon`] has returned, the bytes at `ptr` are valid, and
     /// nobody else touches them.
-    pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8) -> Result<()> {
+    pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8, used: bool) -> Result<()> {
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else {
@@ -286,10 +287,10 @@ impl Reducer {
                     self.params[param].name
                 )));
             };
-            if self.options.find_unused_parameters {
+            if used && self.options.find_unused_parameters {
                 state.used[param] = 1;
             }
-            if ptr != arena.slot_ptr(param) {
+            if ptr != arena.slot_ptr(param) && self.params[param].bytes() > 0 {
                 active.elsewhere.insert(param, ptr);
             }
             if std::mem::take(&mut state.lent[param]) && ptr != arena.slot_ptr(param) {
