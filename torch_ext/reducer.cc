@@ -124,7 +124,7 @@ Reducer::Reducer(std::vector<Parameter> parameters, rust::Box<smd::Reducer> core
     // Autograd's own rule for the layout of gradients.
     watched.strides = parameter.tensor.is_non_overlapping_and_dense()
                           ? parameter.tensor.strides().vec()
-                          : c10::contiguous_strides(parameter.tensor.sizes());
+                          : c10::IntArrayRef(c10::contiguous_strides(parameter.tensor.sizes())).vec();
     watched.parameter = std::move(parameter);
     watched_.push_back(std::move(watched));
   }
