@@ -1,8 +1,8 @@
 #include "reducer.h"
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/engine.h>
@@ -81,8 +81,8 @@ class Reducer::Backward {
 };
 
 c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                          int64_t bucket_bytes, int64_t first_bucket_bytes,
-                                          bool find_unused_parameters, int64_t accumulation_steps, int64_t group) {
+                                          int64_t bucket_bytes, int64_t first_bucket_bytes, bool find_unused_parameters,
+                                          int64_t accumulation_steps, int64_t group) {
   TORCH_CHECK_VALUE(parameters.size() == names.size(), "every parameter needs a name");
   std::vector<Parameter> named;
   std::vector<Param> described;
@@ -104,9 +104,8 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
   options.first_bucket_bytes = static_cast<std::size_t>(first_bucket_bytes);
   options.find_unused_parameters = find_unused_parameters;
   options.accumulation_steps = static_cast<std::uint32_t>(accumulation_steps);
-  auto core = checked([&] {
-    return new_reducer(static_cast<std::uint64_t>(group), {described.data(), described.size()}, options);
-  });
+  auto core = checked(
+      [&] { return new_reducer(static_cast<std::uint64_t>(group), {described.data(), described.size()}, options); });
   auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(core));
   for (std::size_t i = 0; i < reducer->watched_.size(); ++i) {
     auto& watched = reducer->watched_[i];
@@ -240,7 +239,8 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
 
   // A gradient that nobody else can see may move into its slot. One that autograd has just stolen shares its memory
   // with `incoming`, which the engine still holds.
-  const bool stolen = incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage());
+  const bool stolen =
+      incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage());
   const bool ours = stolen || (gradient.use_count() == 1 && gradient.storage().use_count() == 1);
   if (ours) {
     auto lease = (*core_)->take_slot(index);

@@ -31,8 +31,8 @@ class Reducer : public torch::CustomClassHolder {
 
   // Collective among the members of `group`.
   static c10::intrusive_ptr<Reducer> make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                          int64_t bucket_bytes, int64_t first_bucket_bytes,
-                                          bool find_unused_parameters, int64_t accumulation_steps, int64_t group);
+                                          int64_t bucket_bytes, int64_t first_bucket_bytes, bool find_unused_parameters,
+                                          int64_t accumulation_steps, int64_t group);
 
   Reducer(std::vector<Parameter> parameters, rust::Box<smd::Reducer> core);
   ~Reducer() override;

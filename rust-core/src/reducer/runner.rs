@@ -7,6 +7,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -16,6 +17,10 @@ use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::error::{Error, Result};
 use crate::trace;
+use crate::world::monitor::interrupt_pending;
+
+/// Ctrl-C ends the wait for the end of a step.
+const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
 /// Gradients smaller than this are never placed by [`Reducer::lend`]: copying them costs less than asking.
 const LEND_BYTES: usize = 64 << 10;
@@ -441,6 +446,7 @@ impl Reducer {
             return Err(self.give_up(self.unused_message(&missing)));
         }
         let state = &mut self.state.lock();
+        let mut interrupted = false;
         let (result, layout, order) = loop {
             let Some(active) = state.active.as_ref().filter(|active| !active.abandoned) else {
                 return Err(Error::Internal("a backward ended that had not begun".to_owned()));
@@ -452,8 +458,18 @@ impl Reducer {
             if let Some(result) = ended {
                 break (result, state.layout.clone(), active.step.observed_order());
             }
-            self.changed.wait(state);
+            // To look for signals may take the lock of an interpreter: not while others may need this one.
+            if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
+                && MutexGuard::unlocked(state, interrupt_pending)
+            {
+                interrupted = true;
+                break (Ok(()), state.layout.clone(), Vec::new());
+            }
         };
+        if interrupted {
+            MutexGuard::unlocked(state, || self.abandon("it was interrupted", false));
+            return Err(Error::Interrupted { during: "the reduction of gradients".to_owned() });
+        }
         state.active = None;
         result?;
         let used = self.options.find_unused_parameters.then(|| {
