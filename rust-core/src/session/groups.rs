@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::Session;
 use crate::collectives::Communicator;
 use crate::error::{Error, Result};
-use crate::transport::{Members, Transport};
+use crate::transport::{Members, ShmTransport};
 
 /// The id of the group of all ranks.
 pub const WORLD: u64 = 0;
@@ -107,13 +107,8 @@ impl Session {
         let members = Members { ranks: ranks.into(), me };
         self.check_one_host(ranks)?;
         let name = format!("{id:x}");
-        let transport = self.shared_memory(&name, members, timeout)?;
+        let transport = ShmTransport::join(&name, members, self.store(), &self.monitor, timeout)?;
         Ok(Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout))
-    }
-
-    fn shared_memory(&self, name: &str, members: Members, timeout: Duration) -> Result<Arc<dyn Transport>> {
-        let _ = (name, members, timeout, self.store());
-        Err(Error::Unsupported("shared memory is not in this build".to_owned()))
     }
 
     fn check_members(&self, ranks: &[usize]) -> Result<()> {
