@@ -246,12 +246,15 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     outputs = [process.communicate()[0] for process in compilations]
     for process, output in zip(compilations, outputs, strict=True):
         _check(framework, process, output)
+    # Everything registers itself, so nothing is exported: two shims of a process must not meet in each other's C++.
+    (scratch / "exports.map").write_text("{ local: *; };\n")
     # The core is loaded already and is found by its name; the symbols are checked here rather than at load time.
     link = subprocess.run(
         [
             *compiler,
             "-shared",
             "-Wl,--no-undefined",
+            "-Wl,--version-script=exports.map",
             *(f"{index}.o" for index in range(len(units))),
             "-o",
             framework.library,

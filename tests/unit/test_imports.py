@@ -1,0 +1,84 @@
+"""What importing does, each in a fresh process: one framework at most, and clear words where it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+needs_tensorflow = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
+)
+
+
+def _run(script):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_torch
+@pytest.mark.parametrize("first", ["torch", "smdistributed.dataparallel.torch.distributed"])
+def test_torch_in_either_order_and_no_tensorflow(first):
+    _run(f"""
+import sys
+import {first}
+import smdistributed.dataparallel.torch.distributed as dist
+import smdistributed.dataparallel.torch.dist as alias
+import torch
+from smdistributed.dataparallel.torch import dist as attribute, get_local_rank, get_rank, get_world_size
+assert alias is dist is attribute
+assert get_rank is dist.get_rank
+assert not dist.is_available() and not dist.is_initialized()
+assert "tensorflow" not in sys.modules
+""")
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("first", ["tensorflow", "smdistributed.dataparallel.tensorflow"])
+def test_tensorflow_in_either_order_and_no_torch(first):
+    _run(f"""
+import sys
+import {first}
+import smdistributed.dataparallel.tensorflow as sdp
+from smdistributed.dataparallel.exceptions import UnsupportedError
+assert "torch" not in sys.modules
+try:
+    sdp.DistributedGradientTape
+except UnsupportedError as error:
+    assert "not part of this release yet" in str(error)
+assert not hasattr(sdp, "no_such_name")
+""")
+
+
+def test_the_package_needs_no_framework():
+    assert (
+        _run("""
+import sys
+sys.modules["torch"] = sys.modules["tensorflow"] = None  # as if not installed
+import smdistributed
+import smdistributed.dataparallel
+import smdistributed.dataparallel.exceptions
+for name in "torch", "tensorflow":
+    try:
+        __import__(f"smdistributed.dataparallel.{name}")
+    except ImportError as error:
+        print(error)
+""")
+        == "this part of smdistributed needs PyTorch, which is not installed: `pip install torch`\n"
+        "this part of smdistributed needs TensorFlow, which is not installed: `pip install tensorflow`"
+    )
+
+
+@needs_torch
+def test_the_library_exports_no_cpp_of_ours():
+    """Two shims in one process must not meet in each other's C++."""
+    from smdistributed._common import shims
+
+    library = shims.ensure(shims.torch_framework())
+    symbols = subprocess.run(["nm", "-DC", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    ours = [line for line in symbols.stdout.splitlines() if " smd::" in line or " rust::" in line]
+    assert not ours

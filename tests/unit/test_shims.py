@@ -1,0 +1,204 @@
+"""Finding, building and keeping the shims, with a compiler that is a script: the real one is for the other tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from smdistributed._common import shims
+
+FRAMEWORK = shims.Framework(
+    name="torch",
+    title="PyTorch",
+    version="9.9",
+    folder="torch_ext",
+    compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", "/somewhere/include"),
+    link_flags=("-lc10",),
+)
+
+# Notes each run, and writes what it is told to write.
+COMPILER = """#!{python}
+import os, sys, time
+output = sys.argv[sys.argv.index("-o") + 1]
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+{body}
+with open(output, "w") as file:
+    file.write("library")
+"""
+
+BUILD = """
+import sys, pickle
+from smdistributed._common import shims
+print(shims.ensure(pickle.loads(bytes.fromhex(sys.argv[1]))))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shims, "PREBUILT", tmp_path / "prebuilt")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Makes a compiler with a body of its own; gives the file with its runs."""
+
+    def make(body=""):
+        path, log = tmp_path / "compiler", tmp_path / "log"
+        path.write_text(COMPILER.format(python=sys.executable, log=str(log), body=body))
+        path.chmod(0o755)
+        log.write_text("")
+        monkeypatch.setenv("CXX", str(path))
+        return log
+
+    return make
+
+
+def _links(log):
+    return sum("-shared" in line for line in log.read_text().splitlines())
+
+
+def _start_build():
+    import pickle
+
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, pickle.dumps(FRAMEWORK).hex()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_shim_is_built_once_and_says_so(cache, compiler, capsys):
+    log = compiler()
+    path = shims.ensure(FRAMEWORK)
+    assert path == cache / FRAMEWORK.key / "libsmd_torch.so"
+    assert path.read_text() == "library"
+    runs = log.read_text().splitlines()
+    assert len(runs) == 4, "three units and one link"
+    assert all("-D_GLIBCXX_USE_CXX11_ABI=1" in run for run in runs[:3])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("smdistributed: building the PyTorch 9.9 shim, once, in ")
+    assert shims.ensure(FRAMEWORK) == path
+    assert len(log.read_text().splitlines()) == 4
+    assert capsys.readouterr().err == ""
+    assert [entry.name for entry in sorted(path.parent.iterdir())] == [".lock", "libsmd_torch.so"]
+
+
+def test_a_prebuilt_shim_needs_no_cache_and_no_compiler(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    path = shims.PREBUILT / FRAMEWORK.key / FRAMEWORK.library
+    path.parent.mkdir(parents=True)
+    path.write_text("library")
+    assert shims.ensure(FRAMEWORK) == path
+    assert not cache.exists()
+
+
+def test_the_key_changes_with_what_the_shim_depends_on(monkeypatch):
+    key = FRAMEWORK.key
+    assert "9.9" in key
+    assert replace(FRAMEWORK, compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", "/elsewhere")).key == key
+    others = [
+        replace(FRAMEWORK, version="10.0").key,
+        replace(FRAMEWORK, compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=0",)).key,
+        replace(FRAMEWORK, name="tensorflow", folder="tf_ops").key,
+    ]
+    sources = shims._core.shim_sources()
+    for name, same in [("torch_ext/kernels.cc", False), ("include/smd/status.h", False), ("tf_ops/kernels.cc", True)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(shims._core, "shim_sources", lambda name=name: sources | {name: sources[name] + "\n"})
+            assert (FRAMEWORK.key == key) is same, name
+    with monkeypatch.context() as patch:
+        patch.setattr(shims._core, "__version__", "99")
+        others.append(FRAMEWORK.key)
+    assert len({key, *others}) == 1 + len(others)
+
+
+def test_another_version_builds_again(cache, compiler):
+    log = compiler()
+    first = shims.ensure(FRAMEWORK)
+    second = shims.ensure(replace(FRAMEWORK, version="10.0"))
+    assert first != second
+    assert first.exists()
+    assert _links(log) == 2
+
+
+def test_a_missing_compiler_is_one_clear_error(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(shims.ShimError) as caught:
+        shims.ensure(FRAMEWORK)
+    text = str(caught.value)
+    assert text.startswith("no prebuilt shim for PyTorch 9.9, and no C++ compiler to build one: install g++")
+    assert "CXX" in text
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    with pytest.raises(shims.ShimError, match="/nonexistent/g\\+\\+"):
+        shims.ensure(FRAMEWORK)
+
+
+def test_a_failed_build_shows_the_first_errors_and_leaves_nothing(cache, compiler):
+    compiler(
+        'print("In file included from x:"); [print(f"y.cc:{i}: error: number {i}") for i in range(99)]; sys.exit(3)'
+    )
+    with pytest.raises(shims.ShimError, match=r"the PyTorch 9\.9 shim does not compile \(exit code 3\)") as caught:
+        shims.ensure(FRAMEWORK)
+    text = str(caught.value)
+    assert "y.cc:0: error: number 0" in text
+    assert "number 50" not in text
+    assert "\ncommand: " in text
+    assert [entry.name for entry in (cache / FRAMEWORK.key).iterdir()] == [".lock"]
+    compiler()
+    assert shims.ensure(FRAMEWORK).exists()
+
+
+def test_ranks_that_start_at_once_build_once(cache, compiler):
+    log = compiler("time.sleep(0.3)")
+    builds = [_start_build() for _ in range(4)]
+    outputs = [build.communicate(timeout=60) for build in builds]
+    assert {output.strip() for output, _ in outputs} == {str(cache / FRAMEWORK.key / FRAMEWORK.library)}
+    assert _links(log) == 1
+    assert sum("building" in error for _, error in outputs) == 1
+
+
+def test_a_builder_that_is_killed_leaves_no_half_of_a_library(cache, compiler):
+    log = compiler('open(output, "w").write("lib"); time.sleep(60 if "-shared" in sys.argv else 0)')
+    build = _start_build()
+    deadline = time.monotonic() + 30
+    while not _links(log) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(build.pid, signal.SIGKILL)
+    build.communicate()
+    folder = cache / FRAMEWORK.key
+    assert not (folder / FRAMEWORK.library).exists()
+    assert list(folder.glob("build-*"))
+    compiler()
+    assert shims.ensure(FRAMEWORK).read_text() == "library"
+    assert not list(folder.glob("build-*"))
+
+
+def test_a_cache_that_cannot_be_written_names_the_knob(tmp_path, compiler, monkeypatch):
+    compiler()
+    monkeypatch.setattr(shims, "PREBUILT", tmp_path / "prebuilt")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(shims.ShimError, match="set SMD_CACHE_DIR to a folder that can be written"):
+        shims.ensure(FRAMEWORK)
+
+
+def test_the_command_builds_into_the_package(cache, compiler, monkeypatch, capsys, tmp_path):
+    compiler()
+    monkeypatch.setitem(shims.FRAMEWORKS, "torch", lambda: FRAMEWORK)
+    monkeypatch.setattr(sys, "argv", ["shims", "torch", "--into", str(tmp_path / "prebuilt")])
+    shims.main()
+    path = tmp_path / "prebuilt" / FRAMEWORK.key / FRAMEWORK.library
+    assert capsys.readouterr().out.strip() == str(path)
+    assert shims.ensure(FRAMEWORK) == path
