@@ -1,0 +1,253 @@
+"""`smdrun doctor`: what OpenSMD finds on this machine, and for each gap what to do.
+
+It imports neither PyTorch nor TensorFlow, since a broken one is what it may be asked about; `--build` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: What was looked at.
+        state: `ok`; `--` for something that is not there and need not be; `!!` for what will cause trouble.
+        text: What was found.
+        remedy: What to do about it, if something can be done.
+    """
+
+    subject: str
+    state: str
+    text: str
+    remedy: str = ""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the report; the exit code is 1 if something will cause trouble."""
+    parser = argparse.ArgumentParser(prog="smdrun doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--build", action="store_true", help="import the frameworks and build their shims now")
+    options = parser.parse_args(arguments)
+    findings = list(_findings(options.build))
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state}  {finding.subject:{width}}  {finding.text}")
+        if finding.remedy:
+            print(f"    {'':{width}}  -> {finding.remedy}")
+    return int(any(finding.state == "!!" for finding in findings))
+
+
+def _findings(build: bool) -> Iterator[Finding]:
+    yield Finding("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield from _core_findings()
+    for title, names, module in (
+        ("PyTorch", ("torch",), "torch"),
+        ("TensorFlow", ("tensorflow-cpu", "tensorflow"), "tensorflow"),
+    ):
+        yield from _framework(title, names, module, build)
+    yield _compiler()
+    yield _cache()
+    yield from _cuda()
+    yield _nccl()
+    yield _mpi()
+    yield _horovod()
+    yield _cores()
+    yield from _memory()
+    yield _files()
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _core_findings() -> Iterator[Finding]:
+    try:
+        from smdistributed import _core
+    except ImportError as error:
+        yield Finding(
+            "OpenSMD", "!!", f"the core cannot be loaded: {error}", "reinstall: `pip install .` in the source"
+        )
+        return
+    yield Finding("OpenSMD", "ok", f"{_core.__version__} at {_core.__file__}")
+
+
+def _framework(title: str, names: tuple[str, ...], module: str, build: bool) -> Iterator[Finding]:
+    version = _version(*names)
+    if version is None:
+        yield Finding(title, "--", "not installed", f"`pip install {names[0]}` if you use it")
+        return
+    yield Finding(title, "ok", version)
+    try:
+        from smdistributed._common import shims
+    except ImportError:
+        # Reported as a broken core.
+        return
+    subject = f"{title} shim"
+    if build:
+        try:
+            path = shims.ensure(shims.FRAMEWORKS[module]())
+        except Exception as error:  # whatever a framework's import raises is what the user wants to see
+            yield Finding(subject, "!!", str(error).splitlines()[0], "repair the framework or the compiler, then again")
+            return
+        yield Finding(subject, "ok", str(path))
+        return
+    # The version that the framework itself reports may carry a suffix (`+cu130`), so its folder is looked for.
+    # Which of several fits exactly only the framework can say.
+    pattern = f"{module}-{version}*-core-{_version('opensmd') or '*'}-*"
+    built = [
+        path.parent
+        for folder in (shims.PREBUILT, shims.cache_dir())
+        for path in folder.glob(f"{pattern}/libsmd_{module}.so")
+    ]
+    if built:
+        newest = max(built, key=lambda folder: folder.stat().st_mtime)
+        yield Finding(subject, "ok", f"built: {newest}")
+    else:
+        yield Finding(subject, "--", "not built", "happens at first use, once; or now: `smdrun doctor --build`")
+
+
+def _compiler() -> Finding:
+    configured = os.environ.get("CXX")
+    words = [configured] if configured else ["g++", "c++", "clang++"]
+    for word in words:
+        command = shlex.split(word)
+        if command and shutil.which(command[0]):
+            return Finding("C++ compiler", "ok", _first_line([*command, "--version"]) or word)
+    missing = f"`{configured}` (CXX) is not there" if configured else "not found"
+    return Finding(
+        "C++ compiler", "!!", missing, "needed once per framework version: `apt-get install g++`, or set CXX"
+    )
+
+
+def _cache() -> Finding:
+    from smdistributed._common import shims
+
+    folder = shims.cache_dir()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return Finding("shim cache", "ok", str(folder))
+    return Finding("shim cache", "!!", f"{folder} cannot be written", "set SMD_CACHE_DIR to a folder that can")
+
+
+def _cuda() -> Iterator[Finding]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        yield Finding("CUDA driver", "--", "none: tensors on CPUs only")
+        return
+    version, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    status = driver.cuInit(0)
+    if status == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        text = f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} device(s)"
+        yield Finding("CUDA driver", "ok", text)
+    else:
+        yield Finding("CUDA driver", "--", f"loads, but cuInit fails with {status}", "see `nvidia-smi`")
+
+
+def _nccl() -> Finding:
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if name.startswith("nvidia-nccl"):
+            return Finding("NCCL", "ok", f"{distribution.version} ({name})")
+    try:
+        ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return Finding("NCCL", "--", "not found")
+    return Finding("NCCL", "ok", "libnccl.so.2 of the system")
+
+
+def _mpi() -> Finding:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return Finding("MPI", "--", "mpirun not found", "`apt-get install openmpi-bin` to launch with mpirun")
+    return Finding("MPI", "ok", f"{_first_line([mpirun, '--version'])} at {mpirun}")
+
+
+def _horovod() -> Finding:
+    version = _version("horovod")
+    if version is None:
+        return Finding("Horovod", "ok", "not installed beside OpenSMD")
+    return Finding("Horovod", "!!", f"{version} is installed: two packages with one name", "`pip uninstall horovod`")
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {os.cpu_count()} usable"
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        text += f", limited to {int(quota[0]) / int(quota[1]):.1f} by the cgroup"
+    return Finding("cores", "ok", text)
+
+
+def _memory() -> Iterator[Finding]:
+    # The core's shared memory is anonymous (memfd): it counts as memory, not as space in /dev/shm.
+    try:
+        descriptor = os.memfd_create("smd-doctor")
+        os.ftruncate(descriptor, 1 << 20)
+        os.close(descriptor)
+    except OSError as error:
+        yield Finding(
+            "shared memory", "!!", f"memfd_create fails: {error}", "allow it in the container's seccomp profile"
+        )
+    else:
+        free = next((line for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable")), "")
+        text = f"memfd works, {int(free.split()[1]) / (1 << 20):.1f} GiB available" if free else "memfd works"
+        limit = _read("/sys/fs/cgroup/memory.max").strip()
+        if limit.isdigit():
+            text += f", {int(limit) / _GIB:.1f} GiB allowed by the cgroup"
+        yield Finding("shared memory", "ok", text)
+    try:
+        shm = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return
+    if shm.total < _GIB:
+        remedy = "OpenSMD does not use it; torch's data loaders do: `docker run --shm-size=2g`"
+        yield Finding("/dev/shm", "--", f"{shm.total / _GIB:.2f} GiB", remedy)
+    else:
+        yield Finding("/dev/shm", "ok", f"{shm.total / _GIB:.1f} GiB (for torch's data loaders)")
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        return Finding("open files", "!!", f"limit {soft}", f"`ulimit -n {min(hard, 4096)}`")
+    return Finding("open files", "ok", f"limit {soft}")
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter((done.stdout or done.stderr).splitlines()), "")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
