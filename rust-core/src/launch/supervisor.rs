@@ -33,6 +33,8 @@ pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let warden = Warden::start().map_err(|error| Error::io("starting the warden", error))?;
+    // The rendezvous says whom it turns away.
+    crate::session::log::start(None);
     let secret = environment::random_hex(32)?;
     let server = Server::start((Ipv4Addr::LOCALHOST, 0).into(), secret.as_bytes(), job.num_ranks)?;
     job.set_rendezvous(server.address().to_string(), secret);

@@ -17,9 +17,9 @@ static RANK: AtomicUsize = AtomicUsize::new(NO_RANK);
 const NO_RANK: usize = usize::MAX;
 
 /// Starts logging, once in a process, at the level of [`config::LOG`]. A program that set up `tracing` before keeps
-/// its own way.
-pub fn start(rank: usize, size: usize) {
-    RANK.store(if size > 1 { rank } else { NO_RANK }, Ordering::Relaxed);
+/// its own way. The launcher and a job of one have no rank to show.
+pub fn start(rank: Option<usize>) {
+    RANK.store(rank.unwrap_or(NO_RANK), Ordering::Relaxed);
     STARTED.call_once(|| {
         let level = level();
         let subscriber = tracing_subscriber::fmt()

@@ -10,7 +10,7 @@
 //!   Members call in the same order, so they agree without a message; nobody else is involved.
 
 mod groups;
-mod log;
+pub(crate) mod log;
 mod serve;
 
 use std::sync::Arc;
@@ -142,7 +142,7 @@ impl Session {
     fn start(options: &InitOptions) -> Result<Arc<Self>> {
         let start = Instant::now();
         let launch = env::detect(options.variables.as_ref().unwrap_or(&env::variables()))?;
-        log::start(launch.rank, launch.size);
+        log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
         let timeout = config::TIMEOUT_SECONDS.seconds()?;
         let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
