@@ -158,26 +158,20 @@ void each(Register&& add) {
   add("recv_", Forms<&recv_>{});
 }
 
-void implement(torch::Library& m) {
-  each([&m](const std::string& name, auto forms) {
-    using F = decltype(forms);
-    m.impl(name.c_str(), TORCH_FN(F::blocking));
-    m.impl((name + "_async").c_str(), TORCH_FN(F::async));
-  });
-}
-
 }  // namespace
-
-TORCH_LIBRARY_IMPL(smd, CPU, m) { implement(m); }
-
-// The core says what a CUDA tensor needs.
-TORCH_LIBRARY_IMPL(smd, CUDA, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(smd, Meta, m) {
   each([&m](const std::string& name, auto forms) { m.impl(name.c_str(), TORCH_FN(decltype(forms)::shapes)); });
 }
 
+// For every backend: the adapter and the core say what a tensor that is not dense CPU memory needs, in clearer words
+// than the dispatcher's.
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
+  each([&m](const std::string& name, auto forms) {
+    using F = decltype(forms);
+    m.impl(name.c_str(), TORCH_FN(F::blocking));
+    m.impl((name + "_async").c_str(), TORCH_FN(F::async));
+  });
   m.impl("rank", [] { return checked([] { return static_cast<int64_t>(rank()); }); });
   m.impl("size", [] { return checked([] { return static_cast<int64_t>(size()); }); });
   m.impl("session_id", [] { return checked([] { return static_cast<int64_t>(session_id()); }); });

@@ -176,7 +176,7 @@ def broadcast_variables(variables: Iterable[tf.Variable], root_rank: int) -> Non
         variable.assign(broadcast(variable, root_rank))
 
 
-def _call(op: Any, **arguments: Any) -> tf.Tensor:
+def _call(op: Any, /, **arguments: Any) -> tf.Tensor:
     try:
         return op(**arguments)
     except tf.errors.OpError as error:

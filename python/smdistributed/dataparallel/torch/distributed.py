@@ -5,7 +5,9 @@ same order with tensors of the same shape and type; where ranks disagree, each o
 names the ranks and the difference. If a rank dies, the calls of the others end with a ``PeerFailedError`` that names
 it.
 
-Tensors are used where they lie. One that is not contiguous is copied, and copied back where it is an output.
+Tensors are used where they lie. One that is not contiguous is copied, and copied back where it is an output. As in
+``torch.distributed``, autograd does not follow: a backward through a tensor that was reduced takes the operation for
+the identity.
 
 Extensions to the documented API: ``new_group`` and groups as arguments, ``reduce``, ``gather``, ``scatter``,
 ``reduce_scatter``, ``all_to_all``, ``send``, ``recv``, the ``_tensor`` forms of ``torch.distributed``, and
