@@ -33,6 +33,9 @@ test-rust: ## Run the tests of the Rust crates
 test-python: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tf $(STAMPS)/system ## Run the tests in tests/
 	$(BIN)/python -m pytest
 
+bench-faults: $(STAMPS)/develop $(STAMPS)/torch ## Kill random ranks at random moments, 200 times; RUNS= and SEED= change that
+	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
+
 check: $(STAMPS)/develop $(STAMPS)/lint ## Formats, lints, generated files and fast tests
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings

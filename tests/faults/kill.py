@@ -1,0 +1,264 @@
+"""Kill -9 of a random rank at a random moment of a training job, many times; what the survivors make of it.
+
+    python tests/faults/kill.py --runs 200 --seed 1
+
+Each run is decided by its seed alone: how many ranks, which launcher, who dies, in which phase, and when in it (as a
+share of the time that the phase takes). A survivor must end with an error that names the dead rank within 5 s of the
+death; nothing may be left of the job. A rank that dies in `shutdown` may have done its part: then the others end well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import start_ranks
+
+PHASES = ("init", "wrap", "forward", "backward", "collective", "shutdown")
+#: A survivor knows of a death within this time.
+LIMIT_SECONDS = 5.0
+_TIMEOUT_SECONDS = 90.0
+#: How long the phases take that happen once, about.
+_ONCE_SECONDS = {"init": 0.05, "wrap": 0.05, "shutdown": 0.01}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    seed: int
+    launcher: str
+    n: int
+    victim: int
+    phase: str
+    #: When in the phase, as a share of its duration.
+    share: float
+    #: The step in which a phase that repeats is hit.
+    step: int
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        """The case of this seed; six seeds in a row have all six phases."""
+        dice = random.Random(seed)
+        n = dice.choice((2, 2, 3))
+        phase = PHASES[seed % len(PHASES)]
+        # Of a rank that dies before it has met any other only a launcher can know; alone, the others wait for it
+        # until SMD_INIT_TIMEOUT_SECONDS and then name it.
+        launcher = "smdrun" if phase == "init" else dice.choice(("smdrun", "raw"))
+        return cls(
+            seed=seed,
+            launcher=launcher,
+            n=n,
+            victim=dice.randrange(n),
+            phase=phase,
+            share=dice.random(),
+            step=dice.randrange(2, 6),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.launcher}, rank {self.victim} of {self.n} dies in {self.phase} "
+            f"(step {self.step}, at {self.share:.0%})"
+        )
+
+
+def train(seed: int, folder: str) -> None:
+    """The body of every rank: a training loop that ends only with a death."""
+    from support.rank_main import this_rank
+
+    case, rank = Case.of(seed), this_rank()
+    phase = _Phases(case, _Fate(case, Path(folder)) if rank == case.victim else None)
+    try:
+        _train(case, rank, phase)
+    except BaseException:
+        # Who was still importing torch when the victim died could not know earlier.
+        (Path(folder) / f"entered.{rank}").write_text(str(phase.entered))
+        raise
+    if rank == case.victim:
+        time.sleep(_TIMEOUT_SECONDS)
+
+
+def _train(case: Case, rank: int, phase: _Phases) -> None:
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+    torch.manual_seed(rank)
+    with phase("init"):
+        dist.init_process_group()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+    )
+    with phase("wrap"):
+        model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, targets = torch.randn(64, 256), torch.randint(10, (64,))
+    metric = torch.ones(200_000)
+    # In the phases that repeat, ranks go on until one of them dies.
+    last_step = case.step if case.phase == "shutdown" else sys.maxsize
+    for step in range(last_step):
+        phase.step = step
+        with phase("forward"):
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        with phase("backward"):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with phase("collective"):
+            dist.all_reduce(metric)
+    with phase("shutdown"):
+        dist.destroy_process_group()
+
+
+class _Fate:
+    """Kills this process at a given time, from a thread, wherever the process then is."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._case = case
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+
+    def draw_near(self, phase_seconds: float) -> None:
+        """Starts the clock."""
+        if self._thread is None:
+            delay = self._case.share * phase_seconds
+            self._thread = threading.Thread(target=self._strike, args=(time.monotonic() + delay,), daemon=True)
+            self._thread.start()
+
+    def _strike(self, at: float) -> None:
+        time.sleep(max(0.0, at - time.monotonic()))
+        (self._folder / "death").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Phases:
+    """Marks where the process is, so that its fate can find it there."""
+
+    def __init__(self, case: Case, fate: _Fate | None) -> None:
+        self._case = case
+        self._fate = fate
+        self._seconds = dict(_ONCE_SECONDS)
+        self._name = ""
+        self.step = 0
+        #: When the present phase began.
+        self.entered = time.monotonic()
+
+    def __call__(self, name: str) -> _Phases:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        once = self._name in _ONCE_SECONDS
+        if self._fate and self._name == self._case.phase and (once or self.step >= self._case.step):
+            self._fate.draw_near(self._seconds.get(self._name, 0.01))
+        self.entered = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._name not in _ONCE_SECONDS:
+            self._seconds[self._name] = time.monotonic() - self.entered
+
+
+@dataclass
+class Verdict:
+    """How a run ended."""
+
+    case: Case
+    #: What went wrong; empty if nothing did.
+    problems: list[str]
+    #: From the death, or the survivor's next call if that came later, to the last survivor's error, in seconds.
+    latency: float
+    #: Everything that was printed.
+    story: str
+
+
+def run(case: Case, folder: Path) -> Verdict:
+    """Runs one case; `folder` is empty and belongs to it."""
+    shared_before = _shared_memory()
+    problems = []
+    with start_ranks(train, case.n, case.seed, str(folder), launcher=case.launcher, timeout=_TIMEOUT_SECONDS) as job:
+        outcome = job.wait()
+    if outcome.timed_out:
+        problems.append(f"still running after {_TIMEOUT_SECONDS:.0f} s")
+    if outcome.left_behind:
+        problems.append(f"processes left: {outcome.left_behind}")
+    death_file = folder / "death"
+    if not death_file.exists():
+        return Verdict(case, [*problems, "the rank did not die"], 0.0, outcome.describe())
+    death = float(death_file.read_text())
+    latency = 0.0
+    for rank in outcome.ranks:
+        if rank.rank == case.victim:
+            continue
+        if not rank.finished:
+            problems.append(f"rank {rank.rank} neither returned nor raised")
+            continue
+        entered = folder / f"entered.{rank.rank}"
+        knowable = max(death, float(entered.read_text())) if entered.exists() else death
+        latency = max(latency, rank.ended_at - knowable)
+        if rank.error is None:
+            if case.phase != "shutdown":
+                problems.append(f"rank {rank.rank} ended without an error")
+        elif f"rank {case.victim} died" not in rank.error:
+            problems.append(f"rank {rank.rank} does not name rank {case.victim}: {rank.error}")
+    if latency > LIMIT_SECONDS:
+        problems.append(f"the last survivor knew after {latency:.1f} s")
+    if case.launcher == "smdrun" and f"rank {case.victim} failed first: killed by SIGKILL" not in outcome.output:
+        problems.append("smdrun does not say who failed first")
+    if left := _shared_memory() - shared_before:
+        # Another program's file may come and go; ours would stay.
+        time.sleep(1.0)
+        if left := left & _shared_memory():
+            problems.append(f"left in /dev/shm: {sorted(left)}")
+    return Verdict(case, problems, latency, outcome.describe())
+
+
+def _shared_memory() -> set[str]:
+    try:
+        return set(os.listdir("/dev/shm"))
+    except FileNotFoundError:
+        return set()
+
+
+def main() -> int:
+    """Runs many cases and prints a table."""
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; run i has seed + i")
+    options = parser.parse_args()
+    latencies: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    failed: Counter[str] = Counter()
+    for seed in range(options.seed, options.seed + options.runs):
+        with tempfile.TemporaryDirectory(prefix="smd-kill-") as folder:
+            verdict = run(Case.of(seed), Path(folder))
+        latencies[verdict.case.phase].append(verdict.latency)
+        if verdict.problems:
+            failed[verdict.case.phase] += 1
+            print(f"FAILED {verdict.case}: {'; '.join(verdict.problems)}\n{verdict.story}", flush=True)
+        elif sys.stdout.isatty():
+            print(f"\r{seed - options.seed + 1}/{options.runs}", end="", flush=True)
+    print(f"\n{'died in':12} {'runs':>5} {'failed':>7} {'median ms':>10} {'worst ms':>9}")
+    for phase, values in latencies.items():
+        if values:
+            values.sort()
+            median, worst = values[len(values) // 2] * 1e3, values[-1] * 1e3
+            print(f"{phase:12} {len(values):5} {failed[phase]:7} {median:10.0f} {worst:9.0f}")
+    print(f"{options.runs - failed.total()} passed, {failed.total()} failed")
+    return int(failed.total() > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

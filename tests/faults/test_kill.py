@@ -1,0 +1,37 @@
+"""A few of the cases of kill.py; `make bench-faults` runs many."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import run_ranks
+
+_spec = importlib.util.spec_from_file_location("kill", Path(__file__).with_name("kill.py"))
+kill = importlib.util.module_from_spec(_spec)
+sys.modules["kill"] = kill
+_spec.loader.exec_module(kill)
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+
+def warm_up():
+    """The shim is built before the clock runs."""
+    import smdistributed.dataparallel.torch.distributed as dist
+
+    dist.init_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shim():
+    run_ranks(warm_up, 1, timeout=110)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_survivors_name_the_dead(seed, tmp_path):
+    case = kill.Case.of(seed)
+    verdict = kill.run(case, tmp_path)
+    assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"
