@@ -51,6 +51,9 @@ format: $(STAMPS)/lint ## Bring all sources into the form that `make check` want
 	$(BIN)/ruff format .
 	$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES))
 
+generated: ## Bring generated files up to date
+	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked -p smd-core --lib config::
+
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 
 clean: ## Remove what was built, and .venv

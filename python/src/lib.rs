@@ -6,6 +6,7 @@
 
 use pyo3::prelude::*;
 
+mod config;
 mod enter;
 mod error;
 mod launch;
@@ -20,6 +21,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
     session::register(module)?;
+    module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())

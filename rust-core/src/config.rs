@@ -65,3 +65,68 @@ impl Knob {
         }
     }
 }
+
+/// The environment reference, in Markdown.
+pub fn reference() -> String {
+    let mut text = String::from(
+        "<!-- Generated from rust-core/src/config.rs by `make generated`; do not edit. -->\n\n\
+         # Environment\n\n\
+         Settings are read when they are needed first, mostly by `init()`; empty ones count as not set.\n\n\
+         | variable | default | meaning |\n\
+         | --- | --- | --- |\n",
+    );
+    for knob in ALL {
+        let mut names = format!("`{}`", knob.name);
+        for alias in knob.aliases {
+            names.push_str(&format!(", `{alias}`"));
+        }
+        let default = if knob.default.is_empty() { "none".to_owned() } else { format!("`{}`", knob.default) };
+        text.push_str(&format!("| {names} | {default} | {} |\n", knob.doc));
+    }
+    text.push_str(
+        "\nWho a process is comes from its launcher's variables; the first launcher that names a rank decides, and an MPI\n\
+         launcher that says otherwise is an error.\n\n\
+         | order | launcher | variables |\n\
+         | --- | --- | --- |\n\
+         | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` |\n\
+         | 2 | Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |\n\
+         | 3 | MPICH, Intel MPI, PMI | `PMI_RANK`, `PMI_SIZE`, `PMI_LOCAL_RANK` or `MPI_LOCALRANKID`, `PMI_LOCAL_SIZE` or `MPI_LOCALNRANKS` |\n\
+         | 4 | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |\n\
+         | 5 | none | a job of one process |\n",
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Freezes the list: a new knob is a decision, and shows in the reference.
+    #[test]
+    fn the_reference_is_current() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/environment.md");
+        if std::env::var_os("SMD_UPDATE_GENERATED").is_some() {
+            std::fs::write(path, reference()).unwrap();
+        }
+        let found = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(found == reference(), "`docs/environment.md` is not current: run `make generated`");
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<&str> =
+            ALL.iter().flat_map(|knob| [knob.name].into_iter().chain(knob.aliases.iter().copied())).collect();
+        let all = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all);
+    }
+
+    #[test]
+    fn defaults_are_acceptable() {
+        for knob in ALL.iter().filter(|knob| knob.name.ends_with("_SECONDS")) {
+            let default = knob.default.parse::<f64>();
+            assert!(default.is_ok_and(|seconds| seconds > 0.0), "{}", knob.name);
+        }
+    }
+}

@@ -1,6 +1,6 @@
 //! Every error of the core, its stable code, and whether a job can go on after it.
 //!
-//! Texts are lowercase, name values with their units and put names in backticks; the remedy is [`Error::hint`].
+//! Texts are lowercase, name values with their units and put names in backticks.
 //! A code never changes once released: it crosses the FFI (see `smd-bridge`'s guard) and picks the Python class.
 
 use std::sync::Arc;

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -366,7 +367,7 @@ def test_children_of_multiprocessing_say_how_they_end(tmp_path, how, message):
 def test_a_process_without_the_secret_is_refused_and_the_job_goes_on():
     with start_ranks(describe_slowly, 2) as job:
         job.wait_for("running")
-        environ = open(f"/proc/{job.pid(0)}/environ").read().split("\0")
+        environ = Path(f"/proc/{job.pid(0)}/environ").read_text().split("\0")
         address = next(entry for entry in environ if entry.startswith("SMD_RENDEZVOUS=")).split("=", 1)[1]
         env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "SMD_RENDEZVOUS": address, "SMD_SECRET": "a guess"}
         code = "from smdistributed import _core; _core.init()"

@@ -128,9 +128,8 @@ FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "ten
 
 
 def cache_dir() -> Path:
-    """Where built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``."""
-    configured = os.environ.get("SMD_CACHE_DIR")
-    return Path(configured) if configured else Path.home() / ".cache" / "opensmd"
+    """Where built shims are kept."""
+    return Path(_core.setting("SMD_CACHE_DIR")).expanduser()
 
 
 def find(framework: Framework) -> Path | None:

@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use crate::collectives::Communicator;
 use crate::config;
 use crate::error::{Error, Result};
+use crate::trace;
 use crate::world::env::{self, Launch};
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::{Join, Place};
@@ -204,10 +205,19 @@ impl Session {
         })
     }
 
+    /// Makes the group of all ranks, and with it starts the timeline: the first rank of a host before the group stands,
+    /// the others after it.
     fn make_world(&self, timeout: Duration) -> Result<()> {
+        let first = self.local_rank() == 0;
+        if first {
+            trace::start(self.rank(), first)?;
+        }
         let ranks: Vec<usize> = (0..self.size()).collect();
         let communicator = self.connect(groups::WORLD, &ranks, timeout)?;
         self.groups.insert(groups::WORLD, communicator);
+        if !first {
+            trace::start(self.rank(), first)?;
+        }
         Ok(())
     }
 
@@ -219,6 +229,7 @@ impl Session {
         if let Control::Connected(client) = &self.control {
             client.leave();
         }
+        trace::stop();
     }
 
     fn store(&self) -> &dyn Store {

@@ -1,0 +1,73 @@
+"""The core: control goes through this module, tensors go through the frameworks' ops.
+
+`tests/unit/test_core_stub.py` compares this file with the module.
+"""
+
+from collections.abc import Sequence
+
+__version__: str
+
+def init() -> None:
+    """Joins the job that the environment describes; returns when all ranks have joined."""
+
+def shutdown() -> None:
+    """Leaves the job. Does nothing without a session."""
+
+def finish() -> None:
+    """The last call of a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others."""
+
+def is_initialized() -> bool:
+    """Whether there is a session."""
+
+def rank() -> int:
+    """Global rank."""
+
+def size() -> int:
+    """Processes of the job."""
+
+def local_rank() -> int:
+    """Rank on this host."""
+
+def local_size() -> int:
+    """Processes on this host."""
+
+def session_id() -> int:
+    """The same number on all ranks, new for each `init()`."""
+
+def new_group(ranks: Sequence[int]) -> int:
+    """Makes a group of global ranks, in the order they get inside it, and returns its id. All members call."""
+
+def remove_group(group: int) -> None:
+    """Forgets a group; each member for itself."""
+
+def group_ranks(group: int = 0) -> list[int]:
+    """Global ranks of a group, in group order; 0 is the group of all."""
+
+def barrier(group: int = 0) -> None:
+    """Returns when every member of the group has called it."""
+
+def report_failure(message: str) -> None:
+    """Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
+    session."""
+
+def is_launched() -> bool:
+    """Whether a launcher's variables are in the environment."""
+
+def missing_environment() -> list[tuple[str, str]]:
+    """Names and values of the variables of torch's `env://` that the launcher did not set."""
+
+def setting(name: str) -> str:
+    """The value of a setting of the environment reference, or its default."""
+
+def error_codes() -> list[str]:
+    """The stable names of all kinds of errors."""
+
+def raise_interrupt() -> None:
+    """Raises what a signal handler raised during the last interrupted wait of this thread, if anything."""
+
+def shim_sources() -> dict[str, str]:
+    """Name and text of every source file of the shims, so that an installed package can build them anywhere."""
+
+def smdrun(argv: Sequence[str], python: str) -> int:
+    """Runs `smdrun` with this command line (the program's name first) and returns its exit code. The GIL is released;
+    Ctrl-C goes to the ranks and raises no `KeyboardInterrupt` here."""
