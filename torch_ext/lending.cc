@@ -3,46 +3,67 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <cstdint>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 
 namespace smd::torch_ext {
 namespace {
 
-// Smaller tensors never ask: the core would decline.
+// Copying a smaller gradient costs less than asking.
 constexpr std::size_t kLendBytes = 64 << 10;
 
 thread_local SharedReducer lender;
 
-void give_back(void* lease) {
-  // Back into the box that it was released from.
-  rust::Box<SlotLease>::from_raw(static_cast<SlotLease*>(lease));
-}
-
-// PyTorch's CPU allocator, except that on a thread in backward a tensor as large as an expected gradient gets that
-// gradient's slot. Whatever becomes of such a tensor, it is memory like any other: the slot is taken until the last
-// reference is gone, and if something else becomes the gradient, that is copied or reduced where it lies.
+// PyTorch's CPU allocator, except that on a thread in backward a tensor that will be a gradient gets that gradient's
+// slot. Whatever becomes of such a tensor, it is memory like any other: the slot is taken until the last reference is
+// gone, and if something else becomes the gradient, that is copied or reduced where it lies.
 //
 // This saves a pass over all gradients per step, and the page faults of fresh memory (docs/performance.md).
 class LendingAllocator final : public c10::Allocator {
  public:
-  explicit LendingAllocator(c10::Allocator* base) : base_(base) {}
+  explicit LendingAllocator(c10::Allocator* base) : base_(base), release_base_(base->raw_deleter()) {}
 
-  c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes >= kLendBytes && lender) {
-      auto lease = (*lender)->lend(bytes);
-      if (void* data = lease->ptr()) return {data, lease.into_raw(), give_back, c10::DeviceType::CPU};
-    }
-    return base_->allocate(bytes);
+  // Lives as long as the process, as PyTorch's own allocator does: tensors may outlive everything else.
+  static LendingAllocator& instance() {
+    static auto* allocator = new LendingAllocator(c10::GetCPUAllocator());
+    return *allocator;
   }
 
-  // True of all memory but slots. Who allocates raw memory is no operator in backward.
-  c10::DeleterFnPtr raw_deleter() const override { return base_->raw_deleter(); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes < kLendBytes || !lender) return base_->allocate(bytes);
+    auto lease = (*lender)->lend(bytes);
+    if (void* data = lease->ptr()) {
+      const std::lock_guard lock(mutex_);
+      leases_.emplace(data, std::move(lease));
+      // oneDNN asks for raw memory, which is an address and no more: so the address is all that a slot's deleter gets.
+      return {data, data, release, c10::DeviceType::CPU};
+    }
+    auto memory = base_->allocate(bytes);
+    (*lender)->lent_elsewhere(bytes, static_cast<const std::uint8_t*>(memory.get()));
+    return memory;
+  }
+
+  // Fits slots and the base's memory alike.
+  c10::DeleterFnPtr raw_deleter() const override { return release; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  private:
+  static void release(void* data) {
+    auto& self = instance();
+    {
+      const std::lock_guard lock(self.mutex_);
+      if (self.leases_.erase(data) != 0) return;
+    }
+    self.release_base_(data);
+  }
+
   c10::Allocator* base_;
+  c10::DeleterFnPtr release_base_;
+  std::mutex mutex_;
+  std::unordered_map<void*, rust::Box<SlotLease>> leases_;
 };
 
 }  // namespace
@@ -50,8 +71,11 @@ class LendingAllocator final : public c10::Allocator {
 void lend_on_this_thread(SharedReducer reducer) {
   static std::once_flag installed;
   if (reducer) {
-    // Lives as long as the process, as PyTorch's own allocator does: tensors may outlive everything else.
-    std::call_once(installed, [] { c10::SetCPUAllocator(new LendingAllocator(c10::GetCPUAllocator())); });
+    std::call_once(installed, [] {
+      // An allocator without raw memory cannot be stood in for; then every gradient is copied.
+      if (c10::GetCPUAllocator()->raw_deleter() != nullptr) c10::SetCPUAllocator(&LendingAllocator::instance());
+    });
+    (*reducer)->start_lending();
   }
   lender = std::move(reducer);
 }

@@ -236,6 +236,7 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
   }();
   auto* slot = (*core_)->slot_ptr(index);
   if (fits && gradient.data_ptr() == slot) return mark_ready(index, gradient, incoming.defined());
+  (*core_)->observe(index, static_cast<const std::uint8_t*>(gradient.const_data_ptr()));
 
   // A gradient that nobody else can see may move into its slot. One that autograd has just stolen shares its memory
   // with `incoming`, which the engine still holds.

@@ -146,8 +146,14 @@ mod ffi {
         fn slot_ptr(self: &Reducer, param: usize) -> *mut u8;
         /// The slot of a parameter, unless a tensor holds it.
         fn take_slot(self: &Reducer, param: usize) -> Box<SlotLease>;
+        /// A backward begins on a thread whose allocator calls `lend`.
+        fn start_lending(self: &Reducer);
         /// A slot for a tensor of `bytes` bytes that is likely to become a gradient.
         fn lend(self: &Reducer, bytes: usize) -> Box<SlotLease>;
+        /// The last `lend` held nothing, and the tensor was made at `ptr`, which is not read.
+        unsafe fn lent_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
+        /// The gradient of a parameter was made at `ptr`, which is not read, and not in its slot.
+        unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8);
         /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`.
         ///
         /// # Safety

@@ -85,6 +85,18 @@ impl Reducer {
         Box::new(SlotLease(self.inner.lend(bytes)))
     }
 
+    pub fn start_lending(&self) {
+        self.inner.start_lending();
+    }
+
+    pub fn lent_elsewhere(&self, bytes: usize, ptr: *const u8) {
+        self.inner.lent_elsewhere(bytes, ptr);
+    }
+
+    pub fn observe(&self, param: usize, ptr: *const u8) {
+        self.inner.observe(param, ptr);
+    }
+
     /// # Safety
     /// See the bridge.
     pub unsafe fn mark_ready(&self, param: usize, ptr: *mut u8, used: bool) -> Result<(), Report> {

@@ -20,13 +20,14 @@
 //!   could not go on. Either way the next step starts afresh.
 //! - RED-5: the plan is made anew once, after the first step, in the order in which rank 0 saw the gradients.
 //!
-//! [`plan`] and [`step`] are values without threads or memory; [`Reducer`] joins them to a communicator.
+//! [`plan`], [`step`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a communicator.
 
 use crate::buffer::DType;
 
 mod arena;
 mod copy;
 pub mod fingerprint;
+pub mod lending;
 pub mod plan;
 mod runner;
 pub mod step;

@@ -12,6 +12,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::fingerprint::{self, Description, view};
+use super::lending::Lending;
 use super::{Arena, Options, ParamSpec, Plan, SlotLease, Step};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
@@ -21,9 +22,6 @@ use crate::world::monitor::interrupt_pending;
 
 /// Ctrl-C ends the wait for the end of a step.
 const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
-
-/// Gradients smaller than this are never placed by [`Reducer::lend`]: copying them costs less than asking.
-const LEND_BYTES: usize = 64 << 10;
 
 /// Reduces the gradients of one model, step after step. See the folder's text.
 pub struct Reducer {
@@ -40,8 +38,6 @@ pub struct Reducer {
 struct Layout {
     plan: Arc<Plan>,
     arena: Arc<Arena>,
-    /// Parameters by the bytes of their gradient, each in plan order: who may get memory of that size.
-    by_bytes: Arc<HashMap<usize, Vec<usize>>>,
 }
 
 struct State {
@@ -53,10 +49,7 @@ struct State {
     accumulated: u32,
     /// Parameters that got a gradient since the last reduced step; only with `find_unused_parameters`.
     used: Vec<u8>,
-    /// Parameters for which [`Reducer::lend`] guessed right so far.
-    lendable: Vec<bool>,
-    /// Parameters whose slot was lent since their last gradient.
-    lent: Vec<bool>,
+    lending: Lending,
     rebuilt: bool,
 }
 
@@ -128,8 +121,7 @@ impl Reducer {
                 steps: 0,
                 accumulated: 0,
                 used: vec![0; params.len()],
-                lendable: vec![true; params.len()],
-                lent: vec![false; params.len()],
+                lending: Lending::new(params.iter().map(ParamSpec::bytes)),
                 rebuilt: false,
             }),
             params: params.into(),
@@ -244,25 +236,27 @@ impl Reducer {
         self.state.lock().layout.arena.lease(param)
     }
 
+    /// A backward begins on a thread whose allocator calls [`Reducer::lend`].
+    pub fn start_lending(&self) {
+        self.state.lock().lending.start();
+    }
+
     /// Memory for a tensor of `bytes` bytes that is about to be made in a backward, if it is likely to become the
-    /// gradient of a parameter: a gradient that is made in its slot need not be copied there. A wrong guess is
-    /// harmless, and not repeated for this parameter.
+    /// gradient of a parameter ([`super::lending`]). A caller that gets none says where it made the tensor
+    /// ([`Reducer::lent_elsewhere`]).
     pub fn lend(&self, bytes: usize) -> Option<SlotLease> {
-        if bytes < LEND_BYTES {
-            return None;
-        }
-        let state = &mut *self.state.lock();
-        for &param in state.layout.by_bytes.get(&bytes)? {
-            let is_ready = state.active.as_ref().is_some_and(|active| active.step.is_ready(param));
-            if state.lendable[param]
-                && !is_ready
-                && let Some(lease) = state.layout.arena.lease(param)
-            {
-                state.lent[param] = true;
-                return Some(lease);
-            }
-        }
-        None
+        let State { lending, layout, .. } = &mut *self.state.lock();
+        lending.request(bytes, |param| layout.arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
+    }
+
+    /// See [`Reducer::lend`].
+    pub fn lent_elsewhere(&self, bytes: usize, ptr: *const u8) {
+        self.state.lock().lending.granted_elsewhere(bytes, ptr as usize);
+    }
+
+    /// Takes note that the gradient of `param` was made at `ptr`, which is not its slot.
+    pub fn observe(&self, param: usize, ptr: *const u8) {
+        self.state.lock().lending.observe(param, self.params[param].bytes(), ptr as usize);
     }
 
     /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
@@ -297,9 +291,6 @@ impl Reducer {
             }
             if ptr != arena.slot_ptr(param) && self.params[param].bytes() > 0 {
                 active.elsewhere.insert(param, ptr);
-            }
-            if std::mem::take(&mut state.lent[param]) && ptr != arena.slot_ptr(param) {
-                state.lendable[param] = false;
             }
             if trace::enabled() {
                 let now = trace::now();
@@ -509,8 +500,6 @@ impl Reducer {
         };
         let state = &mut *self.state.lock();
         state.layout = layout;
-        // Guesses that followed the old order say nothing about the new one.
-        state.lendable.fill(true);
         state.rebuilt = true;
         Ok(())
     }
@@ -586,13 +575,7 @@ impl Layout {
     fn new(communicator: &Communicator, plan: Plan) -> Result<Self> {
         let window = communicator.window(plan.window_bytes())?;
         let arena = Arena::new(window, &plan);
-        let mut by_bytes: HashMap<usize, Vec<usize>> = HashMap::new();
-        for slot in plan.buckets().iter().flat_map(|bucket| &bucket.slots) {
-            if slot.bytes >= LEND_BYTES {
-                by_bytes.entry(slot.bytes).or_default().push(slot.param);
-            }
-        }
-        Ok(Self { plan: Arc::new(plan), arena, by_bytes: Arc::new(by_bytes) })
+        Ok(Self { plan: Arc::new(plan), arena })
     }
 
     /// Calls `copy(gradient, place in the spare range, bytes)` for every slot of a bucket.
