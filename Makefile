@@ -1,58 +1,78 @@
-# Every target does the set-up that it needs. `make help` lists them.
+# Every target does the set-up that it needs, in .venv. `make help` lists them.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Where shims for the installed frameworks are kept; the user's own cache by default.
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-# Ranks share the cores: without this each would start as many threads as there are cores.
-export OMP_NUM_THREADS := 1
-# A build for this checkout, whatever virtual environment or conda is active outside.
+# For this checkout, whatever virtual environment or conda is active outside.
 MATURIN := env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin
+# Two things at once: pip waits for the network and the disk while cargo compiles.
+BOTH := +@$(MAKE) --no-print-directory -j2
 
-RUST_SOURCES := $(shell find rust-core cpp-shims python/src python/build.rs torch_ext tf_ops -name target -prune -o -type f -print 2>/dev/null) \
-	Cargo.toml Cargo.lock python/Cargo.toml pyproject.toml
-CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.cc' 2>/dev/null)
-# cargo-nextest gives each test a time limit and its own process; plain `cargo test` runs the same tests.
+# cargo-nextest gives each test a time limit and a process of its own; plain `cargo test` runs the same tests.
 CARGO_TEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo 'cargo nextest run' || echo 'cargo test')
+# The module `smd-python` has no tests in Rust: it can be loaded by Python only.
+CRATES := -p smd-core -p smd-bridge
+RUST_SOURCES := $(shell find rust-core cpp-shims python/src torch_ext tf_ops -type f) \
+	Cargo.toml Cargo.lock python/build.rs python/Cargo.toml pyproject.toml
+CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.cc')
 
-.PHONY: help demo test check bench bench-faults develop clean test-rust test-python test-install format generated
+# Ranks share the cores: without this, each starts as many threads as there are cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop clean \
+	build-release build-tests packages-test packages-demo
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/demo ## Train on real digits with 2 processes and compare with 1 process and with gloo
+demo: ## Train on handwritten digits with 2 processes; compare with 1 process, and with torch DDP over gloo
+	$(BOTH) build-release packages-demo
+	@$(MAKE) --no-print-directory develop
 	$(BIN)/python examples/demo.py
 
-test: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tf $(STAMPS)/system test-rust test-python ## Run every test
+test: ## Run every test
+	$(BOTH) build-tests packages-test
+	@$(MAKE) --no-print-directory develop
+	@$(MAKE) --no-print-directory test-rust test-python
 
 test-rust: ## Run the tests of the Rust crates
-	$(CARGO_TEST) --locked -p smd-core -p smd-bridge
+	$(CARGO_TEST) --locked $(CRATES)
 
-test-python: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tf $(STAMPS)/system ## Run the tests in tests/
-	$(BIN)/python -m pytest
+test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
 
-bench-faults: $(STAMPS)/develop $(STAMPS)/torch ## Kill random ranks at random moments, 200 times; RUNS= and SEED= change that
-	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
+test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
+	$(BIN)/python tests/e2e/install.py
 
-check: $(STAMPS)/develop $(STAMPS)/lint ## Formats, lints, generated files and fast tests
+check: $(STAMPS)/develop $(STAMPS)/lint ## Formats, lints, generated files, fast tests
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(if $(CPP_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES))
-	$(CARGO_TEST) --locked -p smd-core -p smd-bridge
-	$(BIN)/python -m pytest tests/unit
+	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+	$(CARGO_TEST) --locked $(CRATES)
+	$(BIN)/python -m pytest -q tests/unit
 
 format: $(STAMPS)/lint ## Bring all sources into the form that `make check` wants
 	cargo fmt --all
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
-	$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES))
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-generated: ## Bring generated files up to date
-	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked -p smd-core --lib config::
+generated: ## Write the generated files anew; their tests say when that is needed
+	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked $(CRATES) is_current
+
+bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Open MPI and gloo; training steps beside torch DDP
+	$(BIN)/python benches/collectives/compare.py
+	$(BIN)/smdrun -n 2 benches/ddp/step_time.py
+
+bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks at random moments, RUNS=200 times from SEED=0 on
+	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
+
+fuzz: ## Fuzz the decoder of control messages for SECONDS=600
+	fuzz/run.sh control_messages $(or $(SECONDS),600)
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 
@@ -60,45 +80,56 @@ clean: ## Remove what was built, and .venv
 	cargo clean
 	rm -rf $(VENV) build dist python/smdistributed/_core*.so
 
-# --- set-up, each step once -------------------------------------------------------------------------------------
+# Set-up, each step once.
+
+build-release:
+	cargo build --quiet --release --locked $(CRATES)
+
+build-tests: build-release
+	cargo test --quiet --locked --no-run $(CRATES)
+
+packages-test: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/mpi
+
+packages-demo: $(STAMPS)/torch $(STAMPS)/demo
 
 $(STAMPS)/venv:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "OpenSMD needs Python 3.10 or newer; set PYTHON=")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "OpenSMD needs Python 3.10 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	mkdir -p $(STAMPS)
-	touch $@
+	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/base: constraints.txt | $(STAMPS)/venv
 	$(PIP) maturin pytest pytest-timeout
-	touch $@
+	@touch $@
 
+# The stamps of pip form a chain: two pips at once would trip over each other.
 $(STAMPS)/torch: constraints.txt | $(STAMPS)/base
 	$(PIP) torch numpy
-	touch $@
+	@touch $@
 
-# tf-keras asks for the package `tensorflow`, a second copy of what tensorflow-cpu installs.
-$(STAMPS)/tf: constraints.txt | $(STAMPS)/torch
+# tf-keras asks for the package `tensorflow`, which is a second copy of tensorflow-cpu.
+$(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/torch
 	$(PIP) tensorflow-cpu
 	$(PIP) --no-deps tf-keras
-	touch $@
+	@touch $@
 
 $(STAMPS)/demo: constraints.txt | $(STAMPS)/torch
 	$(PIP) scikit-learn matplotlib rich
-	touch $@
+	@touch $@
 
 $(STAMPS)/lint: constraints.txt | $(STAMPS)/venv
 	$(PIP) ruff clang-format
-	touch $@
+	@touch $@
 
-# Open MPI, for the tests that start ranks with mpirun: installed where that is possible, else those tests are skipped.
-$(STAMPS)/system: | $(STAMPS)/venv
-	@if command -v mpirun >/dev/null; then echo "mpirun: $$(command -v mpirun)"; \
+# Open MPI starts ranks in tests and is what benchmarks compare with. Where it cannot be installed these parts are skipped.
+$(STAMPS)/mpi: | $(STAMPS)/venv
+	@if command -v mpirun >/dev/null && command -v mpicc >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends openmpi-bin; } \
-		>/dev/null || echo "mpirun: could not be installed; its tests are skipped"; \
-	else echo "mpirun: not found; its tests are skipped (install openmpi-bin)"; fi
+		echo "installing Open MPI"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+			openmpi-bin libopenmpi-dev; } >/dev/null 2>&1 || echo "Open MPI could not be installed: its parts are skipped"; \
+	else echo "Open MPI is not installed (packages openmpi-bin, libopenmpi-dev): its parts are skipped"; fi
 	@touch $@
 
 $(STAMPS)/develop: $(RUST_SOURCES) | $(STAMPS)/base
 	$(MATURIN) develop --release --quiet
-	touch $@
+	@touch $@
