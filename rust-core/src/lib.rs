@@ -24,3 +24,6 @@ pub mod transport;
 pub mod world;
 
 pub use error::{Error, Result};
+
+/// The version of this package; all ranks of a job have the same.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

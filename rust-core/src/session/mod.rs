@@ -185,7 +185,7 @@ impl Session {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let options = client::Options { addresses, key, served_by_rank_0, deadline, peer_timeout };
         let join = Join {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: crate::VERSION.to_owned(),
             rank: launch.rank as u32,
             size: launch.size as u32,
             host: host::identity(),

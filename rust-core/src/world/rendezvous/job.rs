@@ -188,8 +188,8 @@ impl Job {
             let reason = format!("{place} expects {} processes, but the job has {size}", join.size);
             return self.refuse(from, rank, reason, true);
         }
-        if join.version != env!("CARGO_PKG_VERSION") {
-            let (theirs, ours) = (&join.version, env!("CARGO_PKG_VERSION"));
+        if join.version != crate::VERSION {
+            let (theirs, ours) = (&join.version, crate::VERSION);
             let reason = format!("{place} has version {theirs} of the library, but the rendezvous has {ours}");
             return self.refuse(from, rank, reason, true);
         }

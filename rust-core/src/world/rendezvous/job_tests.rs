@@ -6,7 +6,7 @@ const NO_PATIENCE: Duration = Duration::ZERO;
 
 fn join(rank: u32, size: u32) -> ToServer {
     ToServer::Join(Join {
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: crate::VERSION.to_owned(),
         rank,
         size,
         host: "boot/pid/net".to_owned(),
