@@ -2,7 +2,7 @@
 //
 // `group` is a communicator of the core, 0 the world; `root` is a rank inside it. Every member of a group calls the
 // same operations in the same order: they are stateful, so TensorFlow keeps the order in which a function's body
-// names them.
+// names them, and marked as communication, so that it neither prunes nor folds them.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -53,6 +53,7 @@ REGISTER_OP("SmdAllReduce")
     .Input("tensor: T")
     .Output("output: T")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(UnchangedShape)
     .Doc(R"(
 output = op over ranks (tensor).
@@ -68,6 +69,7 @@ REGISTER_OP("SmdBroadcast")
     .Input("tensor: T")
     .Output("output: T")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(UnchangedShape)
     .Doc(R"(
 output = root's tensor.
@@ -81,6 +83,7 @@ REGISTER_OP("SmdAllGather")
     .Input("tensor: T")
     .Output("output: T")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(all_gather_shape)
     .Doc(R"(
 output = the ranks' tensors, one after the other along dimension 0.

@@ -70,7 +70,7 @@ mod ffi {
         group: u64,
         /// Name of a reduction, such as `sum`; empty where nothing is reduced.
         op: &'a str,
-        /// Root or peer, a rank inside the group; -1 receives from anybody.
+        /// Root or peer, a rank inside the group.
         peer: i64,
         /// Of send and recv.
         tag: u32,

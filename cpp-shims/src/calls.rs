@@ -53,7 +53,12 @@ pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Resu
         let communicator = communicator(call)?;
         // SAFETY: the caller's promise.
         let request = unsafe { request(call) }?;
-        let pending = Pending(done);
+        let mut done = done;
+        let pending = Pending(Some(move |error: &str| {
+            if let Some(done) = done.as_mut() {
+                done.done(error);
+            }
+        }));
         communicator.submit(request, Box::new(move |result| pending.complete(result)));
         Ok(())
     })
@@ -68,27 +73,23 @@ pub fn check_interrupt(during: &str) -> Result<(), Report> {
 
 /// A completion that has not been called. Dropping it calls it with an error, so that nobody waits for an
 /// operation that the core forgot (BRG-3).
-struct Pending(UniquePtr<ffi::Completion>);
+struct Pending<F: FnOnce(&str)>(Option<F>);
 
-impl Pending {
+impl<F: FnOnce(&str)> Pending<F> {
     fn complete(mut self, result: Result<()>) {
         self.call(&result.err().map(|error| error.report()).unwrap_or_default());
     }
 
     fn call(&mut self, error: &str) {
-        if let Some(done) = self.0.as_mut() {
-            done.done(error);
+        if let Some(done) = self.0.take() {
+            done(error);
         }
-        self.0 = UniquePtr::null();
     }
 }
 
-impl Drop for Pending {
+impl<F: FnOnce(&str)> Drop for Pending<F> {
     fn drop(&mut self) {
-        if !self.0.is_null() {
-            let dropped = Error::Internal("an operation was dropped before it completed".into());
-            self.call(&dropped.report());
-        }
+        self.call(&Error::Internal("an operation was dropped before it completed".into()).report());
     }
 }
 
@@ -142,11 +143,7 @@ unsafe fn request(call: &ffi::Call) -> Result<Request> {
         ffi::Collective::AllToAll => Request::AllToAll { inputs, outputs },
         ffi::Collective::Barrier => Request::Barrier,
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
-        ffi::Collective::Recv => Request::Recv {
-            data: one(call, outputs)?,
-            from: if call.peer == -1 { None } else { Some(peer(call)?) },
-            tag: call.tag,
-        },
+        ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
     })
 }
@@ -225,18 +222,95 @@ fn op_name(op: ReduceOp) -> &'static str {
 }
 
 fn reduce_op(name: &str) -> Result<ReduceOp> {
-    const ALL: [ReduceOp; 8] = [
-        ReduceOp::Sum,
-        ReduceOp::Average,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Product,
-        ReduceOp::BitAnd,
-        ReduceOp::BitOr,
-        ReduceOp::BitXor,
-    ];
-    ALL.into_iter().find(|op| op_name(*op) == name).ok_or_else(|| {
-        let known = ALL.map(op_name).join("`, `");
+    ReduceOp::ALL.into_iter().find(|op| op_name(*op) == name).ok_or_else(|| {
+        let known = ReduceOp::ALL.map(op_name).join("`, `");
         Error::InvalidArgument(format!("`{name}` is not a reduction: expected one of `{known}`"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    fn view(values: &mut [f32]) -> ffi::TensorView {
+        ffi::TensorView {
+            ptr: values.as_mut_ptr().cast(),
+            elems: values.len(),
+            dtype: ffi::DType::Float32,
+            device: ffi::DeviceKind::Cpu,
+            device_index: 0,
+            stream: 0,
+        }
+    }
+
+    fn call<'a>(
+        collective: ffi::Collective,
+        inputs: &'a [ffi::TensorView],
+        outputs: &'a [ffi::TensorView],
+    ) -> ffi::Call<'a> {
+        ffi::Call { collective, group: 0, op: "sum", peer: 0, tag: 0, inputs, outputs }
+    }
+
+    fn refusal(call: &ffi::Call) -> String {
+        // SAFETY: the views describe live arrays, and the request is not run.
+        unsafe { request(call) }.expect_err("the call is not acceptable").report()
+    }
+
+    #[test]
+    fn every_type_and_reduction_crosses_and_comes_back() {
+        for each in DType::ALL {
+            assert_eq!(dtype(ffi::DType::from(each)).expect("the bridge has it"), each);
+        }
+        for each in ReduceOp::ALL {
+            assert_eq!(reduce_op(op_name(each)).expect("the bridge has it"), each);
+        }
+        assert!(dtype(ffi::DType { repr: 200 }).is_err());
+        let report = reduce_op("mean").expect_err("no such reduction").report();
+        assert!(report.starts_with("`mean` is not a reduction: expected one of `sum`, `average`"), "{report}");
+    }
+
+    #[test]
+    fn a_call_becomes_the_request_it_describes() {
+        let mut values = [1.0, 2.0, 3.0];
+        let views = [view(&mut values)];
+        // SAFETY: as in `refusal`.
+        let request = unsafe { request(&call(ffi::Collective::AllReduce, &views, &views)) }.expect("it is acceptable");
+        let Request::AllReduce { input, output, op: ReduceOp::Sum } = request else { panic!("{request:?}") };
+        assert_eq!((input.ptr(), input.elems(), input.dtype()), (views[0].ptr, 3, DType::Float32));
+        assert_eq!(input.ptr(), output.ptr());
+    }
+
+    #[test]
+    fn what_a_shim_must_not_ask_for_is_refused() {
+        let mut values = [0.0];
+        let views = [view(&mut values)];
+        let report = refusal(&ffi::Call { peer: -1, ..call(ffi::Collective::Broadcast, &[], &views) });
+        assert_eq!(report, "`broadcast`: rank -1 is not a rank of the group [smd:invalid_argument]");
+        let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
+        assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
+        let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
+        assert!(report.contains("a shim asked for operation 99"), "{report}");
+        let cuda = [ffi::TensorView { device: ffi::DeviceKind::Cuda, device_index: 3, ..view(&mut values) }];
+        let report = refusal(&call(ffi::Collective::AllReduce, &cuda, &cuda));
+        assert!(
+            report.contains("`all_reduce` of a tensor on cuda:3: CUDA tensors need the NCCL transport"),
+            "{report}"
+        );
+        assert!(report.ends_with("[smd:unsupported]"), "{report}");
+    }
+
+    #[test]
+    fn a_completion_is_called_once_whatever_happens() {
+        let heard = RefCell::new(Vec::new());
+        let pending = || Pending(Some(|error: &str| heard.borrow_mut().push(error.to_owned())));
+        pending().complete(Ok(()));
+        pending().complete(Err(Error::InvalidArgument("no".into())));
+        drop(pending());
+        let heard = heard.into_inner();
+        assert_eq!(heard[..2], ["", "no [smd:invalid_argument]"]);
+        assert!(heard[2].contains("dropped before it completed"), "{heard:?}");
+        assert_eq!(heard.len(), 3);
+    }
 }

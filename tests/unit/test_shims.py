@@ -160,6 +160,12 @@ def test_a_failed_build_shows_the_first_errors_and_leaves_nothing(cache, compile
     assert shims.ensure(FRAMEWORK).exists()
 
 
+def test_headers_that_want_a_newer_standard_get_it(cache, compiler):
+    log = compiler('if "-std=c++17" in sys.argv: print("x.h:1: error: #error C++20 or later is required"); sys.exit(1)')
+    assert shims.ensure(FRAMEWORK).exists()
+    assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
+
+
 def test_ranks_that_start_at_once_build_once(cache, compiler):
     log = compiler("time.sleep(0.3)")
     builds = [_start_build() for _ in range(4)]

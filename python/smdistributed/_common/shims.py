@@ -36,6 +36,9 @@ PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 # The first lines of a failed compilation hold the cause; templates make the rest.
 _SHOWN_ERROR_LINES = 15
 
+# Ours is C++17. Headers of a newer framework may want more, which older compilers do not have: tried in this order.
+_STANDARDS = ("c++17", "c++20")
+
 
 class ShimError(ImportError):
     """A framework's shim could not be built."""
@@ -231,20 +234,13 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     sources = [file.relative_to(scratch) for file in files]
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
-    common = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-I.", "-Iinclude", *framework.compile_flags]
-    compilations = [
-        subprocess.Popen(
-            [*compiler, *common, "-c", unit, "-o", f"{index}.o"],
-            cwd=scratch,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index, unit in enumerate(units)
-    ]
-    outputs = [process.communicate()[0] for process in compilations]
-    for process, output in zip(compilations, outputs, strict=True):
-        _check(framework, process, output)
+    for standard in _STANDARDS:
+        failure = _compile_units(framework, compiler, scratch, units, standard)
+        # Only this says that another standard would help.
+        if failure is None or "C++20" not in str(failure):
+            break
+    if failure is not None:
+        raise failure
     # Everything registers itself, so nothing is exported: two shims of a process must not meet in each other's C++.
     (scratch / "exports.map").write_text("{ local: *; };\n")
     # The core is loaded already and is found by its name; the symbols are checked here rather than at load time.
@@ -266,18 +262,40 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    _check(framework, link, link.stdout)
+    failure = _failure(framework, link, link.stdout)
+    if failure is not None:
+        raise failure
     return scratch / framework.library
 
 
-def _check(
+def _compile_units(
+    framework: Framework, compiler: list[str], scratch: Path, units: list[str], standard: str
+) -> ShimError | None:
+    """Compiles unit i to ``i.o``, all at once; returns what failed."""
+    flags = [f"-std={standard}", "-O2", "-fPIC", "-fvisibility=hidden", "-I.", "-Iinclude", *framework.compile_flags]
+    compilations = [
+        subprocess.Popen(
+            [*compiler, *flags, "-c", unit, "-o", f"{index}.o"],
+            cwd=scratch,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, unit in enumerate(units)
+    ]
+    outputs = [process.communicate()[0] for process in compilations]
+    failures = (_failure(framework, process, output) for process, output in zip(compilations, outputs, strict=True))
+    return next((failure for failure in failures if failure is not None), None)
+
+
+def _failure(
     framework: Framework, process: subprocess.Popen[str] | subprocess.CompletedProcess[str], output: str
-) -> None:
+) -> ShimError | None:
     if process.returncode == 0:
-        return
+        return None
     lines = output.splitlines()
     causes = [line for line in lines if "error" in line] or lines
-    raise ShimError(
+    return ShimError(
         f"the {framework.title} {framework.version} shim does not compile (exit code {process.returncode}):\n"
         + "\n".join(f"  {line}" for line in causes[:_SHOWN_ERROR_LINES])
         + f"\ncommand: {shlex.join(map(str, process.args))}"
