@@ -24,14 +24,7 @@ impl From<Error> for Report {
 pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T, Report> {
     // Unwind safety: what the core shares between calls is behind locks that do not poison, or is atomic; a
     // half-done operation leaves its group closed, not inconsistent.
-    catch_unwind(AssertUnwindSafe(body))
-        .unwrap_or_else(|panic| Err(Error::Internal(panic_text(&*panic))))
-        .map_err(Report::from)
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("a panic without a message").to_owned()
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::from_panic(&*panic))).map_err(Report::from)
 }
 
 #[cfg(test)]

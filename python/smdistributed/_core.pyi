@@ -54,7 +54,8 @@ def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""
 
 def missing_environment() -> list[tuple[str, str]]:
-    """Names and values of the variables of torch's `env://` that the launcher did not set."""
+    """Names and values of the variables of torch's `env://` that the launcher did not set, for the caller to set them.
+    The next `init()` does not take them for the launcher's."""
 
 def setting(name: str) -> str:
     """The value of a setting of the environment reference, or its default."""

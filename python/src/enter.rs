@@ -5,7 +5,6 @@
 //!   main thread therefore looks for them a few times a second, through the core's interrupt hook; if a handler
 //!   raises, the wait ends and the exception goes to the caller.
 
-use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -37,7 +36,7 @@ pub fn install() {
 pub fn enter<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     // Unwind safety: what the core shares between calls is behind locks that do not poison, or is atomic.
     let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(body)));
-    outcome.unwrap_or_else(|panic| Err(Error::Internal(panic_text(&*panic)))).map_err(|error| match error.code() {
+    outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic))).map_err(|error| match error.code() {
         Code::Interrupted => take_raised().unwrap_or_else(|| PyKeyboardInterrupt::new_err(error.to_string())),
         _ => to_python(py, &error),
     })
@@ -61,9 +60,4 @@ fn look_for_signals() -> bool {
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
     RAISED.set(Some(raised));
     true
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("a panic without a message").to_owned()
 }

@@ -119,15 +119,18 @@ fn is_launched(py: Python<'_>) -> PyResult<bool> {
     enter(py, || Ok(env::detect(&env::variables())?.launcher != env::Launcher::Single))
 }
 
-/// Names and values of the variables of torch's `env://` that the launcher did not set.
+/// Names and values of the variables of torch's `env://` that the launcher did not set, for the caller to set them.
+/// The next `init()` does not take them for the launcher's.
 #[pyfunction]
 fn missing_environment(py: Python<'_>) -> PyResult<Vec<(&'static str, String)>> {
     enter(py, || {
         let variables = env::variables();
-        match session::current("missing_environment") {
-            Ok(session) => Ok(session.launch().missing_variables(&variables)),
-            Err(_) => Ok(env::detect(&variables)?.missing_variables(&variables)),
-        }
+        let missing = match session::current("missing_environment") {
+            Ok(session) => session.launch().missing_variables(&variables),
+            Err(_) => env::detect(&variables)?.missing_variables(&variables),
+        };
+        env::remember_exports(&missing);
+        Ok(missing)
     })
 }
 

@@ -28,7 +28,7 @@ macro_rules! knobs {
 
 knobs! {
     TIMEOUT_SECONDS = "SMD_TIMEOUT_SECONDS", [], "1800",
-        "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks.";
+        "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks. As long a rank that serves the rendezvous stays for the others when it is done.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", [], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",

@@ -165,6 +165,12 @@ impl Error {
         Error::Io { context: context.into(), source: Arc::new(source.into()) }
     }
 
+    /// An [`Error::Internal`] with the message of a panic that was caught at the edge of the core.
+    pub fn from_panic(panic: &(dyn std::any::Any + Send)) -> Self {
+        let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Error::Internal(text.unwrap_or("a panic without a message").to_owned())
+    }
+
     /// The stable code.
     pub fn code(&self) -> Code {
         match self {

@@ -64,6 +64,45 @@ def test_two_launchers_that_disagree_are_an_error():
     assert "ConfigError: `RANK` is 0 but `OMPI_COMM_WORLD_RANK` is 1" in run.stderr
 
 
+def test_local_ranks_are_counted_where_no_launcher_tells_them():
+    port = str(launchers.free_port())
+    code = """
+import os
+from smdistributed import _core
+from smdistributed._common import lifecycle
+for _ in range(2):
+    lifecycle.init()
+    print(_core.local_rank(), _core.local_size(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+    lifecycle.shutdown()
+    assert "LOCAL_RANK" not in os.environ
+"""
+    env = launchers.clean_environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, "-c", code]
+    ranks = [
+        subprocess.Popen(command, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 2 0 2\n" * 2, "1 2 1 2\n" * 2]
+
+
+def test_two_hosts_are_told_apart_and_the_limit_is_named():
+    """A PID namespace of its own makes a host, since shared memory is found through /proc."""
+    other_host = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*other_host, "true"], stderr=subprocess.DEVNULL, check=False).returncode != 0:
+        pytest.skip("`unshare --pid` is not permitted here, so that a second host cannot be simulated")
+    code = "from smdistributed import _core; _core.init()"
+    port = launchers.free_port()
+    ranks = []
+    for rank, prefix in enumerate(([], other_host)):
+        place = launchers.raw_environment(rank, 2, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = launchers.clean_environment() | place
+        command = [*prefix, sys.executable, "-c", code]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    for rank in ranks:
+        text = rank.communicate(timeout=60)[1]
+        assert "UnsupportedError: rank 0 runs on host" in text
+        assert "and rank 1 on host" in text
+
+
 def init_twice():
     from smdistributed import _core
     from smdistributed._common import errors

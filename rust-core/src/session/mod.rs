@@ -194,6 +194,8 @@ impl Session {
             local: launch.local.map(|(rank, size)| (rank as u32, size as u32)),
         };
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
+        let place = welcome.places[launch.rank];
+        let launch = Launch { local: Some((place.local_rank as usize, place.local_size as usize)), ..launch };
         Ok(Self {
             launch,
             id: welcome.session,
@@ -249,17 +251,20 @@ impl Session {
     }
     /// Rank on this host.
     pub fn local_rank(&self) -> usize {
-        self.places[self.rank()].local_rank as usize
+        self.local().0
     }
     /// Processes on this host.
     pub fn local_size(&self) -> usize {
-        self.places[self.rank()].local_size as usize
+        self.local().1
+    }
+    fn local(&self) -> (usize, usize) {
+        self.launch.local.expect("a session knows the place of its rank")
     }
     /// A name for this session that is the same on all ranks and new for each `init`; 63 bits wide.
     pub fn id(&self) -> u64 {
         self.id
     }
-    /// What the launcher's environment said.
+    /// What the launcher's environment said, and what the rendezvous added to it.
     pub fn launch(&self) -> &Launch {
         &self.launch
     }

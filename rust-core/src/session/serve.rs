@@ -1,6 +1,6 @@
 //! Where the rendezvous of this job is: at the launcher's, or in rank 0's process.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -80,11 +80,15 @@ fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result
 
 /// Binds the first free one of the job's ports.
 fn bind(launch: &Launch, master: &str) -> Result<TcpListener> {
-    let loopback =
-        (master, 0).to_socket_addrs().ok().and_then(|mut found| found.next()).filter(|found| found.ip().is_loopback());
-    let hosts: Vec<IpAddr> = match loopback {
-        Some(address) => vec![address.ip()],
-        None => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
+    let everywhere: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+    let named: Option<IpAddr> =
+        if master == "localhost" { Some(Ipv4Addr::LOCALHOST.into()) } else { master.parse().ok() };
+    let hosts: Vec<IpAddr> = match named {
+        Some(address) if address.is_loopback() => vec![address],
+        // The address may be one that a network translates into ours.
+        Some(address) => [address].into_iter().chain(everywhere).collect(),
+        // A host's own name often stands for a loopback address on the host itself, where others cannot reach it.
+        None => everywhere.to_vec(),
     };
     let ports = launch.rendezvous_ports();
     let mut last = None;

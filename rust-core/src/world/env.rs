@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
@@ -119,11 +120,22 @@ impl Claim {
     }
 }
 
-/// The environment of this process.
+/// What this process set for torch; see [`remember_exports`].
+static EXPORTED: Mutex<Variables> = Mutex::new(Variables::new());
+
+/// The environment of this process as its launcher made it.
 pub fn variables() -> Variables {
+    let exported = EXPORTED.lock();
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .filter(|(name, value)| exported.get(name) != Some(value))
         .collect()
+}
+
+/// Notes variables that this process is about to set, so that they are not taken for the launcher's by the next
+/// `init()`: they would change what the job is known by.
+pub fn remember_exports(exports: &[(&'static str, String)]) {
+    EXPORTED.lock().extend(exports.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
 }
 
 /// Reads the launcher's variables.

@@ -112,6 +112,7 @@ impl Server {
             next: FIRST_CONNECTION,
             accept_again: false,
             again: HashSet::new(),
+            closing: HashSet::new(),
             refusals: Refusals::default(),
             shared: shared.clone(),
         };
@@ -181,7 +182,7 @@ struct Connection {
     deadline: Option<Instant>,
     out: Vec<u8>,
     sent: usize,
-    /// Close when `out` is sent.
+    /// It is not read any more, and closed when `out` is sent.
     closing: bool,
 }
 
@@ -199,6 +200,8 @@ struct Loop {
     accept_again: bool,
     /// Connections that have more to read.
     again: HashSet<Token>,
+    /// Connections to close when their last words are sent.
+    closing: HashSet<Token>,
     refusals: Refusals,
     shared: Arc<Shared>,
 }
@@ -338,7 +341,9 @@ impl Loop {
 
     fn serve_connection(&mut self, token: Token) {
         self.flush(token);
-        let Some(connection) = self.connections.get_mut(&token) else { return };
+        let Some(connection) = self.connections.get_mut(&token).filter(|connection| !connection.closing) else {
+            return;
+        };
         let mut piece = [0; 1 << 14];
         let mut read = 0;
         while read < READ_BATCH {
@@ -351,6 +356,7 @@ impl Loop {
                         return self.drop_connection(token, &why);
                     }
                     if connection.closing {
+                        self.closing.insert(token);
                         break;
                     }
                 }
@@ -381,9 +387,11 @@ impl Loop {
         for token in touched {
             self.flush(token);
         }
-        let done = self.connections.iter().filter(|(_, c)| c.closing && c.sent == c.out.len()).map(|(&token, _)| token);
-        for token in done.collect::<Vec<_>>() {
-            self.close(token);
+        for token in std::mem::take(&mut self.closing) {
+            match self.connections.get(&token) {
+                Some(connection) if connection.sent < connection.out.len() => drop(self.closing.insert(token)),
+                _ => drop(self.close(token)),
+            }
         }
     }
 
