@@ -314,3 +314,18 @@ def test_the_old_names_run_their_arguments():
             [sys.executable, "-c", code, *words, "echo", "a b", "-i"], capture_output=True, text=True, check=True
         )
         assert done.stdout == "a b -i\n"
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    """`nohup smdrun`: the end of the terminal is not the end of the job."""
+    script = tmp_path / "script.py"
+    script.write_text(SLEEPING.replace("time.sleep(100)", "time.sleep(1)"))
+    process = subprocess.Popen(
+        ["nohup", *SMDRUN, "-n", "1", str(script)],
+        env=clean_environment() | {"WORK": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids(tmp_path, 2)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(15) == 0

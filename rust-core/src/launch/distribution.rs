@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// A checked configuration. The default is that of no configuration at all.
 #[derive(Debug, Default)]
-pub struct Distribution {
+pub(super) struct Distribution {
     /// `smdistributed.modelparallel`, if enabled.
     pub model_parallel: Option<ModelParallel>,
     /// Whether `smdistributed.dataparallel` is enabled.
@@ -35,7 +35,8 @@ impl Distribution {
         Self::parse_in(&text, &folder).map_err(|error| Error::Config(format!("`{}`: {error}", path.display())))
     }
 
-    /// Parses the text of a configuration; see [`Distribution::read`].
+    /// A configuration without a file, for tests.
+    #[cfg(test)]
     pub fn parse(text: &str) -> Result<Self> {
         Self::parse_in(text, Path::new(""))
     }

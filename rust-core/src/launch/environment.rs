@@ -36,7 +36,7 @@ const HOST: &str = "localhost";
 
 /// One job on this host.
 #[derive(Debug)]
-pub struct Job {
+pub(super) struct Job {
     /// Processes of the job.
     pub num_ranks: usize,
     /// The same on all ranks, unless the user has set them already.

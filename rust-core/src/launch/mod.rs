@@ -34,9 +34,8 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-pub use distribution::Distribution;
-pub use environment::Job;
-pub use parameters::ModelParallel;
+use distribution::Distribution;
+use environment::Job;
 
 /// What ends `smdrun` when the command line or the configuration is wrong, before any process is started.
 const USAGE_EXIT_CODE: i32 = 2;

@@ -1,7 +1,7 @@
-//! The `modelparallel` parameters: every key once, with its kind and default, and the rules between them.
+//! The `modelparallel` parameters: every key once, with its kind, and the rules between them.
 //!
-//! - PAR-1: what was given stays apart from the defaults. The launcher hands on only what was given (and always
-//!   `partitions`), since a value from the launcher wins over one in the script, and a default must not.
+//! - PAR-1: the launcher hands on only what was given, and always `partitions`. It fills in no defaults: a value from
+//!   the launcher wins over one in the script, and a default must not.
 
 use serde_json::{Map, Value};
 
@@ -21,60 +21,49 @@ enum Kind {
     Placement,
 }
 
-/// What holds when a key is absent.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Default {
-    Bool(bool),
-    Int(u64),
-    Float(f64),
-    Text(&'static str),
-    /// Nothing; or it follows from other keys, see [`ModelParallel::with_defaults`].
-    None,
-}
-
 /// Every documented key.
-const KEYS: &[(&str, Kind, Default)] = &[
-    ("active_microbatches", Kind::Int(1), Default::None),
-    ("activation_loading_horizon", Kind::Int(1), Default::Int(4)),
-    ("auto_partition", Kind::Bool, Default::Bool(true)),
-    ("bf16", Kind::Bool, Default::Bool(false)),
-    ("contiguous", Kind::Bool, Default::Bool(true)),
-    ("ddp", Kind::Bool, Default::Bool(false)),
-    ("ddp_dist_backend", Kind::Choice(&["auto", "nccl"]), Default::Text("auto")),
-    ("ddp_port", Kind::Int(0), Default::None),
-    ("default_partition", Kind::Int(0), Default::None),
-    ("delayed_parameter_initialization", Kind::Bool, Default::None),
-    ("deterministic_server", Kind::Bool, Default::Bool(false)),
-    ("fast_mode", Kind::Bool, Default::Bool(false)),
-    ("fp16", Kind::Bool, Default::Bool(false)),
-    ("fp16_params", Kind::Bool, Default::Bool(false)),
-    ("horovod", Kind::Bool, Default::Bool(false)),
-    ("load_partition", Kind::Bool, Default::None),
-    ("memory_weight", Kind::Float(0.0, 1.0), Default::None),
-    ("microbatches", Kind::Int(1), Default::Int(1)),
-    ("offload_activations", Kind::Bool, Default::Bool(false)),
-    ("optimize", Kind::Choice(&["memory", "speed"]), Default::Text("memory")),
-    ("partition_file", Kind::Text, Default::None),
-    ("partitions", Kind::Int(1), Default::Int(1)),
-    ("pipeline", Kind::Choice(&["interleaved", "simple", "_only_forward"]), Default::Text("interleaved")),
-    ("pipeline_parallel_degree", Kind::Int(1), Default::None),
-    ("placement_strategy", Kind::Placement, Default::Text("cluster")),
-    ("prescaled_batch", Kind::Bool, Default::Bool(false)),
-    ("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX), Default::Float(1.0)),
-    ("sdp_hierarchical_allgather", Kind::Bool, Default::Bool(true)),
-    ("sdp_max_live_parameters", Kind::Int(1), Default::Int(1_000_000_000)),
-    ("sdp_param_persistence_threshold", Kind::Int(0), Default::Int(1_000_000)),
-    ("sdp_reduce_bucket_size", Kind::Int(1), Default::Int(500_000_000)),
-    ("sharded_data_parallel_degree", Kind::Int(1), Default::Int(1)),
-    ("shard_optimizer_state", Kind::Bool, Default::Bool(false)),
-    ("skip_tracing", Kind::Bool, Default::Bool(false)),
-    ("static_mode", Kind::Bool, Default::Bool(false)),
-    ("tensor_parallel_degree", Kind::Int(1), Default::Int(1)),
+const KEYS: &[(&str, Kind)] = &[
+    ("active_microbatches", Kind::Int(1)),
+    ("activation_loading_horizon", Kind::Int(1)),
+    ("auto_partition", Kind::Bool),
+    ("bf16", Kind::Bool),
+    ("contiguous", Kind::Bool),
+    ("ddp", Kind::Bool),
+    ("ddp_dist_backend", Kind::Choice(&["auto", "nccl"])),
+    ("ddp_port", Kind::Int(0)),
+    ("default_partition", Kind::Int(0)),
+    ("delayed_parameter_initialization", Kind::Bool),
+    ("deterministic_server", Kind::Bool),
+    ("fast_mode", Kind::Bool),
+    ("fp16", Kind::Bool),
+    ("fp16_params", Kind::Bool),
+    ("horovod", Kind::Bool),
+    ("load_partition", Kind::Bool),
+    ("memory_weight", Kind::Float(0.0, 1.0)),
+    ("microbatches", Kind::Int(1)),
+    ("offload_activations", Kind::Bool),
+    ("optimize", Kind::Choice(&["memory", "speed"])),
+    ("partition_file", Kind::Text),
+    ("partitions", Kind::Int(1)),
+    ("pipeline", Kind::Choice(&["interleaved", "simple", "_only_forward"])),
+    ("pipeline_parallel_degree", Kind::Int(1)),
+    ("placement_strategy", Kind::Placement),
+    ("prescaled_batch", Kind::Bool),
+    ("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX)),
+    ("sdp_hierarchical_allgather", Kind::Bool),
+    ("sdp_max_live_parameters", Kind::Int(1)),
+    ("sdp_param_persistence_threshold", Kind::Int(0)),
+    ("sdp_reduce_bucket_size", Kind::Int(1)),
+    ("sharded_data_parallel_degree", Kind::Int(1)),
+    ("shard_optimizer_state", Kind::Bool),
+    ("skip_tracing", Kind::Bool),
+    ("static_mode", Kind::Bool),
+    ("tensor_parallel_degree", Kind::Int(1)),
 ];
 
 /// Checked parameters of a model-parallel job.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ModelParallel {
+pub(super) struct ModelParallel {
     given: Map<String, Value>,
 }
 
@@ -86,8 +75,8 @@ impl ModelParallel {
     pub fn new(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Self> {
         let mut given = Map::new();
         for (key, value) in parameters {
-            match KEYS.iter().find(|(name, _, _)| *name == key) {
-                Some((_, kind, _)) => {
+            match KEYS.iter().find(|(name, _)| *name == key) {
+                Some((_, kind)) => {
                     let value = check(&key, *kind, value)?;
                     given.insert(key, value);
                 }
@@ -117,26 +106,6 @@ impl ModelParallel {
         &self.given
     }
 
-    /// Every key with its value; null where there is neither a value nor a default.
-    pub fn with_defaults(&self) -> Map<String, Value> {
-        KEYS.iter()
-            .map(|(key, _, default)| {
-                let value = self.given.get(*key).cloned().unwrap_or_else(|| match (*key, *default) {
-                    ("active_microbatches", _) => (self.int("partitions") + 2).into(),
-                    ("pipeline_parallel_degree", _) => self.int("partitions").into(),
-                    ("default_partition", _) => 0.into(),
-                    ("memory_weight", _) => if self.text("optimize") == "speed" { 0.2 } else { 0.8 }.into(),
-                    (_, Default::Bool(value)) => value.into(),
-                    (_, Default::Int(value)) => value.into(),
-                    (_, Default::Float(value)) => value.into(),
-                    (_, Default::Text(value)) => value.into(),
-                    (_, Default::None) => Value::Null,
-                });
-                ((*key).to_owned(), value)
-            })
-            .collect()
-    }
-
     /// The value of the command-line argument `--mp_parameters`: sorted keys, Python literals.
     pub fn argument(&self) -> String {
         let literal = |value: &Value| match value {
@@ -153,7 +122,7 @@ impl ModelParallel {
     /// # Errors
     /// [`Error::Config`] with the sizes.
     pub fn check_world(&self, num_ranks: usize) -> Result<()> {
-        let (pp, tp) = (self.int("partitions"), self.int("tensor_parallel_degree"));
+        let (pp, tp) = (self.degree("partitions"), self.degree("tensor_parallel_degree"));
         let num_ranks = num_ranks as u64;
         if !num_ranks.is_multiple_of(pp * tp) {
             return Err(Error::Config(format!(
@@ -162,7 +131,7 @@ impl ModelParallel {
                 pp * tp
             )));
         }
-        let (sharding, dp) = (self.int("sharded_data_parallel_degree"), num_ranks / pp);
+        let (sharding, dp) = (self.degree("sharded_data_parallel_degree"), num_ranks / pp);
         if !dp.is_multiple_of(sharding) {
             return Err(Error::Config(format!(
                 "`sharded_data_parallel_degree` {sharding} does not divide the data-parallel degree {dp} \
@@ -174,14 +143,14 @@ impl ModelParallel {
 
     fn check_rules(&self) -> Result<()> {
         let fail = |text: String| Err(Error::Config(text));
-        let partitions = self.int("partitions");
+        let partitions = self.degree("partitions");
         match self.given.get("default_partition").and_then(Value::as_u64) {
             Some(default) if default >= partitions => {
                 return fail(format!(
                     "`default_partition` is {default}: expected less than `partitions`, which is {partitions}"
                 ));
             }
-            None if !self.bool("auto_partition") => {
+            None if self.given.get("auto_partition") == Some(&Value::Bool(false)) => {
                 return fail("`auto_partition` is false: `default_partition` is needed".into());
             }
             _ => {}
@@ -191,49 +160,40 @@ impl ModelParallel {
                 return fail(format!("`{key}` needs `ddp`"));
             }
         }
-        if self.bool("horovod") && self.bool("ddp") {
+        if self.is_on("horovod") && self.is_on("ddp") {
             return fail("`horovod` and `ddp` are both true: choose one".into());
         }
-        if self.bool("fp16") && self.bool("bf16") {
+        if self.is_on("fp16") && self.is_on("bf16") {
             return fail("`fp16` and `bf16` are both true: choose one".into());
         }
-        if self.int("tensor_parallel_degree") > 1 && !self.bool("ddp") {
-            return fail(format!("`tensor_parallel_degree` {} needs `ddp: true`", self.int("tensor_parallel_degree")));
+        if self.degree("tensor_parallel_degree") > 1 && !self.is_on("ddp") {
+            return fail(format!(
+                "`tensor_parallel_degree` {} needs `ddp: true`",
+                self.degree("tensor_parallel_degree")
+            ));
         }
-        if self.int("sharded_data_parallel_degree") > 1 {
+        if self.degree("sharded_data_parallel_degree") > 1 {
             if partitions > 1 {
                 return fail(format!(
                     "`sharded_data_parallel_degree` {} does not go with pipeline parallelism (`partitions` {partitions})",
-                    self.int("sharded_data_parallel_degree")
+                    self.degree("sharded_data_parallel_degree")
                 ));
             }
-            if self.bool("shard_optimizer_state") {
+            if self.is_on("shard_optimizer_state") {
                 return fail("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`".into());
             }
         }
         Ok(())
     }
 
-    fn default(key: &str) -> Default {
-        KEYS.iter().find(|(name, _, _)| *name == key).expect("asked for a documented key").2
+    /// A degree; all of them are 1 unless given.
+    fn degree(&self, key: &str) -> u64 {
+        self.given.get(key).and_then(Value::as_u64).unwrap_or(1)
     }
 
-    fn int(&self, key: &str) -> u64 {
-        match (self.given.get(key).and_then(Value::as_u64), Self::default(key)) {
-            (Some(value), _) | (None, Default::Int(value)) => value,
-            _ => unreachable!("`{key}` is a number with a default"),
-        }
-    }
-
-    fn bool(&self, key: &str) -> bool {
-        self.given.get(key).and_then(Value::as_bool).unwrap_or(Self::default(key) == Default::Bool(true))
-    }
-
-    fn text(&self, key: &str) -> &str {
-        match (self.given.get(key).and_then(Value::as_str), Self::default(key)) {
-            (Some(value), _) | (None, Default::Text(value)) => value,
-            _ => unreachable!("`{key}` is a text with a default"),
-        }
+    /// Whether a switch is given and on.
+    fn is_on(&self, key: &str) -> bool {
+        self.given.get(key) == Some(&Value::Bool(true))
     }
 }
 
@@ -301,8 +261,8 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_sorted_apart_from_related_names() {
-        let mut names: Vec<_> = KEYS.iter().map(|(name, _, _)| *name).collect();
+    fn the_list_of_keys_is_frozen() {
+        let mut names: Vec<_> = KEYS.iter().map(|(name, _)| *name).collect();
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), KEYS.len(), "a key is declared once");
@@ -313,21 +273,10 @@ mod tests {
     fn partitions_and_its_new_name_are_one() {
         assert_eq!(valid(json!({})).given()["partitions"], 1);
         assert_eq!(valid(json!({"pipeline_parallel_degree": 4})).given()["partitions"], 4);
-        assert_eq!(valid(json!({"partitions": 2})).with_defaults()["pipeline_parallel_degree"], 2);
         assert_eq!(
             error(json!({"partitions": 2, "pipeline_parallel_degree": 4})),
             "`partitions` is 2 and `pipeline_parallel_degree` is 4: they are two names of one number"
         );
-    }
-
-    #[test]
-    fn derived_defaults() {
-        let defaults = valid(json!({"partitions": 3, "optimize": "speed"})).with_defaults();
-        assert_eq!(defaults["active_microbatches"], 5);
-        assert_eq!(defaults["memory_weight"], 0.2);
-        assert_eq!(defaults["sdp_reduce_bucket_size"], 500_000_000);
-        assert_eq!(defaults["ddp_port"], Value::Null);
-        assert_eq!(valid(json!({})).with_defaults()["memory_weight"], 0.8);
     }
 
     #[test]

@@ -80,8 +80,6 @@ impl Process {
                 let mut none = std::mem::MaybeUninit::uninit();
                 libc::sigemptyset(none.as_mut_ptr());
                 libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
-                // A shell that starts `smdrun` in the background ignores SIGINT on its behalf; the ranks must see it.
-                libc::signal(libc::SIGINT, libc::SIG_DFL);
                 if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                     return Err(io::Error::last_os_error());
                 }

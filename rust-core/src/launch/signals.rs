@@ -4,8 +4,8 @@ use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// What `smdrun` reacts to.
-const HANDLED: [libc::c_int; 5] = [libc::SIGCHLD, libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP];
+/// What `smdrun` reacts to, besides ends of ranks. One that was set to be ignored (`nohup`, a shell's `&`) stays so.
+const REQUESTS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP];
 
 /// While it lives, the handled signals are blocked in this thread, and in those it starts, and arrive here.
 pub(super) struct Signals {
@@ -21,7 +21,10 @@ impl Signals {
         // SAFETY: `sigemptyset` initialises `set` before the others read it; both point to memory of this frame.
         let failed = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
-            for signal in HANDLED {
+            // Whoever ignores it has its children reaped by the kernel, and would never learn how they ended.
+            libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+            libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD);
+            for signal in REQUESTS.into_iter().filter(|signal| !is_ignored(*signal)) {
                 libc::sigaddset(set.as_mut_ptr(), signal);
             }
             libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), before.as_mut_ptr())
@@ -61,6 +64,15 @@ impl Drop for Signals {
         while self.next().is_some() {}
         // SAFETY: `before` is the mask that `take` found.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+    }
+}
+
+fn is_ignored(signal: libc::c_int) -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: without a new action the call only fills `action`, which is read if it succeeded.
+    unsafe {
+        libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) == 0
+            && action.assume_init().sa_sigaction == libc::SIG_IGN
     }
 }
 
