@@ -1,0 +1,265 @@
+"""What DistributedDataParallel says when something is wrong: on every rank, at once, and never by hanging."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from support import run_ranks, start_ranks
+
+
+def _start():
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
+
+    dist.init_process_group()
+    torch.manual_seed(0)
+    return torch, dist, DistributedDataParallel
+
+
+def _caught(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None, ""
+
+
+def _mismatch_body():
+    torch, dist, ddp_class = _start()
+    nn, rank = torch.nn, dist.get_rank()
+    odd = rank == 1
+    models = {
+        "shape": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if odd else 4)),
+        "dtype": nn.Linear(4, 4).double() if odd else nn.Linear(4, 4),
+        "count": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=not odd)),
+        "options": nn.Linear(4, 4),
+    }
+    said = {}
+    for name, model in models.items():
+        cap = 1 if name == "options" and odd else 25
+        said[name] = _caught(lambda model=model, cap=cap: ddp_class(model, bucket_cap_mb=cap))
+    # The job goes on.
+    ddp_class(nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
+    return said
+
+
+def test_a_difference_at_wrap_is_named_on_every_rank():
+    outcomes = run_ranks(_mismatch_body, 3)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    said = outcomes[0]
+    assert {kind for kind, _ in said.values()} == {"MismatchError"}
+    assert "`1.weight` has shape [4, 4] on rank 0 and [5, 4] on rank 1" in said["shape"][1]
+    assert "`weight` is float32 on rank 0 and float64 on rank 1" in said["dtype"][1]
+    assert "rank 0 has 4 parameters and rank 1 has 3: `1.bias` is only on rank 0" in said["count"][1]
+    assert "26214400 on rank 0 and 1048576 on rank 1" in said["options"][1]
+
+
+def _unused_body(culprits):
+    torch, dist, ddp_class = _start()
+    rank = dist.get_rank()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = torch.nn.Linear(4, 4)
+            self.head = torch.nn.Linear(4, 4)
+
+        def forward(self, x, skip):
+            y = self.used(x)
+            return y if skip else self.head(y)
+
+    model = ddp_class(Model())
+    said = []
+    for step in range(6):
+        model.zero_grad()
+        skip = rank in culprits and step % 2 == 1
+        said.append(_caught(lambda skip=skip: model(torch.ones(2, 4), skip).sum().backward()))
+    total = sum(p.grad.sum() for p in model.parameters()).item()
+    return said, total
+
+
+@pytest.mark.parametrize("culprits", [[1], [0, 1, 2]])
+def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable(culprits):
+    outcomes = run_ranks(_unused_body, 3, culprits)
+    for rank, (said, total) in enumerate(outcomes):
+        assert [kind for kind, _ in said[::2]] == [None] * 3, said
+        assert total == outcomes[0][1]
+        for kind, text in said[1::2]:
+            assert kind in ("RuntimeError", "ValueError")
+            assert "`head.weight`, `head.bias`" in text and "find_unused_parameters=True" in text, text
+            named = rank if rank in culprits else culprits[0]
+            assert f"on rank {named}" in text or any(f"rank {c} " in text for c in culprits)
+
+
+def _raising_body(where):
+    torch, dist, ddp_class = _start()
+    rank = dist.get_rank()
+
+    class Explode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, armed):
+            ctx.armed = armed
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.armed:
+                raise ArithmeticError("a user's own error")
+            return gradient, None
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x, armed):
+            for index, layer in enumerate(self.layers):
+                x = Explode.apply(x, armed and index == where)
+                x = layer(x)
+            return x
+
+    model = ddp_class(Model(), bucket_cap_mb=16384 / 2**20)
+    said = []
+    for step in range(4):
+        model.zero_grad()
+        x = torch.ones(2, 64, requires_grad=True)
+        start = time.monotonic()
+        said.append(_caught(lambda armed=(rank == 1 and step % 2 == 1), x=x: model(x, armed).sum().backward()))
+        assert time.monotonic() - start < 5
+        # Another collective at once: the failed backward left nothing behind that it could meet.
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("where", [0, 2, 3])
+def test_an_exception_inside_one_ranks_backward_reaches_the_others(where):
+    outcomes = run_ranks(_raising_body, 2, where)
+    for rank, said in enumerate(outcomes):
+        assert said[0][0] is None and said[2][0] is None, said
+        for step in (1, 3):
+            if rank == 1:
+                assert said[step] == ("ArithmeticError", "a user's own error")
+            elif where > 0 or step == 1:
+                # At where == 0 every gradient is reduced already; only the first step has more to agree on.
+                assert "rank 1" in said[step][1], (where, said)
+                assert "its backward ended with an exception" in said[step][1]
+
+
+def _uncaught_body():
+    torch, dist, ddp_class = _start()
+    model = ddp_class(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            raise ArithmeticError("a user's own error")
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_an_uncaught_exception_of_one_rank_ends_the_others():
+    with start_ranks(_uncaught_body, 2, timeout=60) as job:
+        outcome = job.wait()
+    assert not outcome.timed_out
+    assert "rank 1" in outcome.ranks[0].error and "a user's own error" in outcome.ranks[0].error
+
+
+def _killed_body():
+    import os
+    import signal
+
+    torch, dist, ddp_class = _start()
+    model = ddp_class(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))))
+    for step in range(20):
+        if step == 10 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        kind, text = _caught(lambda: model(torch.ones(2, 256)).sum().backward())
+        if kind:
+            return step, time.monotonic() - start, text
+    return None
+
+
+def test_a_killed_rank_is_named_by_the_others_backward():
+    with start_ranks(_killed_body, 3, timeout=60) as job:
+        outcome = job.wait()
+    for rank in (0, 2):
+        step, seconds, text = outcome.ranks[rank].value
+        assert step == 10 and seconds < 5 and "rank 1 died" in text, text
+
+
+def _gradient_body():
+    torch, dist, ddp_class = _start()
+    said = {}
+    model = ddp_class(torch.nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    said["create_graph"] = _caught(lambda: model(x).square().sum().backward(create_graph=True))
+    model.zero_grad()
+    model(x).sum().backward()
+    embedding = ddp_class(torch.nn.Embedding(5, 4, sparse=True))
+    said["sparse"] = _caught(lambda: embedding(torch.tensor([1, 2])).sum().backward())
+    taken = ddp_class(torch.nn.Linear(4, 4))
+    taken.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    said["taken"] = _caught(lambda: taken(x).sum().backward())
+    moved = ddp_class(torch.nn.Linear(4, 4))
+    moved.double()
+    said["moved"] = _caught(lambda: moved(x.double()).sum().backward())
+    return said
+
+
+def test_gradients_that_cannot_be_reduced_are_named():
+    for said in run_ranks(_gradient_body, 2):
+        assert "`weight`" in said["create_graph"][1] or "`bias`" in said["create_graph"][1]
+        assert "create_graph=True" in said["create_graph"][1]
+        assert "`weight`" in said["sparse"][1] and "dense" in said["sparse"][1]
+        assert "`weight`" in said["taken"][1] and "taken away" in said["taken"][1]
+        assert "does not fit" in said["moved"][1] or "Double" in said["moved"][1] or "double" in said["moved"][1]
+
+
+def _arguments_body():
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from smdistributed.dataparallel.torch.parallel import DistributedDataParallel as ddp_class
+
+    model = torch.nn.Linear(2, 2)
+    said = {"before": _caught(lambda: ddp_class(model))}
+    dist.init_process_group()
+    calls = {
+        "fraction": {"bucket_cap_mb": 1.00001},
+        "zero": {"bucket_cap_mb": 0},
+        "text": {"bucket_cap_mb": "25"},
+        "steps": {"gradient_accumulation_steps": 0},
+        "output": {"output_device": 0},
+        "devices": {"device_ids": [0, 1]},
+        "device": {"device_ids": [0]},
+        "unknown": {"bucket_size": 3},
+        "mixed": {"mixed_precision": object()},
+    }
+    for name, keywords in calls.items():
+        said[name] = _caught(lambda keywords=keywords: ddp_class(model, **keywords))
+    said["module"] = _caught(lambda: ddp_class("model"))
+    said["frozen"] = _caught(lambda: ddp_class(torch.nn.Linear(2, 2).requires_grad_(False)))
+    for keywords in ({"device_ids": []}, {"bucket_cap_mb": 0.5}, {"dim": 0}, {"process_group": dist.group.WORLD}):
+        ddp_class(model, **keywords)
+    return {name: kind for name, (kind, _) in said.items()}
+
+
+def test_arguments_are_checked():
+    assert run_ranks(_arguments_body, 1) == [
+        {
+            "before": "SMDDPNotInitializedError",
+            "fraction": "ValueError",
+            "zero": "ValueError",
+            "text": "ValueError",
+            "steps": "ValueError",
+            "output": "ValueError",
+            "devices": "ValueError",
+            "device": "ValueError",
+            "unknown": "TypeError",
+            "mixed": "NotImplementedError",
+            "module": "TypeError",
+            "frozen": "ValueError",
+        }
+    ]
