@@ -8,9 +8,7 @@ from torch import nn
 
 def mlp() -> nn.Module:
     """784-4096-4096-10: 20 M parameters, 80 MB of gradients, in few large tensors."""
-    return nn.Sequential(
-        nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
-    )
+    return nn.Sequential(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
 
 
 class Block(nn.Module):
@@ -45,10 +43,7 @@ def resnet18() -> nn.Module:
 
 def batch(name: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels for a model of this module."""
-    if name == "mlp":
-        x = torch.randn(64, 784, generator=generator)
-    else:
-        x = torch.randn(16, 3, 32, 32, generator=generator)
+    x = torch.randn(64, 784, generator=generator) if name == "mlp" else torch.randn(16, 3, 32, 32, generator=generator)
     return x, torch.randint(0, 10, (len(x),), generator=generator)
 
 

