@@ -43,11 +43,15 @@ def main() -> None:
             "from smdistributed import _core\nfrom smdistributed._common import lifecycle\n"
             "lifecycle.init()\n_core.barrier(0)\nprint(_core.rank(), _core.size())\n"
         )
-        done = subprocess.run([venv / "bin/smdrun", "-n", "2", job], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [venv / "bin/smdrun", "-n", "2", job], capture_output=True, text=True, timeout=60, check=False
+        )
         assert sorted(done.stdout.splitlines()) == ["[0] 0 2", "[1] 1 2"], done.stdout + done.stderr
         for script in ("smddprun", "smddpmprun"):
             subprocess.run([venv / "bin" / script, "true"], check=True, timeout=60)
-        report = subprocess.run([venv / "bin/smdrun", "doctor"], capture_output=True, text=True, timeout=60, check=False)
+        report = subprocess.run(
+            [venv / "bin/smdrun", "doctor"], capture_output=True, text=True, timeout=60, check=False
+        )
         assert "not installed" in report.stdout, report.stdout + report.stderr
         print(report.stdout)
 

@@ -175,8 +175,25 @@ def test_ranks_that_start_at_once_build_once(cache, compiler):
     assert sum("building" in error for _, error in outputs) == 1
 
 
+def test_a_wait_for_another_builder_is_told_and_has_an_end(cache, compiler, monkeypatch, capsys):
+    log = compiler("time.sleep(20)")
+    build = _start_build()
+    deadline = time.monotonic() + 30
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    monkeypatch.setattr(shims, "_SILENT_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(shims, "_LONGEST_WAIT_SECONDS", 0.5)
+    with pytest.raises(shims.ShimError, match=f"waiting for process {build.pid}, which builds the PyTorch shim in"):
+        shims.ensure(FRAMEWORK)
+    assert capsys.readouterr().err.startswith(f"smdistributed: waiting for process {build.pid}, which builds")
+    build.kill()
+    build.communicate()
+    compiler()
+    assert shims.ensure(FRAMEWORK).exists()
+
+
 def test_a_builder_that_is_killed_leaves_no_half_of_a_library(cache, compiler):
-    log = compiler('open(output, "w").write("lib"); time.sleep(60 if "-shared" in sys.argv else 0)')
+    log = compiler('open(output, "w").write("lib"); time.sleep(20 if "-shared" in sys.argv else 0)')
     build = _start_build()
     deadline = time.monotonic() + 30
     while not _links(log) and time.monotonic() < deadline:
@@ -198,6 +215,22 @@ def test_a_cache_that_cannot_be_written_names_the_knob(tmp_path, compiler, monke
     monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(shims.ShimError, match="set SMD_CACHE_DIR to a folder that can be written"):
         shims.ensure(FRAMEWORK)
+
+
+def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
+    monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
+    monkeypatch.setattr(shims, "PREBUILT", tmp_path)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(shims.Path, "home", no_home)
+    with pytest.raises(shims.ShimError, match=r"no place to keep shims: .*; set SMD_CACHE_DIR"):
+        shims.ensure(FRAMEWORK)
+    path = tmp_path / FRAMEWORK.key / FRAMEWORK.library
+    path.parent.mkdir(parents=True)
+    path.write_text("library")
+    assert shims.ensure(FRAMEWORK) == path
 
 
 def test_the_command_builds_into_the_package(cache, compiler, monkeypatch, capsys, tmp_path):

@@ -36,6 +36,10 @@ PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 # The first lines of a failed compilation hold the cause; templates make the rest.
 _SHOWN_ERROR_LINES = 15
 
+# A build takes 10 s on a free core and a minute on a machine that starts many jobs.
+_SILENT_WAIT_SECONDS = 10.0
+_LONGEST_WAIT_SECONDS = 600.0
+
 # Ours is C++17. Headers of a newer framework may want more, which older compilers do not have: tried in this order.
 _STANDARDS = ("c++17", "c++20")
 
@@ -131,14 +135,26 @@ FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "ten
 
 
 def cache_dir() -> Path:
-    """Where built shims are kept."""
-    return Path(_core.setting("SMD_CACHE_DIR")).expanduser()
+    """Where built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``.
+
+    Raises:
+        ShimError: The variable is not set and this user has no home folder.
+    """
+    configured = os.environ.get("SMD_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    try:
+        return Path.home() / ".cache" / "opensmd"
+    except RuntimeError as error:
+        raise ShimError(
+            f"no place to keep shims: {error}; set SMD_CACHE_DIR to a folder that can be written"
+        ) from error
 
 
 def find(framework: Framework) -> Path | None:
     """The shim for ``framework`` that can be loaded without building, if there is one."""
-    for folder in (PREBUILT, cache_dir()):
-        path = folder / framework.key / framework.library
+    for folder in (lambda: PREBUILT, cache_dir):
+        path = folder() / framework.key / framework.library
         if path.is_file():
             return path
     return None
@@ -156,7 +172,7 @@ def ensure(framework: Framework) -> Path:
     target = cache_dir() / framework.key
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(target / ".lock"):
+        with _locked(framework, target):
             # Another process may have built it while this one waited.
             path = target / framework.library
             if not path.is_file():
@@ -318,14 +334,32 @@ def _compiler(framework: Framework) -> list[str]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; the kernel frees it if this process dies."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Somebody is building: a compiler ends, so this wait does.
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(framework: Framework, folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the kernel frees if this process dies.
+
+    Raises:
+        ShimError: Another process holds it for longer than any build takes.
+    """
+    start = time.monotonic()
+    silent = True
+    with open(folder / ".lock", "a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                waiting_for = f"process {file.read() or '?'}, which builds the {framework.title} shim in {folder}"
+            waited = time.monotonic() - start
+            if waited > _LONGEST_WAIT_SECONDS:
+                raise ShimError(f"no shim after {waited:.0f} s of waiting for {waiting_for}: end it and try again")
+            if silent and waited > _SILENT_WAIT_SECONDS:
+                silent = False
+                _say(f"waiting for {waiting_for}")
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 
