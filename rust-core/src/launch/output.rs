@@ -2,7 +2,8 @@
 //!
 //! A progress bar rewrites its line with carriage returns. On a terminal the newest state of rank 0's line is kept
 //! at the bottom, below the finished lines of all ranks; elsewhere, and for the other ranks, only the last state of
-//! a line is shown, when a newline finishes it.
+//! a line is shown, when a newline finishes it. Colours pass; what moves the cursor or erases does not, since it would
+//! hit the lines of others.
 
 use std::io::{self, Write};
 
@@ -106,7 +107,7 @@ impl<O: Write, E: Write> Printer<O, E> {
                     self.live = None;
                 }
                 let mut text = prefix(style, rank);
-                text.extend_from_slice(line);
+                text.extend(without_cursor_control(line));
                 text.push(b'\n');
                 self.line(sink, &text)
             }
@@ -145,7 +146,7 @@ impl<O: Write, E: Write> Printer<O, E> {
         // Without automatic wrap, so that one carriage return is enough to come back, however long the line is.
         let mut text = b"\r\x1b[K\x1b[?7l".to_vec();
         text.extend(prefix(self.style(*sink), 0));
-        text.extend_from_slice(line);
+        text.extend(without_cursor_control(line));
         text.extend_from_slice(b"\x1b[?7h");
         self.write(*sink, &text)
     }
@@ -165,6 +166,27 @@ impl<O: Write, E: Write> Printer<O, E> {
         stream.write_all(text)?;
         stream.flush()
     }
+}
+
+/// The text without control sequences (`ESC [ .. letter`), except those that set colours (`m`).
+fn without_cursor_control(text: &[u8]) -> Vec<u8> {
+    let mut kept = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&first, tail)) = rest.split_first() {
+        let sequence = match tail.strip_prefix(b"[") {
+            Some(parameters) if first == 0x1b => {
+                let length = parameters.iter().position(|byte| (0x40..=0x7e).contains(byte));
+                length.map(|length| &rest[..length + 3])
+            }
+            _ => None,
+        };
+        let taken = sequence.map_or(1, <[u8]>::len);
+        if sequence.is_none_or(|sequence| sequence.ends_with(b"m")) {
+            kept.extend_from_slice(&rest[..taken]);
+        }
+        rest = &rest[taken..];
+    }
+    kept
 }
 
 /// `[3] `, in the rank's colour.
@@ -234,6 +256,12 @@ mod tests {
         let style = Style { colour: false, live: false, width: 2 };
         let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
         assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
+    }
+
+    #[test]
+    fn colours_pass_and_cursor_movements_do_not() {
+        let text = b"\x1b[?25l\x1b[2K\x1b[1A\x1b[1;31mred\x1b[0m \x1b] plain \x1b[";
+        assert_eq!(without_cursor_control(text), b"\x1b[1;31mred\x1b[0m \x1b] plain \x1b[");
     }
 
     #[test]

@@ -9,6 +9,9 @@ use super::process::Exit;
 const KEPT_LINES: usize = 200;
 /// Of these, the report shows at most so many.
 const SHOWN_LINES: usize = 24;
+/// The kernel closes a dying process's files and sockets before it tells the parent, so peers may raise exceptions
+/// before the death is seen here.
+const DEATH_NEWS_TIME: Duration = Duration::from_millis(500);
 /// The longest line that is kept whole.
 const KEPT_LINE_BYTES: usize = 2048;
 
@@ -76,7 +79,10 @@ pub(super) struct End {
 impl End {
     /// When its trouble began: a process that raised an exception may take long to end.
     fn began(&self, tails: &[Tail]) -> Duration {
-        tails[self.rank].traceback_at.map_or(self.at, |traceback| traceback.min(self.at))
+        match self.exit {
+            Exit::Signal(_) => self.at.saturating_sub(DEATH_NEWS_TIME),
+            Exit::Code(_) => tails[self.rank].traceback_at.map_or(self.at, |traceback| traceback.min(self.at)),
+        }
     }
 
     /// Whether it failed only because another rank was gone.
@@ -170,6 +176,15 @@ mod tests {
             failure(first, &ends, &tails)
                 .starts_with("rank 1 failed first: killed by SIGKILL (signal 9) after 1.0 s\n    hello\n")
         );
+    }
+
+    #[test]
+    fn a_death_explains_what_was_raised_just_before_it_was_seen() {
+        let tails = [tail(RAISED, 900), tail(&[], 0)];
+        let ends = [end(0, Exit::Code(1), 950), end(1, Exit::Signal(9), 1000)];
+        assert_eq!(first_failure(&ends, &tails).expect("both failed").rank, 1);
+        let later = [end(0, Exit::Code(1), 950), end(1, Exit::Signal(9), 1500)];
+        assert_eq!(first_failure(&later, &tails).expect("both failed").rank, 0);
     }
 
     #[test]

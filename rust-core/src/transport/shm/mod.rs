@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::mailbox::{Link as _, Mailbox, Message};
 use super::{Backoff, Members, NAP, Tag, Transport, Wait};
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::world::{Monitor, Store};
 
 pub(crate) mod event;
@@ -72,7 +72,8 @@ impl ShmTransport {
             let [pid, fd, bytes, nonce] = words[..] else {
                 return Err(Error::Rendezvous(format!("rank {leader} announced its shared memory as {value:?}")));
             };
-            segment = Segment::attach([pid, fd, bytes], layout.bytes())?;
+            segment = Segment::attach([pid, fd, bytes], layout.bytes())
+                .map_err(|error| explained(error, leader, monitor, &format!("joining group `{name}`")))?;
             // SAFETY: the header lies inside the segment, whose size was checked, aligned.
             let found = unsafe { segment.start().add(layout::header::NONCE).cast::<u64>().read_volatile() };
             if found != nonce {
@@ -102,6 +103,21 @@ impl ShmTransport {
         let mailbox = Mailbox::new(ring::Rings::new(memory.clone()), members);
         Ok(Arc::new(Self { memory, mailbox }))
     }
+}
+
+/// A leader that died took its descriptor along, and the failure to open it may come before the news of the death:
+/// waits a moment for them.
+fn explained(error: Error, leader: usize, monitor: &Monitor, during: &str) -> Error {
+    const NEWS_TIME: Duration = Duration::from_secs(2);
+    let start = Instant::now();
+    while error.code() == Code::Io && start.elapsed() < NEWS_TIME {
+        let seen = monitor.generation();
+        if let Err(departed) = monitor.check(&[leader], during) {
+            return departed;
+        }
+        monitor.wait_change(seen, NEWS_TIME / 20);
+    }
+    error
 }
 
 impl Transport for ShmTransport {
