@@ -1,0 +1,170 @@
+"""Compares collectives on one host with Open MPI and gloo: rounds of all three take turns in one run.
+
+    python benches/collectives/compare.py [--ranks 2 4] [--rounds 3] [--only all_reduce] [--without gloo]
+
+Each figure is the median, over all repeats of all rounds, of the time of one call on the slowest rank. Needs cargo,
+and for the others `mpicc` and `mpirun`, and torch. What is missing is left out, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+KIB, MIB = 1 << 10, 1 << 20
+TIME_LIMIT_SECONDS = 170
+ALL_REDUCE = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB]
+CASES = {
+    "all_reduce": ALL_REDUCE,
+    "all_gather": [MIB, 25 * MIB],
+    "broadcast": [MIB, 25 * MIB],
+    "barrier": [0],
+}
+OWN_CASES = {"window": [MIB, 25 * MIB, 80 * MIB], "memory": [256 * MIB]}
+
+Key = tuple[str, int]
+Times = dict[Key, list[float]]
+
+
+def case(name: str, size: int, repeats: int) -> str:
+    """A measurement as the programs take it; small operations are timed many at a time."""
+    calls = max(1, min(500, (4 * MIB) // max(size, KIB)))
+    return f"{name}:{size}:{repeats}:{calls}"
+
+
+def parse(output: str) -> Times:
+    times: Times = {}
+    for line in output.splitlines():
+        name, size, *seconds = line.split()
+        times[name, int(size)] = [float(second) for second in seconds]
+    return times
+
+
+def finish(processes: list[subprocess.Popen[str]], what: str) -> str:
+    """Waits for all ranks; the first one's output."""
+    try:
+        outputs = [process.communicate(timeout=TIME_LIMIT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{what} failed: exit codes {[process.returncode for process in processes]}")
+    return outputs[0]
+
+
+def run_ranks(command: list[str], size: int, cases: list[str]) -> Times:
+    """Starts one process a rank with torchrun's variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        processes.append(subprocess.Popen([*command, *cases], env=env, text=True, stdout=subprocess.PIPE))
+    return parse(finish(processes, command[-1]))
+
+
+def run_mpi(program: Path, size: int, cases: list[str]) -> Times:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), str(program), *cases]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
+    return parse(finish([process], "mpirun"))
+
+
+def build(folder: Path) -> tuple[list[str], Path | None]:
+    """Builds the Rust and the MPI program."""
+    subprocess.run(["cargo", "build", "--release", "-q", "-p", "smd-core", "--example", "collectives"], cwd=ROOT, check=True)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    own = [str(target / "release/examples/collectives")]
+    if not (shutil.which("mpicc") and shutil.which("mpirun")):
+        print("Open MPI is left out: no `mpicc` and `mpirun` (Debian: openmpi-bin, libopenmpi-dev)")
+        return own, None
+    program = folder / "open_mpi"
+    subprocess.run(["mpicc", "-O3", "-o", str(program), str(HERE / "open_mpi.c")], check=True)
+    return own, program
+
+
+def has_torch() -> bool:
+    if subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True).returncode == 0:
+        return True
+    print("gloo is left out: this Python has no torch")
+    return False
+
+
+def size_name(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB" if size else "-"
+
+
+def time_name(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def report(size: int, results: dict[str, dict[Key, list[float]]]) -> None:
+    median = {who: {key: statistics.median(times) for key, times in of.items()} for who, of in results.items()}
+    ours = median["ours"]
+    memory_bytes = OWN_CASES["memory"][0]
+    limit = None
+    if ("memory", memory_bytes) in ours:
+        limit = 2 * size * memory_bytes / ours["memory", memory_bytes]
+        print(f"\n{size} processes; memory moves {limit / 1e9:.1f} GB/s in all\n")
+    print("| collective | size | ours | Open MPI | gloo | MPI / ours | gloo / ours | of the memory limit |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for (name, bytes_), own in ours.items():
+        if name == "memory":
+            continue
+        others = [median.get(who, {}).get((name, bytes_)) for who in ("mpi", "gloo")]
+        ratios = [f"{other / own:.2f}" if other else "-" for other in others]
+        # Each rank reads and writes each byte once; an all-gather reads one part and writes all.
+        moved = {"all_reduce": 2 * size, "window": 2 * size, "broadcast": size, "all_gather": size * (size + 1)}.get(name)
+        share = f"{moved * bytes_ / own / limit:.0%}" if moved and limit and bytes_ >= 25 * MIB else "-"
+        cells = [name, size_name(bytes_), time_name(own), *map(time_name, others), *ratios, share]
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9, help="repeats a round")
+    parser.add_argument("--only", nargs="+", default=[*CASES, *OWN_CASES], choices=[*CASES, *OWN_CASES])
+    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        own, mpi = build(Path(folder))
+        gloo = "gloo" not in arguments.without and has_torch()
+        for size in arguments.ranks:
+            results: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+            def cases(table: dict[str, list[int]], repeats: int) -> list[str]:
+                names = [name for name in table if name in arguments.only]
+                return [case(name, bytes_, repeats) for name in names for bytes_ in table[name]]
+
+            for _ in range(arguments.rounds):
+                runs = {"ours": lambda: run_ranks(own, size, cases(CASES | OWN_CASES, arguments.repeats))}
+                if mpi and "mpi" not in arguments.without:
+                    runs["mpi"] = lambda: run_mpi(mpi, size, cases(CASES, arguments.repeats))
+                if gloo:
+                    command = [sys.executable, str(HERE / "gloo.py")]
+                    runs["gloo"] = lambda: run_ranks(command, size, cases(CASES, max(1, arguments.repeats // 3)))
+                for who, run in runs.items():
+                    for key, times in run().items():
+                        results[who][key] += times
+            report(size, results)
+
+
+if __name__ == "__main__":
+    main()
