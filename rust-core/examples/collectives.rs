@@ -34,7 +34,8 @@ fn run() -> Result<()> {
             println!("{name} {bytes} {}", times.join(" "));
         }
     }
-    session::shutdown()
+    session::shutdown();
+    Ok(())
 }
 
 trait Value {

@@ -5,20 +5,21 @@ use super::{Group, ReduceOp};
 use crate::buffer::DType;
 use crate::error::{Error, Result};
 use crate::transport::shm::SharedMemory;
-use crate::transport::shm::layout::{ARENA_BYTES, CALL_WORDS};
+use crate::transport::shm::layout::{CALL_WORDS, MESSAGE_BYTES};
 use crate::transport::{Message, Tag, wait_all};
 
 /// Tags of the messages inside collectives; those of [`super::Request::Send`] have 32 bits, so they never meet.
 pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
-/// The longest message of a failing member that its peers repeat.
-const MESSAGE_BYTES: usize = 4096;
-
 /// Makes a verdict an error where it is one.
 fn judge(verdict: Verdict, call: &Call, group: &Group<'_>) -> Result<()> {
     // Every member comes to the same verdict, and none goes on with this operation.
-    group.in_step.set(verdict != Verdict::Agreed);
+    let failed = verdict != Verdict::Agreed;
+    group.in_step.set(failed);
+    if let Some(memory) = group.memory.filter(|_| failed) {
+        memory.reset_regions();
+    }
     match verdict {
         Verdict::Agreed => Ok(()),
         // The same text on every member, so it cannot say what this one called.
@@ -48,7 +49,7 @@ pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
         message.len() as u64,
     ];
     // SAFETY: the places lie in this member's part of the segment, which nobody reads before the next arrival
-    // (SHM-2); validation made each row empty or `size` long; the message is shorter than the arena.
+    // (SHM-2); validation made each row empty or `size` long; the message was cut to its place.
     unsafe {
         memory.call(memory.me(), phase).write(words);
         let rows = memory.rows(memory.me(), phase);
@@ -57,7 +58,7 @@ pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
                 rows.add(row * size + at).write(*count as u64);
             }
         }
-        std::ptr::copy_nonoverlapping(message.as_ptr(), memory.arena(memory.me(), phase), message.len());
+        std::ptr::copy_nonoverlapping(message.as_ptr(), memory.message(memory.me(), phase), message.len());
     }
 }
 
@@ -116,10 +117,10 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
     };
     let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == byte(0)).unwrap_or(Kind::Poison);
     let text = if kind == Kind::Poison {
-        let length = usize::try_from(message).unwrap_or(usize::MAX).min(MESSAGE_BYTES).min(ARENA_BYTES);
+        let length = usize::try_from(message).unwrap_or(usize::MAX).min(MESSAGE_BYTES);
         let mut bytes = vec![0; length];
-        // SAFETY: the arena has ARENA_BYTES bytes, and the copy has `length`.
-        unsafe { std::ptr::copy_nonoverlapping(memory.arena(rank, memory.phase()), bytes.as_mut_ptr(), length) };
+        // SAFETY: the place has MESSAGE_BYTES bytes, and the copy has `length`.
+        unsafe { std::ptr::copy_nonoverlapping(memory.message(rank, memory.phase()), bytes.as_mut_ptr(), length) };
         String::from_utf8_lossy(&bytes).into_owned()
     } else {
         String::new()

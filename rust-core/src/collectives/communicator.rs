@@ -271,6 +271,7 @@ impl Shared {
             Some(memory) => {
                 arrival::publish(memory, &call);
                 memory.arrive();
+                memory.reset_regions();
                 self.unsettled.store(true, Ordering::Relaxed);
                 Ok(())
             }

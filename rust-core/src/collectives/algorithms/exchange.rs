@@ -42,16 +42,17 @@ impl Algorithm for Exchange {
         let plan = plan(request, me, size);
         // Each member reads its own lane, where the giver has one for each.
         let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
-        let lane = if each { (CHUNK_BYTES / size).max(64) & !63 } else { CHUNK_BYTES };
+        let chunk = CHUNK_BYTES.min(memory.region_limit());
+        let lane = if each { (chunk / size) & !63 } else { chunk };
         let mut steps = Steps::new(memory, call, group);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
-            let phase = steps.next();
-            let arena = memory.arena(me, phase);
+            let region = memory.reserve(if each { size * lane } else { lane });
+            let arena = memory.arena(me, region);
             let publish = |to: usize, block: &TensorView| {
                 let length = block.bytes().saturating_sub(start).min(lane);
-                // SAFETY: the range lies inside the block; the lanes fit the arena, which is this member's to write
+                // SAFETY: the range lies inside the block; the lanes fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
                 unsafe { copy(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
             };
@@ -72,10 +73,10 @@ impl Algorithm for Exchange {
                 let Some(block) = &plan.takes[from] else { continue };
                 let length = block.bytes().saturating_sub(start).min(lane);
                 let lane_start = if each { me * lane } else { 0 };
-                // SAFETY: the range lies inside the own block; the lane lies inside the arena and holds the giver's
+                // SAFETY: the range lies inside the own block; the lane lies inside the region and holds the giver's
                 // part of this phase (SHM-1).
                 unsafe {
-                    copy(memory.arena(from, phase).add(lane_start), block.ptr().wrapping_add(start), length);
+                    copy(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }
             }
             start += lane;

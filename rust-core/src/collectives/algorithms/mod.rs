@@ -56,11 +56,6 @@ impl<'a> Steps<'a> {
         Self { memory, call, group, calls: None }
     }
 
-    /// The phase that the next [`Steps::sync`] ends: what is written for it goes to its arenas.
-    fn next(&self) -> u32 {
-        self.memory.phase().wrapping_add(1)
-    }
-
     /// Everybody's writes for this phase are done and visible.
     fn sync(&mut self) -> Result<()> {
         if self.calls.is_some() {

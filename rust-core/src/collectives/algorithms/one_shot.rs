@@ -41,10 +41,10 @@ impl Algorithm for OneShot {
         let mut sources = vec![std::ptr::null(); memory.size()];
         for start in (0..bytes.max(1)).step_by(CHUNK_BYTES) {
             let chunk = (bytes - start).min(CHUNK_BYTES);
-            let phase = steps.next();
-            // SAFETY: the chunk lies inside the input and is no longer than an arena; the arena is this member's to
+            let region = memory.reserve(chunk);
+            // SAFETY: the chunk lies inside the input and is as long as the region; the region is this member's to
             // write until the synchronisation (SHM-2).
-            unsafe { copy(input.ptr().wrapping_add(start), memory.arena(me, phase), chunk) };
+            unsafe { copy(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
             steps.sync()?;
             if !wants {
                 continue;
@@ -53,7 +53,7 @@ impl Algorithm for OneShot {
                 *source = if rank == me {
                     input.ptr().wrapping_add(start).cast_const()
                 } else {
-                    memory.arena(rank, phase).cast_const()
+                    memory.arena(rank, region).cast_const()
                 };
             }
             let outputs = [output.ptr().wrapping_add(start)];

@@ -27,16 +27,16 @@ impl Algorithm for ReduceScatter {
         };
         let memory = group.shared();
         let (me, size) = (memory.me(), memory.size());
-        let lane = (CHUNK_BYTES / size).max(64) & !63;
+        let lane = (CHUNK_BYTES.min(memory.region_limit()) / size) & !63;
         let longest = call.sent.iter().max().map_or(0, |elems| elems * call.dtype.size());
         let mut steps = Steps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
         for start in (0..longest.max(1)).step_by(lane) {
-            let phase = steps.next();
-            let arena = memory.arena(me, phase);
+            let region = memory.reserve(size * lane);
+            let arena = memory.arena(me, region);
             for (rank, input) in inputs.iter().enumerate().filter(|(rank, _)| *rank != me) {
                 let length = input.bytes().saturating_sub(start).min(lane);
-                // SAFETY: the range lies inside the block; `size` lanes fit the arena, which is this member's to
+                // SAFETY: the range lies inside the block; `size` lanes fit the region, which is this member's to
                 // write until the synchronisation (SHM-2).
                 unsafe { copy(input.ptr().wrapping_add(start), arena.add(rank * lane), length) };
             }
@@ -46,7 +46,7 @@ impl Algorithm for ReduceScatter {
                 *source = if rank == me {
                     inputs[me].ptr().wrapping_add(start).cast_const()
                 } else {
-                    memory.arena(rank, phase).wrapping_add(me * lane).cast_const()
+                    memory.arena(rank, region).wrapping_add(me * lane).cast_const()
                 };
             }
             let outputs = [output.ptr().wrapping_add(start)];

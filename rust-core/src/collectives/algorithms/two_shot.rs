@@ -41,42 +41,44 @@ impl Algorithm for TwoShot {
         let (me, size) = (memory.me(), memory.size());
         let wants = call.kind == Kind::AllReduce || call.root == me;
         let bytes = call.bytes();
-        let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
+        let chunk_bytes = CHUNK_BYTES.min(memory.region_limit());
+        let chunks = bytes.div_ceil(chunk_bytes).max(1);
         // The bytes of chunk `chunk` that `rank` folds.
         let shard = |chunk: usize, rank: usize| -> Range<usize> {
-            let start = chunk * CHUNK_BYTES;
-            let length = CHUNK_BYTES.min(bytes - start);
+            let start = chunk * chunk_bytes;
+            let length = chunk_bytes.min(bytes - start);
             let part = length.div_ceil(size).next_multiple_of(64);
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
         let mut steps = Steps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
+        // Regions of the last three chunks, by chunk.
+        let mut regions = [0; 3];
         for step in 0..chunks + 2 {
             if step < chunks {
-                let arena = memory.arena(me, steps.next());
+                regions[step % 3] = memory.reserve(chunk_bytes.min(bytes - step * chunk_bytes));
+                let arena = memory.arena(me, regions[step % 3]);
                 for rank in (0..size).filter(|rank| *rank != me) {
                     let range = shard(step, rank);
-                    // SAFETY: the range lies inside the input, and inside a chunk, which fits an arena; the arena is
+                    // SAFETY: the range lies inside the input, and inside a chunk, for which the region is reserved; it is
                     // this member's to write until the synchronisation (SHM-2).
                     unsafe {
-                        let to = arena.add(range.start - step * CHUNK_BYTES);
+                        let to = arena.add(range.start - step * chunk_bytes);
                         copy(input.ptr().add(range.start), to, range.len());
                     }
                 }
             }
-            let previous = memory.phase();
             if let Some(chunk) = step.checked_sub(1).filter(|chunk| *chunk < chunks) {
                 let range = shard(chunk, me);
-                let inside = range.start - chunk * CHUNK_BYTES;
+                let inside = regions[chunk % 3] + range.start - chunk * chunk_bytes;
                 for (rank, source) in sources.iter_mut().enumerate() {
                     *source = if rank == me {
                         input.ptr().wrapping_add(range.start).cast_const()
                     } else {
-                        memory.arena(rank, previous).wrapping_add(inside).cast_const()
+                        memory.arena(rank, inside).cast_const()
                     };
                 }
-                let outputs =
-                    [memory.results(me, previous).wrapping_add(inside), output.ptr().wrapping_add(range.start)];
+                let outputs = [memory.results(me, inside), output.ptr().wrapping_add(range.start)];
                 let fold = Fold {
                     dtype: call.dtype,
                     op: *op,
@@ -94,12 +96,11 @@ impl Algorithm for TwoShot {
             {
                 for rank in (1..size).map(|distance| (me + distance) % size) {
                     let range = shard(chunk, rank);
-                    let from = memory.results(rank, previous.wrapping_sub(1));
+                    let inside = regions[chunk % 3] + range.start - chunk * chunk_bytes;
                     // SAFETY: the results of this chunk were written in the phase before this one (SHM-1); the range
                     // lies inside the output.
                     unsafe {
-                        let from = from.add(range.start - chunk * CHUNK_BYTES);
-                        copy(from, output.ptr().add(range.start), range.len());
+                        copy(memory.results(rank, inside), output.ptr().add(range.start), range.len());
                     }
                 }
             }

@@ -1,13 +1,15 @@
 //! Where things are in a group's segment. Every rank computes the same layout from the number of members alone.
 //!
 //! ```text
-//! header page | per member: control pages | per member: 2 input arenas, 2 result arenas | per pair: frame ring
+//! header page | per member: control pages | per member: arena, results | per pair: frame ring
 //! ```
 //!
 //! The arenas are sparse: pages that no algorithm touches are never allocated.
 
-/// Bytes of one arena: the most that one member publishes between two synchronisations.
+/// Bytes of one arena, and of the results beside it.
 pub(crate) const ARENA_BYTES: usize = 4 << 20;
+/// The longest text of a failing member.
+pub(crate) const MESSAGE_BYTES: usize = 2048;
 /// Words of a call's description.
 pub(crate) const CALL_WORDS: usize = 8;
 /// Frames in the ring of one pair.
@@ -39,7 +41,8 @@ mod control {
     pub(super) const DOORBELL: usize = 128;
     pub(super) const DOZERS: usize = 256;
     pub(super) const CALLS: usize = 384;
-    pub(super) const ROWS: usize = 512;
+    pub(super) const MESSAGES: usize = 512;
+    pub(super) const ROWS: usize = 512 + 2 * super::MESSAGE_BYTES;
 }
 
 /// Offsets for a group of `size` members.
@@ -56,7 +59,7 @@ impl Layout {
         // Two parities of two rows of counts follow the fixed part.
         let control_bytes = (control::ROWS + 2 * 2 * size * 8).next_multiple_of(PAGE);
         let arenas = (PAGE + size * control_bytes).next_multiple_of(HUGE_PAGE);
-        let rings = arenas + size * 4 * ARENA_BYTES;
+        let rings = arenas + size * 2 * ARENA_BYTES;
         Self { size, control_bytes, arenas, rings }
     }
 
@@ -95,14 +98,19 @@ impl Layout {
         self.control(rank) + control::ROWS + parity * 2 * self.size * 8
     }
 
+    /// [`MESSAGE_BYTES`] bytes that go with the call.
+    pub(crate) fn message(&self, rank: usize, parity: usize) -> usize {
+        self.control(rank) + control::MESSAGES + parity * MESSAGE_BYTES
+    }
+
     /// [`ARENA_BYTES`] bytes that `rank` writes for its peers.
-    pub(crate) fn arena(&self, rank: usize, parity: usize) -> usize {
-        self.arenas + (rank * 4 + parity) * ARENA_BYTES
+    pub(crate) fn arena(&self, rank: usize) -> usize {
+        self.arenas + rank * 2 * ARENA_BYTES
     }
 
     /// [`ARENA_BYTES`] bytes for what `rank` computed for its peers.
-    pub(crate) fn results(&self, rank: usize, parity: usize) -> usize {
-        self.arenas + (rank * 4 + 2 + parity) * ARENA_BYTES
+    pub(crate) fn results(&self, rank: usize) -> usize {
+        self.arena(rank) + ARENA_BYTES
     }
 
     /// The ring that carries frames from one member to another.
@@ -128,9 +136,10 @@ mod tests {
                 for parity in 0..2 {
                     ranges.push((layout.call(rank, parity), CALL_WORDS * 8));
                     ranges.push((layout.rows(rank, parity), 2 * size * 8));
-                    ranges.push((layout.arena(rank, parity), ARENA_BYTES));
-                    ranges.push((layout.results(rank, parity), ARENA_BYTES));
+                    ranges.push((layout.message(rank, parity), MESSAGE_BYTES));
                 }
+                ranges.push((layout.arena(rank), ARENA_BYTES));
+                ranges.push((layout.results(rank), ARENA_BYTES));
                 for to in 0..size {
                     ranges.push((layout.ring(rank, to), RING_BYTES));
                 }
