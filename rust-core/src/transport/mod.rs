@@ -139,7 +139,9 @@ pub trait Transport: Send + Sync {
 /// # Errors
 /// A message's own error, or the one of [`Wait::check`].
 pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>) -> Result<()> {
-    let mut backoff = Backoff::new(transport.members().size());
+    let mut backoff = Backoff::new();
+    // Where the partners run is not known, so spin only if there is a core for everybody.
+    let crowded = transport.members().size() > cores();
     let mut first = 0;
     let outcome = loop {
         let seen = transport.doorbell();
@@ -156,7 +158,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
         if first == messages.len() {
             return Ok(());
         }
-        if backoff.pause() {
+        if backoff.pause(|| crowded) {
             continue;
         }
         let missing = || {
@@ -180,24 +182,32 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     Err(outcome)
 }
 
-/// How a wait spends its time before it sleeps: a short spin where every member has a core of its own, then some
-/// rounds of yielding, so that members that share a core get it.
+/// How a wait spends its time before it sleeps: a short spin as long as that takes no core from those it waits for,
+/// then some rounds of yielding, so that they get this one.
 pub(crate) struct Backoff {
     spins: u32,
     yields: u32,
 }
 
+/// Some 20 us, which is about what a sleep and a wake cost both sides.
+const SPINS: u32 = 1024;
+/// Spins between two looks at who shares the core.
+const SPINS_A_LOOK: u32 = 64;
+const YIELDS: u32 = 20;
+
 impl Backoff {
-    /// For a wait among `members` processes of this host.
-    pub(crate) fn new(members: usize) -> Self {
-        static CORES: OnceLock<usize> = OnceLock::new();
-        let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-        Self { spins: if members <= cores { 2000 } else { 0 }, yields: 20 }
+    pub(crate) fn new() -> Self {
+        Self { spins: SPINS, yields: YIELDS }
     }
 
-    /// Lets a little time pass without sleeping; false when it is time to sleep.
-    pub(crate) fn pause(&mut self) -> bool {
+    /// Lets a little time pass without sleeping; false when it is time to sleep. `shares_core` tells whether somebody
+    /// who is waited for may need the core that this thread runs on.
+    pub(crate) fn pause(&mut self, shares_core: impl FnOnce() -> bool) -> bool {
         if self.spins > 0 {
+            if self.spins.is_multiple_of(SPINS_A_LOOK) && shares_core() {
+                self.spins = 0;
+                return true;
+            }
             self.spins -= 1;
             std::hint::spin_loop();
             true
@@ -209,4 +219,10 @@ impl Backoff {
             false
         }
     }
+}
+
+/// The processors that this process may use.
+pub(crate) fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }

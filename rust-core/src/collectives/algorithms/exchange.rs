@@ -4,6 +4,7 @@
 use super::{Algorithm, Steps, copy};
 use crate::buffer::TensorView;
 use crate::collectives::call::{Call, Kind};
+use crate::collectives::kernels::copy::{publish, stream};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -12,11 +13,15 @@ pub(super) struct Exchange;
 
 /// Bytes that a member publishes in one step.
 const CHUNK_BYTES: usize = 256 << 10;
+/// A member that gets at least as much writes it past its caches, which could not keep it.
+const STREAM_BYTES: usize = 8 << 20;
 
 /// A member's part.
 struct Plan<'a> {
     /// What it gives: one block for all, or one for each member.
     gives: Gives<'a>,
+    /// Its own block, from and to.
+    own: Option<(TensorView, TensorView)>,
     /// What it takes from each member: a block of the same size as the giver's.
     takes: Vec<Option<TensorView>>,
 }
@@ -44,30 +49,38 @@ impl Algorithm for Exchange {
         let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
         let chunk = CHUNK_BYTES.min(memory.region_limit());
         let lane = if each { (chunk / size) & !63 } else { chunk };
+        let gets: usize = plan.takes.iter().flatten().map(TensorView::bytes).sum();
+        let take: unsafe fn(*const u8, *mut u8, usize) = if gets >= STREAM_BYTES { stream_unless_same } else { copy };
         let mut steps = Steps::new(memory, call, group);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
             let region = memory.reserve(if each { size * lane } else { lane });
             let arena = memory.arena(me, region);
-            let publish = |to: usize, block: &TensorView| {
+            let give = |to: usize, block: &TensorView| {
                 let length = block.bytes().saturating_sub(start).min(lane);
                 // SAFETY: the range lies inside the block; the lanes fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
-                unsafe { copy(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
+                unsafe { publish(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
             };
             match plan.gives {
                 Gives::Nothing => {}
-                Gives::All(block) => publish(0, &block),
+                Gives::All(block) => give(0, &block),
                 Gives::Each(blocks) => {
                     for (to, block) in blocks.iter().enumerate().filter(|(to, _)| *to != me) {
-                        publish(to, block);
+                        give(to, block);
                     }
                 }
             }
             steps.sync()?;
             if start == 0 {
                 longest = longest_block(call, steps.calls.as_deref().unwrap_or_default());
+            }
+            if let Some((from, to)) = plan.own {
+                let length = from.bytes().saturating_sub(start).min(lane);
+                let (from, to) = (from.ptr().wrapping_add(start), to.ptr().wrapping_add(start));
+                // SAFETY: validation made both equally long; they are the same memory or do not overlap.
+                unsafe { take(from, to, length) };
             }
             for from in (1..size).map(|distance| (me + distance) % size) {
                 let Some(block) = &plan.takes[from] else { continue };
@@ -76,7 +89,7 @@ impl Algorithm for Exchange {
                 // SAFETY: the range lies inside the own block; the lane lies inside the region and holds the giver's
                 // part of this phase (SHM-1).
                 unsafe {
-                    copy(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
+                    take(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }
             }
             start += lane;
@@ -100,36 +113,38 @@ fn longest_block(call: &Call, calls: &[Call]) -> usize {
     elems.saturating_mul(call.dtype.size())
 }
 
-/// What this member gives and takes. Its own block is copied at once.
-fn plan(request: &Request, me: usize, size: usize) -> Plan<'_> {
-    let own = |input: &TensorView, output: &TensorView| {
-        // SAFETY: validation made them equally long; they are the same memory or do not overlap.
-        unsafe { copy(input.ptr(), output.ptr(), input.bytes()) };
-    };
-    let all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
-    let one = |root: usize, output: &TensorView| (0..size).map(|rank| (rank == root).then_some(*output)).collect();
-    let nothing = || vec![None; size];
-    match request {
-        Request::Broadcast { data, root } if *root == me => Plan { gives: Gives::All(*data), takes: nothing() },
-        Request::Broadcast { data, root } => Plan { gives: Gives::Nothing, takes: one(*root, data) },
-        Request::AllGather { input, outputs } => {
-            own(input, &outputs[me]);
-            Plan { gives: Gives::All(*input), takes: all(outputs) }
-        }
-        Request::Gather { input, outputs, root } if *root == me => {
-            own(input, &outputs[me]);
-            Plan { gives: Gives::Nothing, takes: all(outputs) }
-        }
-        Request::Gather { input, .. } => Plan { gives: Gives::All(*input), takes: nothing() },
-        Request::Scatter { inputs, output, root } if *root == me => {
-            own(&inputs[me], output);
-            Plan { gives: Gives::Each(inputs), takes: nothing() }
-        }
-        Request::Scatter { output, root, .. } => Plan { gives: Gives::Nothing, takes: one(*root, output) },
-        Request::AllToAll { inputs, outputs } => {
-            own(&inputs[me], &outputs[me]);
-            Plan { gives: Gives::Each(inputs), takes: all(outputs) }
-        }
-        _ => Plan { gives: Gives::Nothing, takes: nothing() },
+/// [`stream`] with the contract of [`copy`].
+///
+/// # Safety
+/// As there.
+unsafe fn stream_unless_same(from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes > 0 && from != to.cast_const() {
+        // SAFETY: the caller's promise.
+        unsafe { stream(from, to, bytes) };
     }
+}
+
+/// What this member gives and takes.
+fn plan(request: &Request, me: usize, size: usize) -> Plan<'_> {
+    let takes_all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
+    let takes_one = |root: usize, output| (0..size).map(|rank| (rank == root).then_some(output)).collect();
+    let none = || vec![None; size];
+    let (gives, own, takes) = match request {
+        Request::Broadcast { data, root } if *root == me => (Gives::All(*data), None, none()),
+        Request::Broadcast { data, root } => (Gives::Nothing, None, takes_one(*root, *data)),
+        Request::AllGather { input, outputs } => (Gives::All(*input), Some((*input, outputs[me])), takes_all(outputs)),
+        Request::Gather { input, outputs, root } if *root == me => {
+            (Gives::Nothing, Some((*input, outputs[me])), takes_all(outputs))
+        }
+        Request::Gather { input, .. } => (Gives::All(*input), None, none()),
+        Request::Scatter { inputs, output, root } if *root == me => {
+            (Gives::Each(inputs), Some((inputs[me], *output)), none())
+        }
+        Request::Scatter { output, root, .. } => (Gives::Nothing, None, takes_one(*root, *output)),
+        Request::AllToAll { inputs, outputs } => {
+            (Gives::Each(inputs), Some((inputs[me], outputs[me])), takes_all(outputs))
+        }
+        _ => (Gives::Nothing, None, none()),
+    };
+    Plan { gives, own, takes }
 }

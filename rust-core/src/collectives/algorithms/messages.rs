@@ -167,7 +167,16 @@ fn fold_blocks(
     let sources: Vec<*const u8> = (0..size).map(source).collect();
     let elems = bytes / call.dtype.size();
     // SAFETY: each source has `bytes` bytes, and so has the output, which is the own block or apart from all sources.
-    unsafe { kernels::fold(&Fold { dtype: call.dtype, op, sources: &sources, outputs: &[output], elems }) };
+    unsafe {
+        kernels::fold(&Fold {
+            dtype: call.dtype,
+            op,
+            sources: &sources,
+            outputs: &[output],
+            elems,
+            soon: std::ptr::null(),
+        })
+    };
     Ok(())
 }
 

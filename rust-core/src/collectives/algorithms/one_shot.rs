@@ -3,7 +3,7 @@
 //! One synchronisation a chunk, but n reads of everything: for small tensors, and for two members, where the halves
 //! that a two-shot saves are paid back by its second copy.
 
-use super::{Algorithm, Steps, copy};
+use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold};
 use crate::collectives::{Group, Request};
@@ -16,7 +16,7 @@ pub(super) struct OneShot;
 const SMALL_BYTES: usize = 32 << 10;
 /// Bytes that a member publishes in one step. A few of these fit the second-level cache, where they stay between
 /// being copied, being folded and being published again.
-const CHUNK_BYTES: usize = 128 << 10;
+const CHUNK_BYTES: usize = 256 << 10;
 
 impl Algorithm for OneShot {
     fn name(&self) -> &'static str {
@@ -44,7 +44,7 @@ impl Algorithm for OneShot {
             let region = memory.reserve(chunk);
             // SAFETY: the chunk lies inside the input and is as long as the region; the region is this member's to
             // write until the synchronisation (SHM-2).
-            unsafe { copy(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
+            unsafe { kernels::copy::publish(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
             steps.sync()?;
             if !wants {
                 continue;
@@ -57,7 +57,15 @@ impl Algorithm for OneShot {
                 };
             }
             let outputs = [output.ptr().wrapping_add(start)];
-            let fold = Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &outputs, elems: chunk / size };
+            let fold = Fold {
+                dtype: call.dtype,
+                op: *op,
+                sources: &sources,
+                outputs: &outputs,
+                elems: chunk / size,
+                // The next chunk comes from memory while this one comes from the caches.
+                soon: if start + chunk < bytes { input.ptr().wrapping_add(start + chunk) } else { std::ptr::null() },
+            };
             // SAFETY: the sources are the arenas, which hold a chunk of every member now (SHM-1), and the own input;
             // the output is the own one, at the same place as the input or apart from it. Validation checked the op.
             unsafe { kernels::fold(&fold) };

@@ -51,7 +51,14 @@ impl Algorithm for ReduceScatter {
             }
             let outputs = [output.ptr().wrapping_add(start)];
             let elems = length / call.dtype.size();
-            let fold = Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &outputs, elems };
+            let fold = Fold {
+                dtype: call.dtype,
+                op: *op,
+                sources: &sources,
+                outputs: &outputs,
+                elems,
+                soon: std::ptr::null(),
+            };
             // SAFETY: the sources are this member's lane of every arena (SHM-1) and the own block, as long as the
             // output, which is the same memory or apart from it. Validation checked the op.
             unsafe { kernels::fold(&fold) };

@@ -22,7 +22,7 @@ use crate::error::Result;
 pub(super) struct TwoShot;
 
 /// Bytes of a chunk, over all members' shards.
-const CHUNK_BYTES: usize = 512 << 10;
+const CHUNK_BYTES: usize = 1 << 20;
 
 impl Algorithm for TwoShot {
     fn name(&self) -> &'static str {
@@ -64,7 +64,7 @@ impl Algorithm for TwoShot {
                     // this member's to write until the synchronisation (SHM-2).
                     unsafe {
                         let to = arena.add(range.start - step * chunk_bytes);
-                        copy(input.ptr().add(range.start), to, range.len());
+                        kernels::copy::publish(input.ptr().add(range.start), to, range.len());
                     }
                 }
             }
@@ -85,6 +85,7 @@ impl Algorithm for TwoShot {
                     sources: &sources,
                     outputs: if wants { &outputs } else { &outputs[..1] },
                     elems: range.len() / call.dtype.size(),
+                    soon: std::ptr::null(),
                 };
                 // SAFETY: the sources are the arenas, which hold every member's part of this shard now (SHM-1), and
                 // the own input; the outputs are the own tensor, at the same place as the input or apart from it, and

@@ -46,7 +46,8 @@ impl Algorithm for Window {
         }
         let sources: Vec<*const u8> = places.iter().map(|place| place.cast_const()).collect();
         let elems = range.len() / call.dtype.size();
-        let fold = Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &places, elems };
+        let fold =
+            Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &places, elems, soon: std::ptr::null() };
         // SAFETY: the ranges were checked against the window, whose parts are mapped with that size; between the two
         // synchronisations nobody else touches this member's shard of them. Validation checked the op.
         unsafe { kernels::fold(&fold) };

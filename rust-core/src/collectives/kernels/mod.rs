@@ -13,6 +13,7 @@
 use super::ReduceOp;
 use crate::buffer::DType;
 
+pub(crate) mod copy;
 mod fold;
 mod isa;
 mod number;
@@ -28,6 +29,9 @@ pub(crate) struct Fold<'a> {
     pub(crate) outputs: &'a [*mut u8],
     /// Elements of each.
     pub(crate) elems: usize,
+    /// As many bytes as a source has, which will be read next: fetched into the cache meanwhile. Null for none; only
+    /// a hint, so it need not be valid.
+    pub(crate) soon: *const u8,
 }
 
 /// Whether values of `dtype` can be combined by `op`.
@@ -57,4 +61,78 @@ pub(crate) fn check(dtype: DType, op: ReduceOp) -> Result<(), String> {
 pub(crate) unsafe fn fold(fold: &Fold<'_>) {
     // SAFETY: the caller's promise is the callee's.
     unsafe { isa::fold(fold) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collectives::reference;
+
+    /// Aligned for every element.
+    fn words(bytes: &[u8]) -> Vec<u128> {
+        let mut words = vec![0u128; bytes.len().div_ceil(16)];
+        for (at, byte) in bytes.iter().enumerate() {
+            words[at / 16] |= u128::from(*byte) << (at % 16 * 8);
+        }
+        words
+    }
+
+    /// Any bits at all for integers; for floats one rank has any bits, among them NaN and infinities, and the others
+    /// numbers: which of two NaN survives an addition is the processor's choice.
+    fn values(dtype: DType, elems: usize, rank: usize, seed: &mut u64) -> Vec<u8> {
+        let wild =
+            matches!(dtype, DType::UInt8 | DType::Int8 | DType::Int16 | DType::Int32 | DType::Int64 | DType::Bool);
+        let mut bytes = Vec::new();
+        while bytes.len() < elems * dtype.size() {
+            *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let random = *seed >> 24;
+            let number = (random % 4001) as f64 / 1000.0 - 2.0;
+            let any = wild || (rank == 1 && random.is_multiple_of(5));
+            match dtype {
+                _ if any => bytes.extend(random.to_ne_bytes()[..dtype.size().min(5)].iter().rev()),
+                DType::Float16 => bytes.extend(half::f16::from_f64(number).to_bits().to_ne_bytes()),
+                DType::BFloat16 => bytes.extend(half::bf16::from_f64(number).to_bits().to_ne_bytes()),
+                DType::Float32 | DType::Complex64 => bytes.extend((number as f32).to_ne_bytes()),
+                _ => bytes.extend(number.to_ne_bytes()),
+            }
+            let part = if dtype.size() == 16 { 8 } else { dtype.size().min(4) };
+            let whole = bytes.len().next_multiple_of(part);
+            bytes.resize(whole, 0x7f);
+        }
+        bytes.truncate(elems * dtype.size());
+        bytes
+    }
+
+    #[test]
+    fn every_instruction_set_agrees_with_the_reference() {
+        let mut seed = 1;
+        for (name, run) in isa::candidates() {
+            for dtype in DType::ALL {
+                for op in ReduceOp::ALL.into_iter().filter(|op| check(dtype, *op).is_ok()) {
+                    for (size, elems) in [(1, 5), (2, 0), (2, 129), (3, 64), (3, 200), (5, 17)] {
+                        let inputs: Vec<_> = (0..size).map(|rank| values(dtype, elems, rank, &mut seed)).collect();
+                        let expected =
+                            reference::fold(dtype, op, &inputs.iter().map(Vec::as_slice).collect::<Vec<_>>());
+                        let mut sources: Vec<_> = inputs.iter().map(|input| words(input)).collect();
+                        let mut other = vec![0u128; (elems * dtype.size()).div_ceil(16)];
+                        // In place of one source, and somewhere else too.
+                        let place: *mut u8 = sources[size / 2].as_mut_ptr().cast();
+                        let outputs = [place, other.as_mut_ptr().cast()];
+                        let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
+                        let soon = std::ptr::null();
+                        // SAFETY: all have `elems` elements, aligned; the one overlap is a whole source.
+                        unsafe { run(&Fold { dtype, op, sources: &pointers, outputs: &outputs, elems, soon }) };
+                        for output in outputs {
+                            // SAFETY: as above.
+                            let found = unsafe { std::slice::from_raw_parts(output, expected.len()) };
+                            if let Some(at) = (0..found.len()).find(|at| found[*at] != expected[*at]) {
+                                let at = at / dtype.size();
+                                panic!("{name} {dtype} {op:?} of {size}: element {at} of {elems} differs");
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

@@ -38,6 +38,7 @@ pub(crate) mod header {
 /// Fields of a member's control block, as byte offsets.
 mod control {
     pub(super) const PHASE: usize = 0;
+    pub(super) const CORE: usize = 4;
     pub(super) const DOORBELL: usize = 128;
     pub(super) const DOZERS: usize = 256;
     pub(super) const CALLS: usize = 384;
@@ -76,6 +77,11 @@ impl Layout {
     /// `u32`: the last phase at which `rank` arrived, for messages about who is missing.
     pub(crate) fn phase(&self, rank: usize) -> usize {
         self.control(rank) + control::PHASE
+    }
+
+    /// `u32`: the core on which `rank` arrived.
+    pub(crate) fn core(&self, rank: usize) -> usize {
+        self.control(rank) + control::CORE
     }
 
     /// `u32`: bumped when frames for `rank` arrive or room for its own frames appears.
@@ -131,6 +137,7 @@ mod tests {
             let mut ranges = vec![(0, header::SLEEPERS + 4)];
             for rank in 0..size {
                 ranges.push((layout.phase(rank), 4));
+                ranges.push((layout.core(rank), 4));
                 ranges.push((layout.doorbell(rank), 4));
                 ranges.push((layout.dozers(rank), 4));
                 for parity in 0..2 {

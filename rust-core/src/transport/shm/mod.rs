@@ -181,6 +181,14 @@ impl Transport for ShmTransport {
     }
 }
 
+/// The core that this thread runs on now.
+fn core() -> u32 {
+    // SAFETY: takes and touches nothing.
+    let core = unsafe { libc::sched_getcpu() };
+    // An error is no core's number, and equal on both sides, so it counts as sharing: then nobody spins.
+    core as u32
+}
+
 /// The memory that all members of a group see; see the module's text. One operation of the group uses it at a time.
 pub struct SharedMemory {
     segment: Segment,
@@ -213,6 +221,7 @@ impl SharedMemory {
         let phase = self.phase().wrapping_add(1);
         self.phase.store(phase, Ordering::Relaxed);
         self.word(self.layout.phase(self.me())).store(phase, Ordering::Relaxed);
+        self.word(self.layout.core(self.me())).store(core(), Ordering::Relaxed);
         let arrivals = self.arrivals();
         // Each arrival is a read-modify-write of the same word, so they form one release sequence: who reads the
         // last value has everything that any member wrote before its own arrival.
@@ -227,13 +236,13 @@ impl SharedMemory {
         let target = self.target();
         // A peer can be at most one phase ahead, so the distance is small and the sign survives wrapping.
         let over = |value: u32| value.wrapping_sub(target) as i32 >= 0;
-        let mut backoff = Backoff::new(self.size());
+        let mut backoff = Backoff::new();
         loop {
             let seen = arrivals.value();
             if over(seen) {
                 return Ok(());
             }
-            if backoff.pause() {
+            if backoff.pause(|| self.shares_core()) {
                 continue;
             }
             if let Err(error) = wait.check(|| self.missing()) {
@@ -251,7 +260,11 @@ impl SharedMemory {
 
     /// Bytes of every arena that regions go round through: less for many members, whose arenas share one cache.
     fn rotation_bytes(&self) -> usize {
-        (8 * MIB / self.size()).clamp(MIB, ARENA_BYTES) & !63
+        match self.size() {
+            // A one-shot publishes everything, and nothing else.
+            0..=2 => 2 * MIB,
+            size => (16 * MIB / size).clamp(MIB, ARENA_BYTES) & !63,
+        }
     }
 
     /// The largest region.
@@ -330,6 +343,16 @@ impl SharedMemory {
         let late =
             |rank: &usize| (self.word(self.layout.phase(*rank)).load(Ordering::Relaxed).wrapping_sub(phase) as i32) < 0;
         (0..self.size()).filter(late).map(|rank| self.members.ranks[rank]).collect()
+    }
+
+    /// Whether a member that has not arrived was last seen on this core: then it can only arrive if this thread lets
+    /// it run. Both are guesses, as threads move, so they decide about waiting and nothing else.
+    fn shares_core(&self) -> bool {
+        let (phase, own) = (self.phase(), core());
+        (0..self.size()).any(|rank| {
+            let late = (self.word(self.layout.phase(rank)).load(Ordering::Relaxed).wrapping_sub(phase) as i32) < 0;
+            late && self.word(self.layout.core(rank)).load(Ordering::Relaxed) == own
+        })
     }
 
     fn doorbell(&self, rank: usize) -> Event<'_> {
