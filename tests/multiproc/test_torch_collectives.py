@@ -5,6 +5,12 @@ Inputs are made from the rank, so that every rank can compute what any other one
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
 import pytest
 
 from support import run_ranks
@@ -256,10 +262,6 @@ def test_layouts():
 
 
 def handles():
-    import gc
-    import threading
-    import time
-
     torch, dist, rank, size = _start()
     tensors = [torch.full((1000 + i,), float(rank + i)) for i in range(20)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -292,34 +294,32 @@ def handles():
     gc.collect()
     dist.barrier()
 
-    # Nobody is complete before the last one has come, and to wait does not hold up Python's other threads.
-    dist.barrier()
-    if rank == 0:
-        time.sleep(0.5)
-    work = dist.barrier(async_op=True)
-    assert rank == 0 or not work.is_completed()
-    for wait in (work.wait, dist.barrier):
-        ticks = 0
-        stop = threading.Event()
+    # Nobody is complete before the last one has come, and to wait does not hold up Python's other threads: rank 0
+    # comes when a thread of rank 1 has seen that its main thread waits.
+    folder = Path(os.environ["SMD_TEST_FOLDER"])
+    for form in ("blocking", "asynchronous"):
+        dist.barrier()
+        seen = folder / form
+        if rank == 0:
+            while not seen.exists():
+                time.sleep(0.01)
+        work = dist.barrier(async_op=True) if form == "asynchronous" else None
+        assert rank == 0 or work is None or not work.is_completed()
+        ticker = threading.Thread(target=_tick, args=(seen,))
+        if rank == 1:
+            ticker.start()
+        if work is None:
+            dist.barrier()
+        else:
+            work.wait()
+        if rank == 1:
+            ticker.join()
 
-        def count(stop=stop):
-            nonlocal ticks
-            while not stop.is_set():
-                ticks += 1
-                time.sleep(0.005)
 
-        counter = threading.Thread(target=count)
-        counter.start()
-        if rank == 0 and wait == dist.barrier:
-            time.sleep(0.5)
-        start = time.monotonic()
-        wait()
-        waited = time.monotonic() - start
-        stop.set()
-        counter.join()
-        if rank != 0:
-            assert waited > 0.2
-            assert ticks > 10
+def _tick(seen):
+    for _ in range(20):
+        time.sleep(0.01)
+    seen.touch()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
