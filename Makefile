@@ -21,7 +21,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop clean \
+.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel clean \
 	build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -76,9 +76,13 @@ fuzz: ## Fuzz the decoder of control messages for SECONDS=600
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 
+wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tf ## Build a wheel that carries shims for the frameworks in .venv
+	$(BIN)/python -m smdistributed._common.shims torch tensorflow
+	$(MATURIN) build --release --out dist
+
 clean: ## Remove what was built, and .venv
 	cargo clean
-	rm -rf $(VENV) build dist python/smdistributed/_core*.so
+	rm -rf $(VENV) build dist python/smdistributed/_core*.so python/smdistributed/_prebuilt
 
 # Set-up, each step once.
 
