@@ -74,6 +74,24 @@ for name in "torch", "tensorflow":
 
 
 @needs_torch
+def test_a_prebuilt_shim_that_does_not_load_here_is_built_instead(tmp_path):
+    _run(f"""
+from pathlib import Path
+from smdistributed._common import shims
+framework = shims.torch_framework()
+shims.PREBUILT = Path({str(tmp_path)!r})
+path = shims.PREBUILT / framework.key / framework.library
+path.parent.mkdir()
+path.write_text("for another system")
+assert shims.ensure(framework) == path
+said = []
+shims._say = said.append
+assert shims.load_torch().all_reduce_
+assert said[0].startswith("the prebuilt PyTorch shim does not load here: "), said
+""")
+
+
+@needs_torch
 def test_the_library_exports_no_cpp_of_ours():
     """Two shims in one process must not meet in each other's C++."""
     from smdistributed._common import shims

@@ -166,9 +166,11 @@ def ensure(framework: Framework) -> Path:
     Raises:
         ShimError: There is no compiler, the compiler fails, or the cache cannot be written.
     """
-    path = find(framework)
-    if path is not None:
-        return path
+    return find(framework) or _ensure_cached(framework)
+
+
+def _ensure_cached(framework: Framework) -> Path:
+    """As :func:`ensure`, without a look at what is prebuilt."""
     target = cache_dir() / framework.key
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +203,7 @@ def load_torch() -> Any:
         raise _missing("torch", "PyTorch") from error
     import torch
 
-    torch.ops.load_library(str(ensure(framework)))
+    _load(framework, torch.ops.load_library)
     return torch.ops.smd
 
 
@@ -219,7 +221,20 @@ def load_tensorflow() -> Any:
         raise _missing("tensorflow", "TensorFlow") from error
     import tensorflow
 
-    return tensorflow.load_op_library(str(ensure(framework)))
+    return _load(framework, tensorflow.load_op_library)
+
+
+def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
+    path = ensure(framework)
+    try:
+        return load(str(path))
+    except Exception as error:
+        # Each framework has its own class for what the dynamic linker says.
+        if PREBUILT not in path.parents:
+            raise
+        # Built on a newer system than this one, most likely.
+        _say(f"the prebuilt {framework.title} shim does not load here: {error}")
+        return load(str(_ensure_cached(framework)))
 
 
 def _missing(module: str, title: str) -> ImportError:
