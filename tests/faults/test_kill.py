@@ -33,5 +33,5 @@ def shim():
 @pytest.mark.parametrize("seed", range(12))
 def test_survivors_name_the_dead(seed, tmp_path):
     case = kill.Case.of(seed)
-    verdict = kill.run(case, tmp_path)
+    verdict = kill.run(case, tmp_path, timeout=110.0)
     assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"

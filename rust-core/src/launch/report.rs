@@ -53,10 +53,11 @@ impl Tail {
         }
     }
 
-    /// Whether the last traceback ends in an error of ours that says that another rank was gone.
-    fn blames_a_peer(&self) -> bool {
+    /// Whether the last traceback of `rank` ends in [`crate::Error::PeerFailed`], whatever class carries its text.
+    fn blames_a_peer(&self, rank: usize) -> bool {
         let Some(start) = self.lines.iter().rposition(|line| line == TRACEBACK) else { return false };
-        self.lines.iter().skip(start).any(|line| line.ends_with("[smd:peer_failed]") || line.ends_with("[smd:closed]"))
+        let mark = format!(" while rank {rank} was in ");
+        self.lines.iter().skip(start).any(|line| !line.starts_with(' ') && line.contains(&mark))
     }
 
     /// The line that names the exception: the first that is not indented after the last traceback's frames.
@@ -87,7 +88,7 @@ impl End {
 
     /// Whether it failed only because another rank was gone.
     fn is_consequence(&self, tails: &[Tail]) -> bool {
-        tails[self.rank].blames_a_peer()
+        tails[self.rank].blames_a_peer(self.rank)
     }
 }
 
@@ -142,7 +143,7 @@ mod tests {
     const VICTIM: &[&str] = &[
         TRACEBACK,
         "  File \"t.py\", line 9, in <module>",
-        "PeerFailed: rank 1 failed (ValueError) [smd:peer_failed]",
+        "PeerFailedError: rank 1 failed (ValueError) while rank 0 was in barrier",
     ];
 
     #[test]
@@ -155,7 +156,7 @@ mod tests {
             failure(first, &ends, &tails),
             "rank 1 failed first: exit code 1 after 1.5 s\n    Traceback (most recent call last):\n    \
              \u{20} File \"t.py\", line 3, in <module>\n    ValueError: bad batch\n\
-             smdrun: then rank 0: exit code 1: PeerFailed: rank 1 failed (ValueError) [smd:peer_failed]"
+             smdrun: then rank 0: exit code 1: PeerFailedError: rank 1 failed (ValueError) while rank 0 was in barrier"
         );
     }
 
