@@ -21,8 +21,8 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel clean \
-	build-release build-tests packages-test packages-demo
+.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
+	clean build-release build-tests packages-test packages-demo
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ fuzz: ## Fuzz the decoder of control messages for SECONDS=600
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 
-wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tf ## Build a wheel that carries shims for the frameworks in .venv
+wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tensorflow ## Build a wheel that carries shims for the frameworks in .venv
 	$(BIN)/python -m smdistributed._common.shims torch tensorflow
 	$(MATURIN) build --release --out dist
 

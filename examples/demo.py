@@ -60,7 +60,9 @@ def title(text: str) -> None:
 
 def smdrun(processes: int, *command: object) -> None:
     """Runs a script under `smdrun`; ends this process if it fails."""
-    line = [sys.executable, "-m", "smdistributed", "-n", str(processes), *map(str, command)]
+    # Ranks write to pipes: on a terminal Rich is told that a progress bar has a place.
+    options = ["--env", "TTY_COMPATIBLE=1", "--env", "TTY_INTERACTIVE=1"] if sys.stdout.isatty() else []
+    line = [sys.executable, "-m", "smdistributed", "-n", str(processes), *options, *map(str, command)]
     code = subprocess.run(line, check=False).returncode
     if code != 0:
         sys.exit(code)

@@ -54,7 +54,8 @@ impl Splitter {
 
     /// Takes the end of the stream.
     pub fn end(&mut self, emit: &mut dyn FnMut(Piece)) {
-        if !self.pending.is_empty() || self.rewritten.is_some() {
+        // A progress bar's last word is often to show the cursor again.
+        if !without_cursor_control(&self.pending).is_empty() || self.rewritten.is_some() {
             self.finish_line(emit);
         }
     }
@@ -234,6 +235,7 @@ mod tests {
             [progress(" 1%"), progress(" 2%"), progress(" 4%"), line(" 4%")]
         );
         assert_eq!(split(&["1%\r2%\r", "\nx\n"]), [progress("2%"), line("2%"), line("x")]);
+        assert_eq!(split(&["x\n\x1b[?25h"]), [line("x")]);
     }
 
     #[test]
