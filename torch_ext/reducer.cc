@@ -120,6 +120,8 @@ Reducer::Reducer(std::vector<Parameter> parameters, rust::Box<smd::Reducer> core
     Watched watched;
     watched.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     watched.hook = 0;
+    watched.options = parameter.tensor.options().requires_grad(false);
+    watched.sizes = parameter.tensor.sizes().vec();
     // Autograd's own rule for the layout of gradients.
     watched.strides = parameter.tensor.is_non_overlapping_and_dense()
                           ? parameter.tensor.strides().vec()
@@ -217,13 +219,15 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
 }
 
 void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming) {
-  const auto& [parameter, accumulator, hook, strides] = watched_[index];
+  const auto& [parameter, accumulator, hook, options, sizes, strides] = watched_[index];
   TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "the gradient of `", parameter.name, "` has layout ",
                    gradient.layout(), ": DistributedDataParallel reduces dense gradients (use `sparse=False`)");
-  TORCH_CHECK_TYPE(gradient.scalar_type() == parameter.tensor.scalar_type() && gradient.device().is_cpu() &&
-                       gradient.sizes() == parameter.tensor.sizes(),
+  TORCH_CHECK_TYPE(gradient.dtype() == options.dtype() && gradient.device() == options.device() &&
+                       gradient.sizes() == at::IntArrayRef(sizes),
                    "the gradient of `", parameter.name, "` is a ", gradient.scalar_type(), " tensor of shape ",
-                   gradient.sizes(), " on ", gradient.device(), " and does not fit the parameter");
+                   gradient.sizes(), " on ", gradient.device(), ", but the parameter was a ",
+                   c10::typeMetaToScalarType(options.dtype()), " tensor of shape ", at::IntArrayRef(sizes), " on ",
+                   options.device(), " when it was wrapped");
   TORCH_CHECK_NOT_IMPLEMENTED(!gradient.requires_grad(), "the gradient of `", parameter.name,
                               "` has a graph of its own: DistributedDataParallel does not support "
                               "`backward(create_graph=True)`");
@@ -254,21 +258,21 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
     }
   }
   if (fits) return mark_ready(index, gradient, incoming.defined());
-  auto dense = at::empty_strided(gradient.sizes(), strides, gradient.options());
+  auto dense = at::empty_strided(sizes, strides, options);
   dense.copy_(gradient);
   copy_back_.emplace_back(gradient, dense);
   mark_ready(index, dense, incoming.defined());
 }
 
 void Reducer::place_zeros(std::size_t index) {
-  const auto& parameter = watched_[index].parameter.tensor;
+  const auto& watched = watched_[index];
   auto lease = (*core_)->take_slot(index);
   at::Tensor zeros;
   if (lease->ptr() != nullptr) {
     lease->zero();
     zeros = view_of(index, std::move(lease));
   } else {
-    zeros = at::empty_strided(parameter.sizes(), watched_[index].strides, parameter.options()).zero_();
+    zeros = at::empty_strided(watched.sizes, watched.strides, watched.options).zero_();
   }
   zeros_.emplace_back(index, zeros);
   mark_ready(index, zeros, false);
@@ -280,13 +284,12 @@ void Reducer::mark_ready(std::size_t index, const at::Tensor& gradient, bool use
 
 at::Tensor Reducer::view_of(std::size_t index, rust::Box<SlotLease> lease) const {
   const auto& watched = watched_[index];
-  const auto& parameter = watched.parameter.tensor;
   void* data = lease->ptr();
   const auto give_back = [](void* raw) { rust::Box<SlotLease>::from_raw(static_cast<SlotLease*>(raw)); };
-  return at::for_blob(data, parameter.sizes())
+  return at::for_blob(data, watched.sizes)
       .strides(watched.strides)
       .context(lease.into_raw(), give_back)
-      .options(parameter.options().requires_grad(false))
+      .options(watched.options)
       .make_tensor();
 }
 

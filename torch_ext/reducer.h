@@ -63,7 +63,9 @@ class Reducer : public torch::CustomClassHolder {
     // Keeps the accumulator, to which the hook belongs, alive.
     std::shared_ptr<torch::autograd::Node> accumulator;
     std::uintptr_t hook;
-    // Strides of the gradient: the parameter's if its memory is dense.
+    // Of the gradient, as the core knows it: a parameter may be given other data after construction.
+    at::TensorOptions options;
+    std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
   };
 
