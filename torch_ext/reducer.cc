@@ -151,6 +151,13 @@ void Reducer::sync_buffers(std::vector<at::Tensor> buffers) {
 }
 
 void Reducer::watch(const std::vector<at::Tensor>& outputs) {
+  for (const auto& watched : watched_) {
+    // Data of another type or device gets another accumulator, which has no hook.
+    TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(watched.parameter.tensor) == watched.accumulator,
+                "parameter `", watched.parameter.name, "` was moved to another type or device (it is a ",
+                watched.parameter.tensor.scalar_type(), " tensor on ", watched.parameter.tensor.device(),
+                ") after DistributedDataParallel wrapped it: wrap the model afterwards");
+  }
   const auto self = c10::intrusive_ptr<Reducer>::reclaim_copy(this);
   for (const auto& output : outputs) {
     if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<Entry>(self));

@@ -45,7 +45,7 @@ class Reducer : public torch::CustomClassHolder {
   // reduced backward, which did so.
   void sync_buffers(std::vector<at::Tensor> buffers);
 
-  // After a forward: a backward from `outputs` is one of this model's.
+  // After a forward: a backward from `outputs` is one of this model's. Throws if a parameter has lost its hook.
   void watch(const std::vector<at::Tensor>& outputs);
 
   // Copies tensors of member `root` to all members.

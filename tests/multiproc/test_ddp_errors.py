@@ -221,7 +221,7 @@ def test_gradients_that_cannot_be_reduced_are_named():
         assert "dense" in said["sparse"][1]
         assert "`weight`" in said["taken"][1]
         assert "taken away" in said["taken"][1]
-        assert "was a Float tensor" in said["moved"][1]
+        assert "it is a Double tensor on cpu" in said["moved"][1]
 
 
 def _arguments_body():
