@@ -255,13 +255,24 @@ impl Shared {
 
     fn collective(&self, request: &Request) -> Result<()> {
         let members = self.transport.members();
-        match Call::of(request, members.me, members.size()) {
+        let call = self.check_window(request).and_then(|()| Call::of(request, members.me, members.size()));
+        match call {
             Ok(Some(call)) => self.enter(&call, |group| algorithms::run(request, &call, group)),
             Ok(None) => Err(Error::Internal("a message between pairs was queued as a collective".into())),
             Err(error) => {
                 self.fail(&error.to_string())?;
                 Err(error)
             }
+        }
+    }
+
+    /// A window is memory of one group only.
+    fn check_window(&self, request: &Request) -> Result<()> {
+        match request {
+            Request::AllReduceWindow { window, .. } if window.group() != self.id => Err(Error::InvalidArgument(
+                format!("a window of group {} was passed to an operation of group {}", window.group(), self.id),
+            )),
+            _ => Ok(()),
         }
     }
 

@@ -11,6 +11,8 @@ use super::call::Call;
 /// One allocation per member, of equal size, zeroed. Freed with its last handle: a request that uses it holds one.
 #[derive(Debug)]
 pub struct Window {
+    /// The group that made it, and its number there.
+    group: u64,
     number: u64,
     bytes: usize,
     me: usize,
@@ -33,7 +35,7 @@ impl Window {
         let room = bytes.max(1).next_multiple_of(4096);
         let made = Segment::create("opensmd-window", room);
         if group.memory.is_none() {
-            return made.map(|segment| Self { number, bytes, me, parts: Parts::Own(segment) });
+            return made.map(|segment| Self { group: group.id, number, bytes, me, parts: Parts::Own(segment) });
         }
         // Everybody hears of everybody's success before anybody relies on it.
         let mut own = [0u64; 4];
@@ -53,7 +55,12 @@ impl Window {
         let all = all_gather([u64::from(attached.is_ok()), 0, 0, 0], group)?;
         let mut segments = agree_on(attached, group, &all)?;
         segments[me].seal();
-        Ok(Self { number, bytes, me, parts: Parts::Visible(segments) })
+        Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
+    }
+
+    /// The id of the group that made it.
+    pub(crate) fn group(&self) -> u64 {
+        self.group
     }
 
     /// Its number in the group.

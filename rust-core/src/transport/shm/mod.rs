@@ -14,14 +14,13 @@
 //! - SHM-2: regions of phases k and k+1 never overlap; those of k and k+2 may, and that disturbs nobody: a member
 //!   writes for phase k+2 after phase k+1 is over, which is after everybody's arrival at k+1, which by SHM-1 follows
 //!   everybody's reads of phase k. The same holds for results, one phase later.
+//! - SHM-3: a member may arrive without waiting for the others ([`SharedMemory::arrive`]), but waits before it
+//!   arrives again.
 //!
 //! Note "rotation". Regions go round through an arena that is larger than a core's own cache, although two would do:
 //! a line that a peer has just read is still in that peer's cache, and taking it back to write it again costs more
 //! than fetching it from the cache that all cores share, where it has gone by the time the rotation comes back to it.
 //! All-reduce of 64 KiB to 4 MiB between two processes takes less than half the time that way.
-//!
-//! - SHM-3: a member may arrive without waiting for the others ([`SharedMemory::arrive`]), but waits before it
-//!   arrives again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
