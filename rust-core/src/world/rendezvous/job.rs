@@ -64,8 +64,9 @@ pub struct Job {
     sessions: HashMap<u64, Session>,
     /// Session and rank of each connection that has joined.
     connections: HashMap<ConnectionId, (u64, usize)>,
-    /// Ranks whose process is known to be gone; a rank that joins again is taken off.
-    gone: HashMap<usize, Departure>,
+    /// Ranks whose process is known to be gone, and what is known, first death first; a rank that joins again is taken
+    /// off.
+    gone: Vec<(usize, Departure)>,
     suspects: Vec<Suspect>,
     outbox: Vec<(ConnectionId, ToClient)>,
 }
@@ -81,7 +82,7 @@ impl Job {
             made: 0,
             sessions: HashMap::new(),
             connections: HashMap::new(),
-            gone: HashMap::new(),
+            gone: Vec::new(),
             suspects: Vec::new(),
             outbox: Vec::new(),
         }
@@ -145,8 +146,8 @@ impl Job {
     pub fn disconnected(&mut self, connection: ConnectionId, why: &str, now: Instant) {
         let Some(&(session, rank)) = self.connections.get(&connection) else { return };
         let join = self.sessions[&session].joins[rank].as_ref().expect("a connection's rank has joined");
-        let detail = match self.gone.get(&rank) {
-            Some(Departure::Died { detail }) => detail.clone(),
+        let detail = match self.gone.iter().find(|(gone, _)| *gone == rank) {
+            Some((_, Departure::Died { detail })) => detail.clone(),
             _ => format!("process {} on host {} {why}", join.pid, join.hostname),
         };
         self.forget_connection(connection);
@@ -157,11 +158,18 @@ impl Job {
     /// Somebody who watches the processes saw the one of `rank` end.
     pub fn report_death(&mut self, rank: usize, detail: &str) {
         let departure = Departure::Died { detail: shorten(detail) };
-        self.gone.insert(rank, departure.clone());
+        self.note_gone(rank, &departure);
         self.suspects.retain(|suspect| suspect.rank != rank);
         let sessions: Vec<u64> = self.sessions.keys().copied().collect();
         for session in sessions {
             self.depart(session, rank, departure.clone());
+        }
+    }
+
+    fn note_gone(&mut self, rank: usize, departure: &Departure) {
+        match self.gone.iter_mut().find(|(gone, _)| *gone == rank) {
+            Some((_, known)) => known.clone_from(departure),
+            None => self.gone.push((rank, departure.clone())),
         }
     }
 
@@ -170,7 +178,7 @@ impl Job {
         let due = self.suspects.extract_if(.., |suspect| suspect.until <= now).collect::<Vec<_>>();
         for Suspect { session, rank, detail, .. } in due {
             let departure = Departure::Died { detail };
-            self.gone.insert(rank, departure.clone());
+            self.note_gone(rank, &departure);
             self.depart(session, rank, departure);
         }
     }
@@ -205,9 +213,8 @@ impl Job {
         session.members[rank] = Some(from);
         session.joins[rank] = Some(join);
         self.connections.insert(from, (id, rank));
-        self.gone.remove(&rank);
-        let gone: Vec<_> = self.gone.iter().map(|(&rank, departure)| (rank, departure.clone())).collect();
-        for (rank, departure) in gone {
+        self.gone.retain(|(gone, _)| *gone != rank);
+        for (rank, departure) in self.gone.clone() {
             self.depart(id, rank, departure);
         }
         self.start_if_complete(id);

@@ -120,6 +120,17 @@ fn a_process_that_never_came_can_die_too() {
 }
 
 #[test]
+fn who_comes_late_hears_of_the_first_death_first() {
+    let mut job = running(4, NO_PATIENCE);
+    job.report_death(2, "killed by signal 9");
+    job.report_death(0, "exit code 1");
+    job.take_outbox();
+    job.receive(3, ToServer::Goodbye).unwrap();
+    job.receive(13, join(3, 4)).unwrap();
+    assert_eq!(told(&mut job)[1..], ["13: rank 2 died (killed by signal 9)", "13: rank 0 died (exit code 1)"]);
+}
+
+#[test]
 fn sessions_follow_each_other() {
     let mut job = running(2, NO_PATIENCE);
     let first = *job.sessions.keys().next().unwrap();
