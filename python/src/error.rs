@@ -10,12 +10,10 @@ use crate::enter;
 
 /// The exception for `error`. Its text is the error's, with its causes; the code is the class.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let report = error.report();
-    let text = report.rsplit_once(" [smd:").map_or(report.as_str(), |(text, _)| text).to_owned();
     match class(py, error.code()) {
-        Ok(class) => PyErr::from_type(class, text),
+        Ok(class) => PyErr::from_type(class, error.text()),
         // The package is incomplete; the error matters more.
-        Err(_) => PyRuntimeError::new_err(report),
+        Err(_) => PyRuntimeError::new_err(error.report()),
     }
 }
 

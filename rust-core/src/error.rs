@@ -203,8 +203,8 @@ impl Error {
         )
     }
 
-    /// The text with its causes and its code: what crosses the FFI and what users search for.
-    pub fn report(&self) -> String {
+    /// The text with its causes.
+    pub fn text(&self) -> String {
         let mut text = self.to_string();
         let mut cause = std::error::Error::source(self);
         while let Some(source) = cause {
@@ -212,6 +212,11 @@ impl Error {
             text.push_str(&source.to_string());
             cause = source.source();
         }
-        format!("{text} [smd:{}]", self.code().name())
+        text
+    }
+
+    /// The text with its causes and its code: what crosses the FFI and what users search for.
+    pub fn report(&self) -> String {
+        format!("{} [smd:{}]", self.text(), self.code().name())
     }
 }

@@ -2,18 +2,21 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use super::Session;
 use crate::collectives::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::transport::{Members, ShmTransport};
 
 /// The id of the group of all ranks.
 pub const WORLD: u64 = 0;
+
+/// How long the news of a death may take.
+const NEWS_TIME: Duration = Duration::from_secs(1);
 
 /// Groups by id, and how many were made.
 pub struct Groups {
@@ -107,8 +110,29 @@ impl Session {
         let members = Members { ranks: ranks.into(), me };
         self.check_one_host(ranks)?;
         let name = format!("{id:x}");
-        let transport = ShmTransport::join(&name, members, self.store(), &self.monitor, timeout)?;
+        let transport = ShmTransport::join(&name, members, self.store(), &self.monitor, timeout)
+            .map_err(|error| self.explain(error, ranks))?;
         Ok(Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout))
+    }
+
+    /// What the system refuses while a group is made may be the first sign of a member's death, such as memory that
+    /// went away with it: the rendezvous will say so in a moment.
+    fn explain(&self, error: Error, ranks: &[usize]) -> Error {
+        if error.code() != Code::Io {
+            return error;
+        }
+        let deadline = Instant::now() + NEWS_TIME;
+        loop {
+            let seen = self.monitor.generation();
+            if let Err(departed) = self.monitor.check(ranks, "making a group") {
+                return departed;
+            }
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return error;
+            }
+            self.monitor.wait_change(seen, remaining);
+        }
     }
 
     fn check_members(&self, ranks: &[usize]) -> Result<()> {

@@ -154,7 +154,7 @@ impl Session {
         };
         let remaining = (start + init_timeout).saturating_duration_since(Instant::now());
         if let Err(error) = session.make_world(remaining) {
-            session.report_failure(&error.to_string());
+            session.report_failure(&error.text());
             session.close();
             return Err(error);
         }

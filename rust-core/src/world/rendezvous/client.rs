@@ -123,7 +123,7 @@ impl Client {
             Ok(welcome) => Ok((client, welcome)),
             Err(error) => {
                 // Why this rank gives up is news to those who wait for it.
-                client.fail(&error.to_string());
+                client.fail(&error.text());
                 client.leave();
                 Err(error)
             }
