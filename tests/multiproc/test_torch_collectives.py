@@ -126,7 +126,7 @@ def reductions():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_reductions(ranks):
-    run_ranks(reductions, ranks)
+    run_ranks(reductions, ranks, timeout=110)
 
 
 def movements():
@@ -178,7 +178,7 @@ def movements():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_movements(ranks):
-    run_ranks(movements, ranks)
+    run_ranks(movements, ranks, timeout=110)
 
 
 def layouts():
