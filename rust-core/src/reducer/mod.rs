@@ -31,6 +31,8 @@ pub mod lending;
 pub mod plan;
 mod runner;
 pub mod step;
+#[cfg(test)]
+mod tests;
 
 pub use arena::{Arena, SlotLease};
 pub use plan::{Bucket, Plan, Slot};

@@ -1,0 +1,186 @@
+//! The reducer over the mock transport and over shared memory: threads are ranks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Options, ParamSpec, Reducer};
+use crate::buffer::DType;
+use crate::collectives::Communicator;
+use crate::error::{Code, Error, Result};
+use crate::transport::mock::{MockOptions, MockTransport};
+use crate::transport::{Members, ShmTransport, Transport};
+use crate::world::{LocalStore, Monitor};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+const ELEMS: usize = 50;
+const PARAMS: usize = 9;
+
+/// Runs `rank` as every member, over each transport, and gives `check` what they return.
+fn over_each_transport<T: Send>(
+    size: usize,
+    rank: impl Fn(usize, Arc<Communicator>) -> T + Sync,
+    check: impl Fn(Vec<T>),
+) {
+    let store = LocalStore::default();
+    let net = MockTransport::net(size, MockOptions { seed: 1, max_delay: Duration::from_micros(30) });
+    for shared in [true, false] {
+        let returned = std::thread::scope(|scope| {
+            let spawn = |me: usize| {
+                let (store, rank, mock) = (&store, &rank, net[me].clone());
+                scope.spawn(move || {
+                    let monitor = Arc::new(Monitor::new(me));
+                    let transport: Arc<dyn Transport> = if shared {
+                        let members = Members { ranks: (0..size).collect(), me };
+                        ShmTransport::join("reducer", members, store, &monitor, TIMEOUT).expect("joining works")
+                    } else {
+                        mock
+                    };
+                    rank(me, Communicator::new(7, transport, monitor, TIMEOUT))
+                })
+            };
+            let threads: Vec<_> = (0..size).map(spawn).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        });
+        check(returned);
+    }
+}
+
+fn params() -> Vec<ParamSpec> {
+    (0..PARAMS).map(|i| ParamSpec { name: format!("p{i}"), shape: vec![ELEMS as u64], dtype: DType::Float32 }).collect()
+}
+
+/// Two parameters a bucket.
+fn options() -> Options {
+    Options { bucket_bytes: 512, first_bucket_bytes: 512, ..Options::default() }
+}
+
+/// One backward with the gradients of `order`, each `value(param)`; those of `outside` are not in their slots. Returns
+/// the first element of every gradient.
+fn backward(
+    reducer: &Arc<Reducer>,
+    order: &[usize],
+    outside: &[usize],
+    value: impl Fn(usize) -> f32,
+) -> Result<Vec<f32>> {
+    assert!(reducer.begin()?);
+    let mut leases = Vec::new();
+    let mut others: Vec<(usize, Vec<f32>)> = outside.iter().map(|&param| (param, vec![value(param); ELEMS])).collect();
+    for &param in order {
+        let gradient = vec![value(param); ELEMS];
+        let ptr = match others.iter_mut().find(|(other, _)| *other == param) {
+            Some((_, gradient)) => gradient.as_mut_ptr().cast(),
+            None => {
+                let mut lease = reducer.take_slot(param).expect("the last step's leases are gone");
+                // SAFETY: the vector is as long as the slot.
+                unsafe { lease.fill(gradient.as_ptr().cast()) };
+                leases.push((param, lease));
+                reducer.slot_ptr(param)
+            }
+        };
+        // SAFETY: leases and vectors live until `finish` has returned.
+        unsafe { reducer.mark_ready(param, ptr, true) }?;
+    }
+    reducer.finish()?;
+    let mut reduced = vec![f32::NAN; PARAMS];
+    for (param, lease) in &leases {
+        // SAFETY: the lease keeps the slot, which holds `ELEMS` floats.
+        reduced[*param] = unsafe { *lease.ptr().cast::<f32>() };
+    }
+    for (param, gradient) in others {
+        assert!(gradient.iter().all(|&value| value == gradient[0]));
+        reduced[param] = gradient[0];
+    }
+    Ok(reduced)
+}
+
+fn value(rank: usize, param: usize) -> f32 {
+    (10 * param + rank) as f32
+}
+
+#[test]
+fn gradients_are_averaged_in_their_slots_and_elsewhere_in_any_order() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options()).unwrap();
+        let reversed: Vec<usize> = (0..PARAMS).rev().collect();
+        // Rank 0's order becomes the plan's; the others' own orders differ.
+        let mut other = reversed.clone();
+        other.rotate_left(2 * me);
+        let mut steps = Vec::new();
+        for outside in [vec![], vec![3], vec![], vec![0, 1, 8]] {
+            steps.push(backward(&reducer, &other, &outside, |param| value(me, param)).unwrap());
+        }
+        (steps, super::plan::describe(&reducer.plan(), reducer.params()))
+    };
+    over_each_transport(3, rank, |returned| {
+        for (steps, plan) in &returned {
+            assert_eq!(*plan, returned[0].1, "RED-5");
+            for step in steps {
+                for (param, &reduced) in step.iter().enumerate() {
+                    assert_eq!(reduced, value(1, param), "the mean of ranks 0, 1 and 2");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_works() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options()).unwrap();
+        let order: Vec<usize> = (0..PARAMS).rev().collect();
+        let mut outcomes = Vec::new();
+        for step in 0..4 {
+            let have = if me == 1 && step % 2 == 0 { &order[..5] } else { &order[..] };
+            outcomes.push(backward(&reducer, have, &[], |param| value(me, param)));
+        }
+        outcomes
+    };
+    over_each_transport(3, rank, |returned| {
+        for (me, outcomes) in returned.iter().enumerate() {
+            for step in [0, 2] {
+                let error = outcomes[step].as_ref().unwrap_err();
+                let text = error.to_string();
+                assert!(text.contains("`p0`, `p1`, `p2`, `p3`") && text.contains("on rank 1"), "{text}");
+                assert_eq!(error.code(), if me == 1 { Code::InvalidArgument } else { Code::PeerFailed });
+                assert!(outcomes[step + 1].is_ok(), "{:?}", outcomes[step + 1]);
+            }
+        }
+    });
+}
+
+#[test]
+fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options()).unwrap();
+        let order: Vec<usize> = (0..PARAMS).rev().collect();
+        let mut outcomes = Vec::new();
+        for ready in 0..PARAMS {
+            if me == 0 {
+                assert!(reducer.begin().unwrap());
+                let mut leases = Vec::new();
+                let mut result = Ok(());
+                for &param in &order[..ready] {
+                    leases.extend(reducer.take_slot(param));
+                    // SAFETY: the leases live until `abandon` has returned.
+                    result = result.and(unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) });
+                }
+                reducer.abandon("it raised", false);
+                outcomes.push(result.map(|()| Vec::new()));
+            } else {
+                outcomes.push(backward(&reducer, &order, &[], |param| value(me, param)));
+            }
+        }
+        outcomes.push(backward(&reducer, &order, &[], |param| value(me, param)));
+        outcomes
+    };
+    over_each_transport(2, rank, |mut returned| {
+        for outcomes in &mut returned {
+            assert_eq!(outcomes.pop().unwrap().unwrap()[4], 40.5, "the step after them is whole");
+        }
+        for outcome in &returned[1] {
+            let error = outcome.as_ref().unwrap_err();
+            assert!(matches!(error, Error::PeerFailed { rank: 0, .. }), "{error}");
+            assert!(error.to_string().contains("it raised"), "{error}");
+        }
+    });
+}
