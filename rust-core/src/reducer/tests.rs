@@ -66,7 +66,7 @@ fn backward(
     let mut leases = Vec::new();
     let mut others: Vec<(usize, Vec<f32>)> = outside.iter().map(|&param| (param, vec![value(param); ELEMS])).collect();
     for &param in order {
-        let gradient = vec![value(param); ELEMS];
+        let gradient = [value(param); ELEMS];
         let ptr = match others.iter_mut().find(|(other, _)| *other == param) {
             Some((_, gradient)) => gradient.as_mut_ptr().cast(),
             None => {
