@@ -78,7 +78,11 @@ fn backward(
             }
         };
         // SAFETY: leases and vectors live until `finish` has returned.
-        unsafe { reducer.mark_ready(param, ptr, true) }?;
+        if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
+            // The step failed while this backward was going on; its caller ends it here.
+            reducer.abandon("never told: the step has ended", false);
+            return Err(error);
+        }
     }
     reducer.finish()?;
     let mut reduced = vec![f32::NAN; PARAMS];
