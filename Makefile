@@ -22,7 +22,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
-	clean build-release build-tests packages-test packages-demo
+	clean torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Ope
 bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks at random moments, RUNS=200 times from SEED=0 on
 	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 
+torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups with gloo and smddp; ARGS= goes to compare.py
+	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
+
 fuzz: ## Fuzz the decoder of control messages for SECONDS=600
 	fuzz/run.sh control_messages $(or $(SECONDS),600)
 
@@ -118,6 +121,10 @@ $(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/torch
 
 $(STAMPS)/demo: constraints.txt | $(STAMPS)/torch
 	$(PIP) scikit-learn matplotlib rich
+	@touch $@
+
+$(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
+	$(PIP) expecttest hypothesis
 	@touch $@
 
 $(STAMPS)/lint: constraints.txt | $(STAMPS)/venv

@@ -15,7 +15,7 @@ class KernelCompletion final : public Completion {
                    TensorOperation operation)
       : context_(context), done_(std::move(done)), operation_(std::move(operation)) {}
 
-  void done(rust::Str error) noexcept override {
+  void done(rust::Str error, std::int64_t) noexcept override {
     if (!error.empty()) context_->CtxFailure(to_status({error.data(), error.size()}));
     // The context may be gone once the callback has been called.
     done_();

@@ -44,15 +44,9 @@ class WorkCompletion final : public Completion {
   WorkCompletion(c10::intrusive_ptr<Work> work, TensorOperation operation)
       : work_(std::move(work)), operation_(std::move(operation)) {}
 
-  void done(rust::Str error) noexcept override {
+  void done(rust::Str error, std::int64_t) noexcept override {
     std::string text(error.data(), error.size());
-    if (text.empty()) {
-      try {
-        operation_.finish();
-      } catch (const std::exception& failure) {
-        text = std::string("the result could not be copied to its tensor: ") + failure.what() + " [smd:internal]";
-      }
-    }
+    if (text.empty()) text = copy_back(operation_);
     work_->complete(std::move(text));
   }
 
@@ -62,6 +56,15 @@ class WorkCompletion final : public Completion {
 };
 
 }  // namespace
+
+std::string copy_back(const TensorOperation& operation) noexcept {
+  try {
+    operation.finish();
+    return {};
+  } catch (const std::exception& failure) {
+    return std::string("the result could not be copied to its tensor: ") + failure.what() + " [smd:internal]";
+  }
+}
 
 void run(const TensorOperation& operation) {
   operation.core.run();

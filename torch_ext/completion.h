@@ -30,6 +30,9 @@ class Work : public torch::CustomClassHolder {
   std::string error_;
 };
 
+// The last step of an operation that the core is done with; the report of an error, or nothing.
+std::string copy_back(const TensorOperation& operation) noexcept;
+
 // Runs `operation` on this thread.
 void run(const TensorOperation& operation);
 

@@ -10,10 +10,11 @@ void throw_report(const std::string& report) {
   const auto code = report_code(report);
   const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
   // What the user passed is a ValueError in Python, what this build lacks a NotImplementedError, all else a
-  // RuntimeError; smdistributed's Python face goes on from the code to its own classes.
+  // torch.distributed.DistBackendError, which is a RuntimeError; smdistributed's Python face goes on from the code to
+  // its own classes.
   if (code == "invalid_argument" || code == "config") throw c10::ValueError(here, report);
   if (code == "unsupported") throw c10::NotImplementedError(here, report);
-  throw c10::Error(here, report);
+  throw c10::DistBackendError(here, report);
 }
 
 }  // namespace smd::torch_ext

@@ -2,7 +2,8 @@
 
 pub use ffi::*;
 
-use crate::calls::{check_interrupt, group_rank, group_size, rank, run, session_id, size, submit};
+use crate::calls::{check_interrupt, group_rank, group_size, rank, roll_call, run, session_id, size, submit};
+use crate::membership::{Membership, join_all, join_some};
 use crate::reducer::{Reducer, SlotLease, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
@@ -59,6 +60,8 @@ mod ffi {
         Barrier,
         Send,
         Recv,
+        /// `Recv` from whoever sends first.
+        RecvAny,
     }
 
     /// One operation. Inputs and outputs are blocks in the order of the group's ranks where the collective has
@@ -74,6 +77,8 @@ mod ffi {
         peer: i64,
         /// Of send and recv.
         tag: u32,
+        /// Longest wait for other members; 0 is the session's own.
+        timeout_ms: u64,
         inputs: &'a [TensorView],
         outputs: &'a [TensorView],
     }
@@ -120,8 +125,28 @@ mod ffi {
         /// As `run`, until `done` is called.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
 
+        /// `smd_core::collectives::Communicator::roll_call`.
+        fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
+
         /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
         fn check_interrupt(during: &str) -> Result<()>;
+    }
+
+    // Process groups of a framework; `smd_core::session::membership` says more.
+    extern "Rust" {
+        /// A process group with a communicator of its own; dropping it closes it.
+        type Membership;
+
+        /// The group of all `size` ranks. Joins the job through `board` if this process is in none. Collective.
+        fn join_all(rank: usize, size: usize, timeout_ms: u64, board: UniquePtr<Board>) -> Result<Box<Membership>>;
+        /// A group of global ranks, in this order. Its members call it.
+        fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
+        /// Its communicator.
+        fn group(self: &Membership) -> u64;
+        /// Its members' global ranks.
+        fn ranks(self: &Membership) -> Vec<usize>;
+        /// Operations under way and all later ones fail.
+        fn close(self: &Membership);
     }
 
     // Gradient reduction; `smd_core::reducer::Reducer` says more. Functions may be called on any thread and take no
@@ -191,7 +216,19 @@ mod ffi {
 
         /// See the header.
         type Completion;
-        /// Ends the operation; `error` is the report, empty on success.
-        fn done(self: Pin<&mut Completion>, error: &str);
+        /// Ends the operation; `error` is the report, empty on success. After a receive, `source` is the member that
+        /// sent; otherwise it is -1.
+        fn done(self: Pin<&mut Completion>, error: &str, source: i64);
+
+        include!("smd/board.h");
+
+        /// See the header.
+        type Board;
+        /// Writes a key.
+        fn set(self: &Board, key: &str, value: &[u8]) -> Result<()>;
+        /// Appends a key's value to `value`; false if it has none.
+        fn get(self: &Board, key: &str, value: &mut Vec<u8>) -> Result<bool>;
+        /// Forgets a key.
+        fn remove(self: &Board, key: &str) -> Result<()>;
     }
 }

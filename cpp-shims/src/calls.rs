@@ -1,6 +1,7 @@
 //! Bodies of the bridge's functions: from C++'s description of an operation to the core's.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cxx::UniquePtr;
 use smd_core::buffer::{DType, Device, TensorView};
@@ -42,7 +43,7 @@ pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
         let communicator = communicator(call)?;
         // SAFETY: the caller's promise.
         let request = unsafe { request(call) }?;
-        communicator.run(&request)
+        communicator.run_within(&request, timeout(call))
     })
 }
 
@@ -54,13 +55,20 @@ pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Resu
         // SAFETY: the caller's promise.
         let request = unsafe { request(call) }?;
         let mut done = done;
-        let pending = Pending(Some(move |error: &str| {
+        let pending = Pending(Some(move |error: &str, source: i64| {
             if let Some(done) = done.as_mut() {
-                done.done(error);
+                done.done(error, source);
             }
         }));
-        communicator.submit(request, Box::new(move |result| pending.complete(result)));
+        communicator.submit_within(request, timeout(call), Box::new(move |result| pending.complete(result)));
         Ok(())
+    })
+}
+
+pub fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {
+    guard(|| {
+        let communicator = session::current("monitored_barrier")?.communicator(group)?;
+        communicator.roll_call(Some(Duration::from_millis(timeout_ms)), all)
     })
 }
 
@@ -73,24 +81,31 @@ pub fn check_interrupt(during: &str) -> Result<(), Report> {
 
 /// A completion that has not been called. Dropping it calls it with an error, so that nobody waits for an
 /// operation that the core forgot (BRG-3).
-struct Pending<F: FnOnce(&str)>(Option<F>);
+struct Pending<F: FnOnce(&str, i64)>(Option<F>);
 
-impl<F: FnOnce(&str)> Pending<F> {
-    fn complete(mut self, result: Result<()>) {
-        self.call(&result.err().map(|error| error.report()).unwrap_or_default());
+impl<F: FnOnce(&str, i64)> Pending<F> {
+    fn complete(mut self, result: Result<Option<usize>>) {
+        match result {
+            Ok(source) => self.call("", source),
+            Err(error) => self.call(&error.report(), None),
+        }
     }
 
-    fn call(&mut self, error: &str) {
+    fn call(&mut self, error: &str, source: Option<usize>) {
         if let Some(done) = self.0.take() {
-            done(error);
+            done(error, source.and_then(|source| i64::try_from(source).ok()).unwrap_or(-1));
         }
     }
 }
 
-impl<F: FnOnce(&str)> Drop for Pending<F> {
+impl<F: FnOnce(&str, i64)> Drop for Pending<F> {
     fn drop(&mut self) {
-        self.call(&Error::Internal("an operation was dropped before it completed".into()).report());
+        self.call(&Error::Internal("an operation was dropped before it completed".into()).report(), None);
     }
+}
+
+fn timeout(call: &ffi::Call) -> Option<Duration> {
+    (call.timeout_ms > 0).then(|| Duration::from_millis(call.timeout_ms))
 }
 
 fn communicator(call: &ffi::Call) -> Result<Arc<Communicator>> {
@@ -110,7 +125,7 @@ fn name(collective: ffi::Collective) -> &'static str {
         ffi::Collective::AllToAll => "all_to_all",
         ffi::Collective::Barrier => "barrier",
         ffi::Collective::Send => "send",
-        ffi::Collective::Recv => "recv",
+        ffi::Collective::Recv | ffi::Collective::RecvAny => "recv",
         // cxx's enums are open: C++ could pass any number.
         _ => "an unknown operation",
     }
@@ -144,6 +159,7 @@ unsafe fn request(call: &ffi::Call) -> Result<Request> {
         ffi::Collective::Barrier => Request::Barrier,
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
+        ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
         other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
     })
 }
@@ -250,7 +266,7 @@ mod tests {
         inputs: &'a [ffi::TensorView],
         outputs: &'a [ffi::TensorView],
     ) -> ffi::Call<'a> {
-        ffi::Call { collective, group: 0, op: "sum", peer: 0, tag: 0, inputs, outputs }
+        ffi::Call { collective, group: 0, op: "sum", peer: 0, tag: 0, timeout_ms: 0, inputs, outputs }
     }
 
     fn refusal(call: &ffi::Call) -> String {
@@ -304,13 +320,13 @@ mod tests {
     #[test]
     fn a_completion_is_called_once_whatever_happens() {
         let heard = RefCell::new(Vec::new());
-        let pending = || Pending(Some(|error: &str| heard.borrow_mut().push(error.to_owned())));
-        pending().complete(Ok(()));
+        let pending = || Pending(Some(|error: &str, source| heard.borrow_mut().push((error.to_owned(), source))));
+        pending().complete(Ok(Some(4)));
         pending().complete(Err(Error::InvalidArgument("no".into())));
         drop(pending());
         let heard = heard.into_inner();
-        assert_eq!(heard[..2], ["", "no [smd:invalid_argument]"]);
-        assert!(heard[2].contains("dropped before it completed"), "{heard:?}");
+        assert_eq!(heard[..2], [(String::new(), 4), ("no [smd:invalid_argument]".to_owned(), -1)]);
+        assert!(heard[2].0.contains("dropped before it completed"), "{heard:?}");
         assert_eq!(heard.len(), 3);
     }
 }

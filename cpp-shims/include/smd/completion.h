@@ -1,6 +1,8 @@
 // The one thing that the core says back to a shim.
 #pragma once
 
+#include <cstdint>
+
 #include "rust/cxx.h"
 
 namespace smd {
@@ -15,8 +17,9 @@ class Completion {
   Completion& operator=(const Completion&) = delete;
   virtual ~Completion() = default;
 
-  // `error` is the core's report, ending in ` [smd:<code>]`; empty if the operation succeeded.
-  virtual void done(rust::Str error) noexcept = 0;
+  // `error` is the core's report, ending in ` [smd:<code>]`; empty if the operation succeeded. `source` is the member
+  // whose message a receive got, -1 otherwise.
+  virtual void done(rust::Str error, std::int64_t source) noexcept = 0;
 };
 
 }  // namespace smd

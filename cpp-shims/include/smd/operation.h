@@ -20,6 +20,8 @@ struct Operation {
   // Root or peer, a rank inside the group.
   std::int64_t peer = 0;
   std::uint32_t tag = 0;
+  // Longest wait for other members; 0 is the session's own.
+  std::uint64_t timeout_ms = 0;
   // Blocks in rank order where the collective has one a rank.
   std::vector<TensorView> inputs;
   std::vector<TensorView> outputs;
@@ -38,6 +40,7 @@ struct Operation {
     call.op = rust::Str(op.data(), op.size());
     call.peer = peer;
     call.tag = tag;
+    call.timeout_ms = timeout_ms;
     call.inputs = {inputs.data(), inputs.size()};
     call.outputs = {outputs.data(), outputs.size()};
     return call;

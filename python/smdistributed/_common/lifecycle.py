@@ -26,7 +26,7 @@ def init() -> None:
     """
     _core.init()
     export_environment()
-    _hook()
+    watch()
 
 
 def shutdown() -> None:
@@ -46,8 +46,8 @@ def export_environment() -> None:
         _exported[name] = value
 
 
-def _hook() -> None:
-    """From the first `init()` on, the job hears how this process ends."""
+def watch() -> None:
+    """From now on, the job hears how this process ends. Does nothing the second time."""
     global _hooked
     if _hooked:
         return

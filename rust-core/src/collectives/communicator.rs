@@ -28,8 +28,8 @@ use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
 use crate::world::Monitor;
 
-/// Called once, from the worker thread, when an operation has completed or failed.
-pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
+/// Called once, from the worker thread, when an operation has completed or failed; a receive says which member sent.
+pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
 
 /// How long [`Communicator::close`] waits for its threads: several naps, so only a stuck callback exceeds it.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -67,7 +67,7 @@ struct Turns {
 }
 
 enum Job {
-    Run(Request),
+    Run(Request, Option<Duration>),
     Fail(String),
     Window(usize, Arc<OnceLock<Arc<Window>>>),
 }
@@ -109,18 +109,40 @@ impl Communicator {
     /// # Errors
     /// See COL-3, COM-4, COM-5 and [`Wait::check`].
     pub fn run(&self, request: &Request) -> Result<()> {
+        self.run_within(request, None)
+    }
+
+    /// As [`Communicator::run`], waiting for other members for `timeout` instead of the group's own.
+    pub fn run_within(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         match request {
-            Request::Send { .. } | Request::Recv { .. } => self.courier.run(request),
-            _ => self.shared.run(|| Job::Run(request.clone()), || self.shared.collective(request)),
+            Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
+            _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
     }
 
     /// Queues `request`; `done` is called when it is complete. The views' promise must hold until then.
     pub fn submit(self: &Arc<Self>, request: Request, done: Done) {
+        self.submit_within(request, None, done);
+    }
+
+    /// As [`Communicator::submit`], with a timeout as [`Communicator::run_within`] has; it begins when the operation
+    /// does.
+    pub fn submit_within(self: &Arc<Self>, request: Request, timeout: Option<Duration>, done: Done) {
         match request {
-            Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, done),
-            _ => self.shared.queue(Job::Run(request), done),
+            Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, timeout, done),
+            _ => self.shared.queue(Job::Run(request, timeout), done),
         }
+    }
+
+    /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
+    /// from every other one, and answers. Stands outside the order of operations, as messages do; a group that fails it
+    /// stays usable.
+    ///
+    /// # Errors
+    /// On the first member, [`Error::Timeout`] naming the first one that is missing, or `all` of them; on those who came,
+    /// [`Error::Timeout`] that sends the reader there. The words are those of torch's `monitored_barrier`.
+    pub fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        self.courier.roll_call(timeout, all)
     }
 
     /// Memory of `bytes` bytes that every member contributes and, on one host, every member sees. Collective.
@@ -194,7 +216,8 @@ impl Shared {
         let (sender, receiver) = std::sync::mpsc::channel();
         // The receiver is there: this function waits for it.
         self.queue(job(), Box::new(move |result| drop(sender.send(result))));
-        receiver.recv().unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into())))
+        let outcome = receiver.recv();
+        outcome.unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into()))).map(drop)
     }
 
     fn queue(self: &Arc<Self>, job: Job, done: Done) {
@@ -238,12 +261,12 @@ impl Shared {
             drop(turns);
             let turn = Turn(self);
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match &job {
-                Job::Run(request) => self.collective(request),
+                Job::Run(request, timeout) => self.collective(request, *timeout),
                 Job::Fail(message) => self.fail(message),
                 Job::Window(bytes, made) => self.window(*bytes, made),
             }));
             drop(turn);
-            done(outcome.unwrap_or_else(|_| Err(self.panicked())));
+            done(outcome.unwrap_or_else(|_| Err(self.panicked())).map(|()| None));
         }
     }
 
@@ -253,11 +276,11 @@ impl Shared {
         error
     }
 
-    fn collective(&self, request: &Request) -> Result<()> {
+    fn collective(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         let members = self.transport.members();
         let call = self.check_window(request).and_then(|()| Call::of(request, members.me, members.size()));
         match call {
-            Ok(Some(call)) => self.enter(&call, |group| algorithms::run(request, &call, group)),
+            Ok(Some(call)) => self.enter(&call, timeout, |group| algorithms::run(request, &call, group)),
             Ok(None) => Err(Error::Internal("a message between pairs was queued as a collective".into())),
             Err(error) => {
                 self.fail(&error.to_string())?;
@@ -278,7 +301,7 @@ impl Shared {
 
     fn fail(&self, message: &str) -> Result<()> {
         let call = Call { message: message.to_owned(), ..Call::new(Kind::Poison) };
-        self.enter(&call, |group| match group.memory {
+        self.enter(&call, None, |group| match group.memory {
             Some(memory) => {
                 arrival::publish(memory, &call);
                 memory.arrive();
@@ -297,7 +320,7 @@ impl Shared {
     fn window(&self, bytes: usize, made: &OnceLock<Arc<Window>>) -> Result<()> {
         let number = self.windows.fetch_add(1, Ordering::Relaxed);
         let call = Call { elems: bytes, window: number, ..Call::new(Kind::Window) };
-        self.enter(&call, |group| {
+        self.enter(&call, None, |group| {
             // A barrier that compares the sizes.
             algorithms::run(&Request::Barrier, &call, group)?;
             let window = Window::create(number, bytes, group)?;
@@ -307,7 +330,12 @@ impl Shared {
     }
 
     /// Runs one operation as the group's next.
-    fn enter(&self, call: &Call, operation: impl FnOnce(&Group<'_>) -> Result<()>) -> Result<()> {
+    fn enter(
+        &self,
+        call: &Call,
+        timeout: Option<Duration>,
+        operation: impl FnOnce(&Group<'_>) -> Result<()>,
+    ) -> Result<()> {
         let members = self.transport.members();
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
@@ -326,7 +354,7 @@ impl Shared {
         let wait = Wait {
             during: &during,
             start,
-            deadline: start + self.timeout,
+            deadline: start + timeout.unwrap_or(self.timeout),
             monitor: &self.monitor,
             members: &members.ranks,
             closed: &self.closed,

@@ -1,6 +1,7 @@
 //! Messages between pairs: blocking ones on the caller's thread, asynchronous ones on a thread of their own, which
 //! the first of them starts. All are under way at once (TRA-1).
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -13,6 +14,14 @@ use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
+
+/// Marks the questions of roll calls, and the answers and verdicts; to these the number of the call is added, so that a
+/// latecomer's answer does not count for the next call.
+const TAG_QUESTION: Tag = 3 << 40;
+const TAG_ROLL_CALL: Tag = 4 << 40;
+
+/// How long the first member of a failed roll call tells those who came.
+const BAD_NEWS: Duration = Duration::from_millis(200);
 
 /// See the module's text.
 pub(super) struct Courier {
@@ -27,6 +36,7 @@ struct Shared {
     closed: Arc<OnceLock<String>>,
     state: Mutex<State>,
     changed: Condvar,
+    roll_calls: AtomicU32,
 }
 
 #[derive(Default)]
@@ -41,6 +51,7 @@ struct Pending {
     text: String,
     partners: Vec<usize>,
     start: Instant,
+    timeout: Option<Duration>,
     done: Done,
 }
 
@@ -52,21 +63,21 @@ impl Courier {
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
     ) -> Self {
-        let (state, changed) = Default::default();
-        Self { shared: Arc::new(Shared { id, transport, monitor, timeout, closed, state, changed }) }
+        let (state, changed, roll_calls) = Default::default();
+        Self { shared: Arc::new(Shared { id, transport, monitor, timeout, closed, state, changed, roll_calls }) }
     }
 
     /// Runs a message to its end on this thread.
-    pub(super) fn run(&self, request: &Request) -> Result<()> {
+    pub(super) fn run(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         let start = Instant::now();
         let message = self.shared.post(request)?;
         let partners = message.partners(self.shared.transport.members());
         let during = || describe(request);
-        wait_all(&*self.shared.transport, &[message], &self.shared.wait(&during, start, &partners))
+        wait_all(&*self.shared.transport, &[message], &self.shared.wait(&during, start, timeout, &partners))
     }
 
     /// Starts a message; the thread calls `done`.
-    pub(super) fn submit(&self, request: Request, done: Done) {
+    pub(super) fn submit(&self, request: Request, timeout: Option<Duration>, done: Done) {
         let shared = &self.shared;
         let start = Instant::now();
         let message = match shared.post(&request) {
@@ -74,7 +85,7 @@ impl Courier {
             Err(error) => return done(Err(error)),
         };
         let partners = message.partners(shared.transport.members());
-        let pending = Pending { message, text: describe(&request), partners, start, done };
+        let pending = Pending { message, text: describe(&request), partners, start, timeout, done };
         let mut state = shared.state.lock();
         if state.thread.is_none() {
             let own = shared.clone();
@@ -93,6 +104,14 @@ impl Courier {
         drop(state);
         // The thread may doze over others' messages.
         shared.transport.ring();
+    }
+
+    /// See [`super::Communicator::roll_call`].
+    pub(super) fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        match self.shared.transport.members().me {
+            0 => self.shared.call_roll(timeout, all),
+            _ => self.shared.answer_roll(timeout),
+        }
     }
 
     pub(super) fn wake(&self) {
@@ -114,9 +133,16 @@ impl Courier {
 }
 
 impl Shared {
-    fn wait<'a>(&'a self, during: &'a dyn Fn() -> String, start: Instant, partners: &'a [usize]) -> Wait<'a> {
+    fn wait<'a>(
+        &'a self,
+        during: &'a dyn Fn() -> String,
+        start: Instant,
+        timeout: Option<Duration>,
+        partners: &'a [usize],
+    ) -> Wait<'a> {
         let (monitor, closed, members) = (&*self.monitor, &*self.closed, partners);
-        Wait { during, start, deadline: start + self.timeout, monitor, members, closed }
+        let deadline = start + timeout.unwrap_or(self.timeout);
+        Wait { during, start, deadline, monitor, members, closed }
     }
 
     fn post(&self, request: &Request) -> Result<Message> {
@@ -147,6 +173,116 @@ impl Shared {
                 Ok(unsafe { self.transport.post_recv(*from, Tag::from(*tag), data.ptr(), data.bytes()) })
             }
             _ => Err(Error::Internal("a collective was passed as a message".into())),
+        }
+    }
+
+    /// The first member's part: asks everybody, with the number of the call, waits for the answers, and tells those who
+    /// answered how it went.
+    fn call_roll(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        let transport = &*self.transport;
+        let members = transport.members();
+        let others = &members.ranks[1..];
+        let (start, during) = (Instant::now(), || "monitored_barrier".to_owned());
+        let wait = self.wait(&during, start, timeout, others);
+        let call = self.roll_calls.fetch_add(1, Ordering::Relaxed);
+        let tag = TAG_ROLL_CALL + Tag::from(call);
+        let question = call.to_le_bytes();
+        let mut here = vec![0u8; members.size()];
+        let (asked, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
+            // SAFETY: `question` and `here` live, untouched, until `wait_all` or `cancel` has ended the messages.
+            .map(|(peer, word)| unsafe {
+                let asked = transport.post_send(peer, TAG_QUESTION, question.as_ptr(), question.len());
+                (asked, transport.post_recv(Some(peer), tag, word, 1))
+            })
+            .unzip();
+        let outcome = wait_all(transport, &answers, &wait);
+        // Questions to members who did not come were taken when they were asked: they are small.
+        asked.iter().for_each(|message| transport.cancel(message));
+        let verdict = [u8::from(outcome.is_err())];
+        let came = (1..members.size()).filter(|&peer| matches!(answers[peer - 1].poll(), Some(Ok(_))));
+        // SAFETY: `verdict` lives until `wait_all` or `cancel` has ended the messages.
+        let told: Vec<Message> =
+            came.map(|peer| unsafe { transport.post_send(peer, tag, verdict.as_ptr(), 1) }).collect();
+        match outcome {
+            Ok(()) => wait_all(transport, &told, &wait),
+            Err(Error::Timeout { waited, mut missing, .. }) => {
+                // The failure is what counts; that it cannot be told adds nothing.
+                let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(BAD_NEWS), &[]));
+                missing.truncate(if all { missing.len() } else { 1 });
+                let names = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+                let ranks = if missing.len() == 1 { "Rank" } else { "Ranks" };
+                let during = format!(
+                    "Rank {} timed out in monitoredBarrier: {ranks} {names} failed to pass monitoredBarrier: it",
+                    members.ranks[0]
+                );
+                Err(Error::Timeout { during, waited, missing })
+            }
+            Err(other) => {
+                told.iter().for_each(|message| transport.cancel(message));
+                Err(other)
+            }
+        }
+    }
+
+    /// The other members' part: answers every question, since the first ones may be of calls that failed without this
+    /// member, until a call is decided.
+    fn answer_roll(&self, timeout: Option<Duration>) -> Result<()> {
+        let transport = &*self.transport;
+        let members = transport.members();
+        let first = [members.ranks[0]];
+        let (start, during) = (Instant::now(), || "monitored_barrier".to_owned());
+        let wait = self.wait(&during, start, timeout, &first);
+        let (mut question, mut verdict, word) = ([0u8; 4], [0u8], [1u8]);
+        let (question_at, verdict_at) = (question.as_mut_ptr(), verdict.as_mut_ptr());
+        // SAFETY: the buffers live until the messages have ended: every way out of the loop cancels them.
+        let ask = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
+        let mut asked = ask();
+        let mut answered: Vec<Message> = Vec::new();
+        let outcome = loop {
+            let seen = transport.doorbell();
+            transport.progress();
+            // Before the next question: the first member may have asked it already.
+            if let Some(result) = answered.last().and_then(Message::poll) {
+                // SAFETY: the receive that filled it has ended.
+                break result.map(|_| unsafe { verdict_at.read() });
+            }
+            if let Some(result) = asked.poll() {
+                if let Err(error) = result {
+                    break Err(error);
+                }
+                answered.iter().for_each(|message| transport.cancel(message));
+                // SAFETY: the receive that filled it has ended.
+                let call = u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
+                let tag = TAG_ROLL_CALL + Tag::from(call);
+                // SAFETY: as above.
+                answered = unsafe {
+                    vec![
+                        transport.post_send(0, tag, word.as_ptr(), 1),
+                        transport.post_recv(Some(0), tag, verdict_at, 1),
+                    ]
+                };
+                asked = ask();
+                continue;
+            }
+            match wait.check(|| first.to_vec()) {
+                Ok(()) => transport.doze(seen, NAP),
+                Err(error) => break Err(error),
+            }
+        };
+        answered.iter().chain([&asked]).for_each(|message| transport.cancel(message));
+        let reached = |what: &str| {
+            let (me, first) = (members.ranks[members.me], first[0]);
+            format!(
+                "Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv from \
+                 rank {first}: {what}"
+            )
+        };
+        let missing = first.to_vec();
+        match outcome {
+            Ok(0) => Ok(()),
+            Ok(_) => Err(Error::Timeout { during: reached("its own wait"), waited: start.elapsed(), missing }),
+            Err(Error::Timeout { waited, .. }) => Err(Error::Timeout { during: reached("it"), waited, missing }),
+            Err(other) => Err(other),
         }
     }
 
@@ -182,16 +318,15 @@ impl Shared {
         }
     }
 
-    fn outcome(&self, one: &Pending) -> Option<Result<()>> {
-        let finished = |result: Result<usize>| result.map(drop);
+    fn outcome(&self, one: &Pending) -> Option<Result<Option<usize>>> {
         if let Some(result) = one.message.poll() {
-            return Some(finished(result));
+            return Some(result.map(Some));
         }
         let during = || one.text.clone();
-        let error = self.wait(&during, one.start, &one.partners).check(|| one.partners.clone()).err()?;
+        let error = self.wait(&during, one.start, one.timeout, &one.partners).check(|| one.partners.clone()).err()?;
         self.transport.progress();
         self.transport.cancel(&one.message);
-        Some(one.message.poll().map_or(Err(error), finished))
+        Some(one.message.poll().map_or(Err(error), |result| result.map(Some)))
     }
 }
 

@@ -366,7 +366,7 @@ impl Reducer {
                     op: ReduceOp::Average,
                 };
                 let reducer = Arc::clone(self);
-                let done = move |result| reducer.answered(id, Some(bucket), result);
+                let done = move |result: Result<_>| reducer.answered(id, Some(bucket), result.map(drop));
                 self.communicator.submit(request, Box::new(done));
             }
         }

@@ -83,9 +83,14 @@ impl Session {
     /// [`Error::InvalidArgument`] for an empty list, a rank that does not exist or comes twice, or a list without
     /// this rank; [`Error::PeerFailed`] or [`Error::Timeout`] if a member does not call.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
+        self.new_group_within(ranks, self.groups.timeout)
+    }
+
+    /// As [`Session::new_group`]; waits for the other members for `timeout`.
+    pub(super) fn new_group_within(&self, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_members(ranks)?;
         let id = self.groups.next_id(ranks);
-        let communicator = self.connect(id, ranks, self.groups.timeout)?;
+        let communicator = self.connect(id, ranks, timeout)?;
         self.groups.insert(id, communicator.clone());
         Ok(communicator)
     }

@@ -11,6 +11,8 @@
 
 mod groups;
 pub(crate) mod log;
+pub mod meeting;
+pub mod membership;
 mod serve;
 
 use std::sync::Arc;
@@ -22,18 +24,21 @@ use crate::collectives::Communicator;
 use crate::config;
 use crate::error::{Error, Result};
 use crate::trace;
-use crate::world::env::{self, Launch};
+use crate::world::env::{self, Launch, Launcher};
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::{Join, Place};
 use crate::world::{LocalStore, Monitor, Store, fork, host};
 
 use groups::Groups;
+use meeting::Meeting;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
 pub struct InitOptions {
     /// Instead of the environment's variables, for tests.
     pub variables: Option<env::Variables>,
+    /// Who this process is, where a caller knows it better than the environment.
+    pub meeting: Option<Meeting>,
 }
 
 /// A running session; owns the control connection, the communicators and their threads.
@@ -45,6 +50,8 @@ pub struct Session {
     monitor: Arc<Monitor>,
     control: Control,
     groups: Groups,
+    /// It was made by a meeting, so the next meeting replaces it.
+    met: bool,
 }
 
 /// Where the members of the job meet.
@@ -142,15 +149,34 @@ fn refuse_child() -> Result<()> {
 impl Session {
     fn start(options: &InitOptions) -> Result<Arc<Self>> {
         let start = Instant::now();
-        let launch = env::detect(options.variables.as_ref().unwrap_or(&env::variables()))?;
+        let variables = options.variables.clone().unwrap_or_else(env::variables);
+        let meeting = options.meeting.as_ref();
+        let launch = match meeting {
+            Some(meeting) => meeting.launch(&variables),
+            None => env::detect(&variables)?,
+        };
         log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
         let timeout = config::TIMEOUT_SECONDS.seconds()?;
-        let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
-        let session = if launch.size == 1 && config::RENDEZVOUS.text().is_none() {
-            Self::alone(launch, monitor, timeout)
+        let init_timeout = match meeting {
+            Some(meeting) => meeting.timeout,
+            None => config::INIT_TIMEOUT_SECONDS.seconds()?,
+        };
+        let alone = launch.size == 1 && (config::RENDEZVOUS.text().is_none() || launch.launcher == Launcher::Single);
+        let session = if alone {
+            Self::alone(launch, monitor, timeout, meeting.is_some())
         } else {
-            Self::join(launch, monitor, timeout, start + init_timeout)?
+            let deadline = start + init_timeout;
+            let rendezvous = match meeting {
+                Some(meeting) => meeting.find(&launch, &monitor, deadline)?,
+                None => serve::find(&launch)?,
+            };
+            let session = Self::join(launch, monitor, timeout, deadline, rendezvous, meeting.is_some())?;
+            if let Some(meeting) = meeting {
+                // Nobody's `init` returns before rank 0 has made the world below.
+                meeting.clear();
+            }
+            session
         };
         let remaining = (start + init_timeout).saturating_duration_since(Instant::now());
         if let Err(error) = session.make_world(remaining) {
@@ -167,7 +193,7 @@ impl Session {
         Ok(Arc::new(session))
     }
 
-    fn alone(launch: Launch, monitor: Arc<Monitor>, timeout: Duration) -> Self {
+    fn alone(launch: Launch, monitor: Arc<Monitor>, timeout: Duration, met: bool) -> Self {
         let id = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id())) >> 1;
         Self {
             launch,
@@ -177,11 +203,18 @@ impl Session {
             monitor,
             control: Control::Alone(LocalStore::default()),
             groups: Groups::new(timeout),
+            met,
         }
     }
 
-    fn join(launch: Launch, monitor: Arc<Monitor>, timeout: Duration, deadline: Instant) -> Result<Self> {
-        let (key, addresses, served_by_rank_0) = serve::find(&launch)?;
+    fn join(
+        launch: Launch,
+        monitor: Arc<Monitor>,
+        timeout: Duration,
+        deadline: Instant,
+        (key, addresses, served_by_rank_0): serve::Rendezvous,
+        met: bool,
+    ) -> Result<Self> {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let options = client::Options { addresses, key, served_by_rank_0, deadline, peer_timeout };
         let join = Join {
@@ -204,6 +237,7 @@ impl Session {
             monitor,
             control: Control::Connected(client),
             groups: Groups::new(timeout),
+            met,
         })
     }
 

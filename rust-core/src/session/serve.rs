@@ -26,13 +26,18 @@ struct Served {
 static SERVED: Mutex<Option<Served>> = Mutex::new(None);
 static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// The key, the addresses at which the rendezvous may be, and whether rank 0 serves it. In rank 0's process this starts
-/// the server if nobody else serves.
-pub fn find(launch: &Launch) -> Result<(JobKey, Vec<String>, bool)> {
-    let secret = match config::SECRET.text() {
-        Some(secret) => secret.into_bytes(),
-        None => launch.derived_secret().to_vec(),
-    };
+/// The key, the addresses at which the rendezvous may be, and whether rank 0 serves it.
+pub type Rendezvous = (JobKey, Vec<String>, bool);
+
+/// The secret that the launcher's variables stand for.
+pub fn secret(launch: &Launch) -> Vec<u8> {
+    config::SECRET.text().map_or_else(|| launch.derived_secret().to_vec(), String::into_bytes)
+}
+
+/// Where the launcher's variables say that the rendezvous is. In rank 0's process this starts the server if nobody
+/// else serves.
+pub fn find(launch: &Launch) -> Result<Rendezvous> {
+    let secret = secret(launch);
     let key = JobKey::new(&secret);
     if let Some(address) = config::RENDEZVOUS.text() {
         return Ok((key, vec![address], false));
@@ -58,15 +63,7 @@ fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result
     let same = |served: &Served| served.job == launch.job && served.size == launch.size && served.secret == secret;
     if !served.as_ref().is_some_and(same) {
         *served = None; // frees its port before another is bound
-        let listener = bind(launch, master)?;
-        let options = server::Options {
-            key: key.clone(),
-            size: launch.size,
-            // Nobody else watches the processes, so a lost connection is all that there is to know.
-            patience: Duration::ZERO,
-            peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
-        };
-        let server = server::Server::serve(listener, options)?;
+        let server = start(bind(launch, master)?, key.clone(), launch.size)?;
         *served = Some(Served { job: launch.job.clone(), size: launch.size, secret, server });
     }
     let mut address = served.as_ref().expect("it is there or was made above").server.address();
@@ -76,6 +73,28 @@ fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result
         _ => {}
     }
     Ok(address)
+}
+
+fn start(listener: TcpListener, key: JobKey, size: usize) -> Result<server::Server> {
+    // Nobody else watches the processes, so a lost connection is all that there is to know.
+    let patience = Duration::ZERO;
+    let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
+    server::Server::serve(listener, server::Options { key, size, patience, peer_timeout })
+}
+
+/// Starts a server with a secret of its own, or keeps the last one that served `reach` and `size`; its port and secret.
+pub fn serve_anywhere(reach: &str, size: usize, bind: impl FnOnce() -> Result<TcpListener>) -> Result<(u16, Vec<u8>)> {
+    let job = format!("met by a store, for the {reach}");
+    let mut served = SERVED.lock();
+    if !served.as_ref().is_some_and(|served| served.job == job && served.size == size) {
+        *served = None;
+        let mut secret = vec![0; 32];
+        getrandom::fill(&mut secret).map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
+        let server = start(bind()?, JobKey::new(&secret), size)?;
+        *served = Some(Served { job, size, secret, server });
+    }
+    let served = served.as_ref().expect("it is there or was made above");
+    Ok((served.server.address().port(), served.secret.clone()))
 }
 
 /// Binds the first free one of the job's ports.

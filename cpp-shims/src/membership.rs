@@ -1,0 +1,78 @@
+//! Bodies of the bridge's section on process groups.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cxx::UniquePtr;
+use smd_core::session::meeting::{self, Meeting};
+use smd_core::session::membership;
+use smd_core::{Error, Result};
+
+use crate::bridge as ffi;
+use crate::guard::{Report, guard};
+
+/// A process group of a framework.
+pub struct Membership(membership::Membership);
+
+/// A framework's key-value store.
+struct Board(UniquePtr<ffi::Board>);
+
+// SAFETY: the header demands that the store may be used, and let go, on any thread, and several at once.
+unsafe impl Send for Board {}
+// SAFETY: as above.
+unsafe impl Sync for Board {}
+
+impl meeting::Board for Board {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value).map_err(|error| broken(key, &error))
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let mut value = Vec::new();
+        let found = self.0.get(key, &mut value).map_err(|error| broken(key, &error))?;
+        Ok(found.then_some(value))
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        self.0.remove(key).map_err(|error| broken(key, &error))
+    }
+}
+
+fn broken(key: &str, error: &cxx::Exception) -> Error {
+    Error::Rendezvous(format!("the store that was given cannot be used (key `{key}`): {error}"))
+}
+
+pub fn join_all(
+    rank: usize,
+    size: usize,
+    timeout_ms: u64,
+    board: UniquePtr<ffi::Board>,
+) -> Result<Box<Membership>, Report> {
+    guard(|| {
+        let timeout = Duration::from_millis(timeout_ms);
+        let meeting = Meeting { rank, size, board: Arc::new(Board(board)), timeout };
+        Ok(Box::new(Membership(membership::Membership::of_all(meeting)?)))
+    })
+}
+
+pub fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>, Report> {
+    guard(|| Ok(Box::new(Membership(membership::Membership::of(ranks, Duration::from_millis(timeout_ms))?))))
+}
+
+impl Membership {
+    pub fn group(&self) -> u64 {
+        self.0.communicator().id()
+    }
+
+    pub fn ranks(&self) -> Vec<usize> {
+        self.0.communicator().members().ranks.to_vec()
+    }
+
+    pub fn close(&self) {
+        // Called from destructors, which have nobody to tell.
+        let _ = guard(|| {
+            self.0.close();
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,261 @@
+//! How processes that were told their ranks, and nothing of a launcher, become a session: a framework's key-value store
+//! serves as the board on which they tell each other what the launcher did not.
+//!
+//! - MEET-1: rank 0 decides where the rendezvous is and writes it down; the others follow, so no two ranks can decide
+//!   differently. If `smdrun` serves one for exactly these ranks, it is that one: `smdrun` sees deaths first.
+//! - MEET-2: rank 0 serves on the loopback interface where all ranks are on its host, with a secret that is made for the
+//!   job. Who can read the framework's store can read it.
+//! - MEET-3: what was written is taken away before anybody's `init` returns, so that a store may serve another session.
+
+use std::collections::BTreeSet;
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::serve::{self, Rendezvous};
+use crate::config;
+use crate::error::{Error, Result};
+use crate::world::env::{self, Launch, Launcher};
+use crate::world::rendezvous::JobKey;
+use crate::world::{Monitor, host};
+
+/// First and longest pause between two looks at the board.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+
+const DOOR: &str = "smd/door";
+
+fn host_key(rank: usize) -> String {
+    format!("smd/host/{rank}")
+}
+
+/// A key-value store that all ranks of a job reach. Nothing of it waits.
+pub trait Board: Send + Sync {
+    /// Writes a key.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+    /// What was written to a key, if somebody has.
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>>;
+    /// Forgets a key.
+    fn remove(&self, key: &str) -> Result<()>;
+}
+
+/// What a process was told instead of a launcher's environment.
+#[derive(Clone)]
+pub struct Meeting {
+    /// Global rank.
+    pub rank: usize,
+    /// Processes of the job.
+    pub size: usize,
+    /// Where they meet.
+    pub board: Arc<dyn Board>,
+    /// Longest wait for the other ranks.
+    pub timeout: Duration,
+}
+
+impl std::fmt::Debug for Meeting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {}", self.rank, self.size)
+    }
+}
+
+/// Where the rendezvous is.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Door {
+    /// Where the launcher's variables say.
+    Launcher,
+    /// In rank 0's process.
+    RankZero { addresses: Vec<String>, secret: Vec<u8> },
+}
+
+impl Meeting {
+    /// What the environment says if it speaks of this very rank, and otherwise just the rank and the size.
+    pub(super) fn launch(&self, variables: &env::Variables) -> Launch {
+        match env::detect(variables) {
+            Ok(launch) if launch.launcher != Launcher::Single && self.is(&launch) => launch,
+            // Variables of a parent that started this process by itself; or none.
+            _ => Launch {
+                launcher: Launcher::Single,
+                rank: self.rank,
+                size: self.size,
+                local: None,
+                master_addr: None,
+                master_port: 0,
+                job: String::new(),
+            },
+        }
+    }
+
+    fn is(&self, launch: &Launch) -> bool {
+        (launch.rank, launch.size) == (self.rank, self.size)
+    }
+
+    /// Agrees with the other ranks on the rendezvous.
+    pub(super) fn find(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<Rendezvous> {
+        let served_by_launcher = || match config::RENDEZVOUS.text() {
+            Some(address) if launch.launcher != Launcher::Single => {
+                Some((JobKey::new(&serve::secret(launch)), vec![address], false))
+            }
+            _ => None,
+        };
+        if self.rank == 0 {
+            let (rendezvous, door) = match served_by_launcher() {
+                Some(rendezvous) => (rendezvous, Door::Launcher),
+                None => {
+                    let (addresses, secret) = self.serve(launch, monitor, deadline)?;
+                    (at_rank_zero(addresses.clone(), &secret), Door::RankZero { addresses, secret })
+                }
+            };
+            let text = postcard::to_stdvec(&door)
+                .map_err(|error| Error::Internal(format!("a door cannot be written down: {error}")))?;
+            self.board.set(DOOR, &text)?;
+            return Ok(rendezvous);
+        }
+        self.board.set(&host_key(self.rank), host::identity().as_bytes())?;
+        let text = self.read(DOOR, 0, monitor, deadline)?;
+        match postcard::from_bytes(&text) {
+            Ok(Door::Launcher) => served_by_launcher().ok_or_else(|| {
+                Error::Config(format!(
+                    "rank 0 was started by `smdrun` as rank 0 of {}, but the variables of this process do not say \
+                     that it is rank {} of the same job",
+                    self.size, self.rank
+                ))
+            }),
+            Ok(Door::RankZero { addresses, secret }) => Ok(at_rank_zero(addresses, &secret)),
+            Err(error) => Err(Error::Rendezvous(format!(
+                "what rank 0 wrote to the store cannot be read: {error}; do all ranks use the same version?"
+            ))),
+        }
+    }
+
+    /// Rank 0: serves the rendezvous where all others reach it, and says where, and the secret.
+    fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Vec<String>, Vec<u8>)> {
+        let mut hosts = BTreeSet::from([host::identity().into_bytes()]);
+        for rank in 1..self.size {
+            hosts.insert(self.read(&host_key(rank), rank, monitor, deadline)?);
+        }
+        let one_host = hosts.len() == 1;
+        let mut names = vec!["127.0.0.1".to_owned()];
+        if !one_host {
+            names = vec![host::name()];
+            names.extend(launch.master_addr.clone());
+        }
+        let bind = || {
+            let listener = match one_host {
+                true => TcpListener::bind((Ipv4Addr::LOCALHOST, 0)),
+                // Serves IPv4 as well, where there is IPv6 at all.
+                false => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+                    .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
+            };
+            listener.map_err(|error| Error::io("binding the rendezvous".to_owned(), error))
+        };
+        let (port, secret) = serve::serve_anywhere(if one_host { "host" } else { "hosts" }, self.size, bind)?;
+        Ok((names.iter().map(|name| format!("{name}:{port}")).collect(), secret))
+    }
+
+    /// All ranks have joined: MEET-3. A job of one board is often the job of the next.
+    pub(super) fn clear(&self) {
+        if self.rank != 0 {
+            return;
+        }
+        // A store that cannot forget serves one session.
+        let _ = self.board.remove(DOOR);
+        for rank in 1..self.size {
+            let _ = self.board.remove(&host_key(rank));
+        }
+    }
+
+    /// Waits for what `from` writes.
+    fn read(&self, key: &str, from: usize, monitor: &Monitor, deadline: Instant) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            if let Some(value) = self.board.get(key)? {
+                return Ok(value);
+            }
+            let during = || "joining the job".to_owned();
+            let waited = start.elapsed();
+            if Instant::now() >= deadline {
+                return Err(Error::Timeout { during: during(), waited, missing: vec![from] });
+            }
+            if monitor.interrupted() {
+                return Err(Error::Interrupted { during: during() });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+fn at_rank_zero(addresses: Vec<String>, secret: &[u8]) -> Rendezvous {
+    (JobKey::new(secret), addresses, true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    use parking_lot::Mutex;
+
+    #[derive(Default)]
+    struct Local(Mutex<HashMap<String, Vec<u8>>>);
+
+    impl Board for Local {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.0.lock().insert(key.to_owned(), value.to_owned());
+            Ok(())
+        }
+        fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+            Ok(self.0.lock().get(key).cloned())
+        }
+        fn remove(&self, key: &str) -> Result<()> {
+            self.0.lock().remove(key);
+            Ok(())
+        }
+    }
+
+    fn meeting(rank: usize, board: &Arc<Local>) -> Meeting {
+        Meeting { rank, size: 2, board: board.clone(), timeout: Duration::from_secs(5) }
+    }
+
+    #[test]
+    fn variables_of_another_rank_are_passed_over() {
+        let board = Arc::default();
+        let mut variables = env::Variables::new();
+        variables.insert("RANK".into(), "1".into());
+        variables.insert("WORLD_SIZE".into(), "2".into());
+        assert_eq!(meeting(1, &board).launch(&variables).launcher, Launcher::Torch);
+        assert_eq!(meeting(0, &board).launch(&variables).launcher, Launcher::Single);
+        variables.insert("RANK".into(), "first".into());
+        assert_eq!(meeting(1, &board).launch(&variables).rank, 1);
+    }
+
+    #[test]
+    fn ranks_agree_on_one_door_and_leave_nothing_behind() {
+        let board = Arc::default();
+        let find = |rank: usize| {
+            let meeting = meeting(rank, &board);
+            let launch = meeting.launch(&env::Variables::new());
+            meeting.find(&launch, &Monitor::new(rank), Instant::now() + meeting.timeout).unwrap()
+        };
+        let (first, second) = std::thread::scope(|scope| {
+            let second = scope.spawn(|| find(1));
+            (find(0), second.join().unwrap())
+        });
+        assert_eq!(first.1, second.1);
+        assert!(first.1[0].starts_with("127.0.0.1:"), "{:?}", first.1);
+        meeting(0, &board).clear();
+        assert!(board.0.lock().is_empty());
+    }
+
+    #[test]
+    fn a_missing_rank_is_named() {
+        let board = Arc::default();
+        let meeting = meeting(0, &board);
+        let launch = meeting.launch(&env::Variables::new());
+        let error = meeting.find(&launch, &Monitor::new(0), Instant::now() + Duration::from_millis(30)).unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
+    }
+}

@@ -1,0 +1,100 @@
+// The c10d backend `smddp`: what torch.distributed's process groups call.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "group_work.h"
+#include "operations.h"
+
+namespace smd::torch_ext {
+
+// A process group's part that does the work, over a communicator of its own.
+//
+// Collectives that the caller does not want to be asynchronous run on the caller's thread and are complete when the
+// function returns; their errors wait in the work that it returns. Where torch passes lists of one tensor a device,
+// there is one.
+class Backend final : public c10d::Backend {
+ public:
+  using Works = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  // The group of all ranks if `ranks` is empty, else of these global ranks. Collective.
+  static c10::intrusive_ptr<Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                          const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout);
+
+  Backend(rust::Box<Membership> membership, int rank, int size, std::chrono::milliseconds timeout);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "smddp"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+
+  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Works allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  Works allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Works allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                            const c10d::AllgatherOptions& options) override;
+  Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                        const c10d::AllgatherOptions& options) override;
+  Works gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  Works scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  Works reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                       const c10d::ReduceScatterOptions& options) override;
+  Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                        const c10d::ReduceScatterOptions& options) override;
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                      std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
+  Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  Works send(Tensors& tensors, int to, int tag) override;
+  Works recv(Tensors& tensors, int from, int tag) override;
+  Works recvAnysource(Tensors& tensors, int tag) override;
+  Works barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+  // Operations between the two become one.
+  void startCoalescing() override;
+  Works endCoalescing() override;
+
+  // Collectives so far, for torch's checks that ranks do not diverge.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  struct Issue;
+  struct Batch {
+    c10::intrusive_ptr<GroupWork> work;
+    std::vector<TensorOperation> operations;
+  };
+
+  Works issue(const Issue& what, std::vector<TensorOperation> operations, const Tensors& inputs,
+              const Tensors& outputs);
+  Works issue(const Issue& what, TensorOperation operation, const Tensors& inputs, const Tensors& outputs);
+
+  rust::Box<Membership> membership_;
+  const int64_t group_;
+  std::atomic<std::int64_t> timeout_ms_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::optional<Batch> batch_;
+};
+
+}  // namespace smd::torch_ext

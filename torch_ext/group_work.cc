@@ -1,0 +1,206 @@
+#include "group_work.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "completion.h"
+#include "status.h"
+
+namespace smd::torch_ext {
+namespace {
+
+// Ctrl-C ends a wait, and the operation goes on without it.
+constexpr std::chrono::milliseconds kSignalsEvery(50);
+// How long a thread without work stays.
+constexpr std::chrono::seconds kIdleTime(10);
+
+// Threads for what futures call when they complete. A callback may run Python and may wait for the group's next
+// operation, so it must not run on the thread that runs operations; and it may wait for another callback, so there is
+// a thread for each that is under way.
+class Callbacks {
+ public:
+  // Never destroyed: threads may still use it while the process ends.
+  static Callbacks& instance() {
+    static auto* callbacks = new Callbacks;
+    return *callbacks;
+  }
+
+  void post(std::function<void()> callback) {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(callback));
+    if (queue_.size() > idle_) {
+      std::thread([this] { work(); }).detach();
+    } else {
+      posted_.notify_one();
+    }
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      if (queue_.empty()) {
+        ++idle_;
+        const bool more = posted_.wait_for(lock, kIdleTime, [this] { return !queue_.empty(); });
+        --idle_;
+        if (!more) return;
+      }
+      auto callback = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      callback();
+      callback = nullptr;
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable posted_;
+  std::deque<std::function<void()>> queue_;
+  std::size_t idle_ = 0;
+};
+
+std::vector<at::Tensor> aliases(const std::vector<at::Tensor>& tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  // A sparse tensor has no alias.
+  for (const auto& tensor : tensors) result.push_back(tensor.layout() == at::kStrided ? at::alias(tensor) : tensor);
+  return result;
+}
+
+std::exception_ptr exception_of(const std::string& report) {
+  try {
+    throw_report(report);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+}  // namespace
+
+class GroupWork::Part final : public Completion {
+ public:
+  Part(c10::intrusive_ptr<GroupWork> work, TensorOperation operation)
+      : work_(std::move(work)), operation_(std::move(operation)) {}
+
+  void done(rust::Str error, std::int64_t source) noexcept override {
+    std::string text(error.data(), error.size());
+    if (text.empty()) text = copy_back(operation_);
+    work_->part_done(text, source);
+  }
+
+ private:
+  c10::intrusive_ptr<GroupWork> work_;
+  TensorOperation operation_;
+};
+
+GroupWork::GroupWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                     const std::vector<at::Tensor>& outputs)
+    : c10d::Work(rank, type, title, inputs), outputs_(aliases(outputs)), title_(title) {}
+
+void GroupWork::run(const std::vector<TensorOperation>& operations) {
+  parts_ = 1;
+  std::string error;
+  try {
+    for (const auto& operation : operations) {
+      operation.core.run();
+      if (error.empty()) error = copy_back(operation);
+    }
+  } catch (const rust::Error& failure) {
+    error = failure.what();
+  }
+  part_done(error, -1);
+}
+
+void GroupWork::start(std::vector<TensorOperation> operations) {
+  // One more than there are, so that it is not complete before all have been handed over.
+  parts_ = operations.size() + 1;
+  for (auto& operation : operations) {
+    // `submit` reads the description while the completion already owns the operation.
+    const Operation core = operation.core;
+    try {
+      core.submit(std::make_unique<Part>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(operation)));
+    } catch (const rust::Error& failure) {
+      part_done(failure.what(), -1);
+    }
+  }
+  part_done({}, -1);
+}
+
+void GroupWork::part_done(const std::string& error, std::int64_t source) noexcept {
+  std::exception_ptr failure;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!error.empty() && !error_) error_ = exception_of(error);
+    if (source >= 0) source_ = source;
+    if (--parts_ > 0) return;
+    // From here on, `getFuture` completes the future that it makes.
+    done_ = true;
+    future = future_;
+    failure = error_;
+  }
+  finish(failure);
+  if (!future) return;
+  Callbacks::instance().post([future = std::move(future), failure, outputs = outputs_] {
+    if (failure) {
+      future->setErrorIfNeeded(failure);
+    } else {
+      future->markCompleted(c10::IValue(outputs));
+    }
+  });
+}
+
+bool GroupWork::wait(std::chrono::milliseconds timeout) {
+  const auto start = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  while (!cv_.wait_for(lock, kSignalsEvery, [this] { return completed_; })) {
+    // Without the mutex: to look for signals may take Python's lock.
+    lock.unlock();
+    checked([this] { check_interrupt(title_); });
+    if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
+      throw_report("the wait for `" + std::string(title_) + "` ended after " + std::to_string(timeout.count()) +
+                   " ms, while the operation goes on; its own time limit will say which ranks are missing" +
+                   " [smd:timeout]");
+    }
+    lock.lock();
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+int GroupWork::sourceRank() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(source_ >= 0, "`", title_, "` has no source rank: it is no receive, or not complete");
+  return static_cast<int>(source_);
+}
+
+std::vector<at::Tensor> GroupWork::result() { return outputs_; }
+
+c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (future_) return future_;
+    future = future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    // Otherwise whoever completes the work sees the future.
+    if (!done_) return future;
+  }
+  if (error_) {
+    future->setErrorIfNeeded(error_);
+  } else {
+    future->markCompleted(c10::IValue(outputs_));
+  }
+  return future;
+}
+
+}  // namespace smd::torch_ext
