@@ -89,7 +89,7 @@ def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable(cu
         assert [kind for kind, _ in said[::2]] == [None] * 3, said
         assert total == outcomes[0][1]
         for kind, text in said[1::2]:
-            assert kind in ("RuntimeError", "ValueError")
+            assert kind in ("RuntimeError", "DistBackendError", "ValueError")
             assert "`head.weight`, `head.bias`" in text, text
             assert "find_unused_parameters=True" in text, text
             named = rank if rank in culprits else culprits[0]
