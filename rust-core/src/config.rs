@@ -43,6 +43,19 @@ knobs! {
         "What to log on standard error: error, warn, info, debug or trace.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",
         "Where shims that were built for the installed frameworks are kept.";
+    AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",
+        "A buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect: there is no such buffer here.";
+    AG_SORT_BUFFER_BYTES = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", [], "134217728",
+        "Another buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect.";
+}
+
+/// Checks the settings that scripts for the original carry and that change nothing here, so that a mistake in them is
+/// not passed over.
+///
+/// # Errors
+/// [`Error::Config`] naming the variable and its value.
+pub fn check_ignored() -> Result<()> {
+    [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))
 }
 
 impl Knob {
@@ -62,6 +75,18 @@ impl Knob {
         match text.parse::<f64>() {
             Ok(seconds) if seconds > 0.0 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
             _ => Err(Error::Config(format!("`{}` is `{text}`: expected a positive number of seconds", self.name))),
+        }
+    }
+
+    /// The value as a size in bytes that is a multiple of `grain`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is not.
+    pub fn bytes(&self, grain: u64) -> Result<u64> {
+        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        match text.parse::<u64>() {
+            Ok(bytes) if bytes > 0 && bytes.is_multiple_of(grain) => Ok(bytes),
+            _ => Err(Error::Config(format!("`{}` is `{text}`: expected a multiple of {grain} bytes", self.name))),
         }
     }
 }
@@ -128,5 +153,6 @@ mod tests {
             let default = knob.default.parse::<f64>();
             assert!(default.is_ok_and(|seconds| seconds > 0.0), "{}", knob.name);
         }
+        check_ignored().unwrap();
     }
 }

@@ -11,7 +11,7 @@ from support import RanksFailedError, missing, needs, run_ranks
 from support.launchers import clean_environment, command
 
 
-@pytest.fixture(params=["smdrun", "torchrun", "mpirun", "raw"])
+@pytest.fixture(params=["smdrun", "torchrun", "mpirun", "slurm", "raw"])
 def launcher(request):
     if reason := missing(request.param):
         pytest.skip(reason)

@@ -15,7 +15,7 @@ import pytest
 
 from support import launchers, missing, run_ranks, start_ranks
 
-LAUNCHERS = ("smdrun", "torchrun", "mpirun", "raw")
+LAUNCHERS = launchers.LAUNCHERS
 #: The longest time in which survivors must learn of a death.
 NOTICE_SECONDS = 5.0
 
@@ -62,6 +62,17 @@ def test_two_launchers_that_disagree_are_an_error():
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     run = subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
     assert "ConfigError: `RANK` is 0 but `OMPI_COMM_WORLD_RANK` is 1" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"])
+def test_buffers_of_the_original_are_checked_and_otherwise_ignored(name):
+    command = [sys.executable, "-c", "from smdistributed import _core; _core.init()"]
+    for value in ("8192", ""):
+        subprocess.run(command, env=launchers.clean_environment() | {name: value}, check=True, timeout=60)
+    for value in ("8193", "0", "-8192", "16M"):
+        env = launchers.clean_environment() | {name: value}
+        run = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert f"ConfigError: `{name}` is `{value}`: expected a multiple of 8192 bytes" in run.stderr
 
 
 def test_local_ranks_are_counted_where_no_launcher_tells_them():

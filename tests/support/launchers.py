@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-LAUNCHERS = ("smdrun", "torchrun", "mpirun", "raw")
+LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
+#: These have no command: the ranks are started one by one with the variables of each.
+COMMANDLESS = ("slurm", "raw")
 
 
 def missing(launcher: str) -> str | None:
@@ -31,7 +33,7 @@ def needs(launcher: str) -> pytest.MarkDecorator:
 
 
 def command(launcher: str, n: int, options: list[str]) -> list[str]:
-    """What starts `n` ranks of the Python file that is appended to it. `raw` has no launcher."""
+    """What starts `n` ranks of the Python file that is appended to it; not for those in `COMMANDLESS`."""
     if launcher == "smdrun":
         return [sys.executable, "-m", "smdistributed", "-n", str(n), *options]
     if launcher == "torchrun":
@@ -41,6 +43,30 @@ def command(launcher: str, n: int, options: list[str]) -> list[str]:
         as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
         return ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(n), *options, sys.executable]
     raise ValueError(f"`{launcher}` has no command")
+
+
+def environments(launcher: str, n: int) -> list[dict[str, str]]:
+    """The variables of each rank that a commandless launcher starts."""
+    port = free_port()
+    make = {"raw": raw_environment, "slurm": _slurm_environment}[launcher]
+    return [make(rank, n, port) for rank in range(n)]
+
+
+def _slurm_environment(rank: int, n: int, unique: int) -> dict[str, str]:
+    """What `srun --ntasks=n` gives task `rank` of a step on this host."""
+    # The batch script's own count is there too, and is not the step's.
+    return {
+        "SLURM_JOB_ID": str(unique),
+        "SLURM_NTASKS": str(n + 1),
+        "SLURM_JOB_NODELIST": socket.gethostname(),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(n),
+        "SLURM_STEP_TASKS_PER_NODE": str(n),
+        "SLURM_STEP_NODELIST": socket.gethostname(),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
 
 
 def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:

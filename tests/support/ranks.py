@@ -64,7 +64,7 @@ class RankOutcome:
     finished: bool = False
     #: `time.monotonic()` when the body ended.
     ended_at: float | None = None
-    #: As of `subprocess`: negative if a signal ended it; known for the launcher `raw` only.
+    #: As of `subprocess`: negative if a signal ended it; known for the launchers `slurm` and `raw` only.
     exit_code: int | None = None
 
 
@@ -112,7 +112,8 @@ def run_ranks(
     Args:
         target: a module-level function, called with `args`; or a script, which gets `args` as texts.
         n: number of ranks.
-        launcher: `smdrun`, `torchrun`, `mpirun`, or `raw` for processes started one by one.
+        launcher: `smdrun`, `torchrun`, `mpirun`; or processes started one by one, with the variables that `srun` would
+            set (`slurm`) or with torch's (`raw`).
         options: for the launcher, before the script.
         env: variables on top of our own.
         timeout: seconds, for the whole job.
@@ -185,10 +186,9 @@ class Job:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
         variables.update(env)
 
-        if launcher == "raw":
-            port = launchers.free_port()
+        if launcher in launchers.COMMANDLESS:
             self.command = [sys.executable, *options, *program]
-            places = [launchers.raw_environment(rank, n, port) for rank in range(n)]
+            places = launchers.environments(launcher, n)
         else:
             self.command = [*launchers.command(launcher, n, options), *program]
             places = [{}]

@@ -140,11 +140,8 @@ def cache_dir() -> Path:
     Raises:
         ShimError: The variable is not set and this user has no home folder.
     """
-    configured = os.environ.get("SMD_CACHE_DIR")
-    if configured:
-        return Path(configured)
     try:
-        return Path.home() / ".cache" / "opensmd"
+        return Path(_core.setting("SMD_CACHE_DIR")).expanduser()
     except RuntimeError as error:
         raise ShimError(
             f"no place to keep shims: {error}; set SMD_CACHE_DIR to a folder that can be written"

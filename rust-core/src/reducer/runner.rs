@@ -67,8 +67,10 @@ struct Active {
     bounced: bool,
     reduced: usize,
     error: Option<Error>,
-    /// Set when this rank cannot go on: what it tells the others.
+    /// Set when this rank cannot go on: what it tells the others, if they still wait for something.
     giving_up: Option<String>,
+    /// Whether the others do more together in this step than to reduce its buckets.
+    more_follows: bool,
     /// Whether the step is only kept until the communicator has answered.
     abandoned: bool,
     times: Vec<BucketTimes>,
@@ -196,6 +198,7 @@ impl Reducer {
             reduced: 0,
             error: None,
             giving_up: None,
+            more_follows: self.options.find_unused_parameters || !state.rebuilt,
             abandoned: false,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
@@ -337,11 +340,16 @@ impl Reducer {
             }
             return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes);
         }
-        if let Some(message) = active.giving_up.take() {
-            active.in_flight = true;
-            return Action::GiveUp(active.id, message);
+        // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
+        // then they have ended the step well, and what this rank said would end their next one.
+        let others_wait = active.reduced < layout.plan.buckets().len() || active.more_follows;
+        match active.giving_up.take().filter(|_| others_wait) {
+            Some(message) => {
+                active.in_flight = true;
+                Action::GiveUp(active.id, message)
+            }
+            None => Action::Nothing,
         }
-        Action::Nothing
     }
 
     fn perform(self: &Arc<Self>, action: Action) {
@@ -548,13 +556,9 @@ impl Reducer {
             active.abandoned = true;
             // Their gradients may be gone as soon as this function returns.
             active.queue.clear();
-            // The others wait for a bucket, or for what follows the last one. After an error their steps have ended
-            // already: telling them again would end their next one.
-            let others_wait = active.reduced < state.layout.plan.buckets().len()
-                || self.options.find_unused_parameters
-                || !state.rebuilt
-                || more_follows;
-            if others_wait && active.error.is_none() && self.communicator.members().size() > 1 {
+            active.more_follows |= more_follows;
+            // After an error the others' steps have ended already: `next` tells them nothing.
+            if self.communicator.members().size() > 1 {
                 active.giving_up = Some(message.to_owned());
             }
             let action = self.next(state);

@@ -153,6 +153,35 @@ fn a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_works() {
 }
 
 #[test]
+fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
+    // With one bucket, it is under way when the backward is abandoned; with several, the last may still wait.
+    let rank = |options: Options, me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options).unwrap();
+        let order: Vec<usize> = (0..PARAMS).rev().collect();
+        // After this one, nothing follows a step's last bucket.
+        backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
+        for _ in 0..50 {
+            if me == 0 {
+                assert!(reducer.begin().unwrap());
+                let leases: Vec<_> = order.iter().map(|&param| reducer.take_slot(param).unwrap()).collect();
+                for &param in &order {
+                    // SAFETY: the leases live until `abandon` has returned.
+                    unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.unwrap();
+                }
+                reducer.abandon("it raised", false);
+                drop(leases);
+            } else if let Err(error) = backward(&reducer, &order, &[], |param| value(me, param)) {
+                assert!(matches!(error, Error::PeerFailed { rank: 0, .. }), "{error}");
+            }
+            let whole = backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
+            assert_eq!(whole[4], 40.5);
+        }
+    };
+    over_each_transport(2, |me, communicator| rank(Options::default(), me, communicator), drop);
+    over_each_transport(2, |me, communicator| rank(options(), me, communicator), drop);
+}
+
+#[test]
 fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options()).unwrap();
