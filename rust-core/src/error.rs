@@ -34,6 +34,8 @@ pub enum Code {
     Rendezvous,
     /// The operating system refused something.
     Io,
+    /// CUDA or NCCL refused something.
+    Device,
     /// A signal arrived during a wait.
     Interrupted,
     /// An invariant of the core is broken: a bug in OpenSMD.
@@ -42,7 +44,7 @@ pub enum Code {
 
 impl Code {
     /// Every code, in declaration order.
-    pub const ALL: [Code; 13] = [
+    pub const ALL: [Code; 14] = [
         Code::NotInitialized,
         Code::AlreadyInitialized,
         Code::Closed,
@@ -54,6 +56,7 @@ impl Code {
         Code::Unsupported,
         Code::Rendezvous,
         Code::Io,
+        Code::Device,
         Code::Interrupted,
         Code::Internal,
     ];
@@ -72,6 +75,7 @@ impl Code {
             Code::Unsupported => "unsupported",
             Code::Rendezvous => "rendezvous",
             Code::Io => "io",
+            Code::Device => "device",
             Code::Interrupted => "interrupted",
             Code::Internal => "internal",
         }
@@ -148,6 +152,14 @@ pub enum Error {
         #[source]
         source: Arc<std::io::Error>,
     },
+    /// CUDA, NVRTC or NCCL refused something.
+    #[error("{doing}: {answer}")]
+    Device {
+        /// What was being done, with the names of what it was done to.
+        doing: String,
+        /// The library's answer: its name for it and its text.
+        answer: String,
+    },
     /// A signal arrived during a wait.
     #[error("interrupted by a signal during {during}")]
     Interrupted {
@@ -185,6 +197,7 @@ impl Error {
             Error::Unsupported(_) => Code::Unsupported,
             Error::Rendezvous(_) => Code::Rendezvous,
             Error::Io { .. } => Code::Io,
+            Error::Device { .. } => Code::Device,
             Error::Interrupted { .. } => Code::Interrupted,
             Error::Internal(_) => Code::Internal,
         }

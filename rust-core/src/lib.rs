@@ -9,12 +9,14 @@
 //! | [`world`] | who am I, who are my peers, who has died |
 //! | [`transport`] | how bytes move |
 //! | [`collectives`] | what a collective means, and which algorithm runs it |
+//! | [`device`] | CUDA: streams, events, memory, kernels |
 //! | [`reducer`] | planned gradient reduction |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
 pub mod collectives;
 pub mod config;
+pub mod device;
 pub mod error;
 pub mod launch;
 pub mod reducer;

@@ -105,6 +105,12 @@ class SystemCallError(SmdistributedError):
     code = "io"
 
 
+class DeviceError(SmdistributedError):
+    """CUDA or NCCL refused something."""
+
+    code = "device"
+
+
 class WaitInterruptedError(SmdistributedError):
     """A signal arrived during a wait."""
 
@@ -131,6 +137,7 @@ CLASSES: dict[str, type[SmdistributedError]] = {
         UnsupportedError,
         RendezvousError,
         SystemCallError,
+        DeviceError,
         WaitInterruptedError,
         InternalError,
     )

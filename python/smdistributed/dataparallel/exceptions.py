@@ -6,6 +6,7 @@ from smdistributed._common import errors
 from smdistributed._common.errors import (
     ClosedError,
     ConfigError,
+    DeviceError,
     InternalError,
     InvalidArgumentError,
     MismatchError,
@@ -39,6 +40,7 @@ __all__ = [
     "CLASSES",
     "ClosedError",
     "ConfigError",
+    "DeviceError",
     "InternalError",
     "InvalidArgumentError",
     "MismatchError",

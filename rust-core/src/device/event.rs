@@ -1,0 +1,87 @@
+//! Events: places in a stream that others wait for or look at.
+
+use cudarc::driver::sys::{self, CUresult};
+
+use super::driver::{Context, check};
+use super::stream::Stream;
+use crate::error::Result;
+
+/// An event without timing, which is the cheap kind.
+#[derive(Debug)]
+pub struct Event {
+    raw: sys::CUevent,
+    context: &'static Context,
+}
+
+// SAFETY: CUDA's events may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above; the value is never changed once made.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// A new event; as long as it was never recorded it counts as done.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    pub fn new(context: &'static Context) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: `raw` is valid for the write and the context is current.
+        check(unsafe { sys::cuEventCreate(&mut raw, flags) }, || {
+            format!("making an event on `cuda:{}`", context.device())
+        })?;
+        Ok(Self { raw, context })
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUevent {
+        self.raw
+    }
+
+    /// Marks what is queued in `stream` so far; replaces an earlier mark.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`]; the stream must be of the event's device.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        let _entered = stream.context().enter()?;
+        // SAFETY: both handles live; the context is current, which the default stream needs.
+        check(unsafe { sys::cuEventRecord(self.raw, stream.handle()) }, || {
+            format!("recording an event on `cuda:{}`", self.context.device())
+        })
+    }
+
+    /// Whether what was marked is done.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`], also for a failure of that work.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event lives; asking needs no current context.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => {
+                check(answer, || format!("looking at an event of `cuda:{}`", self.context.device())).map(|()| true)
+            }
+        }
+    }
+
+    /// Waits until what was marked is done. Waits without a limit: only for work that ends by itself.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`], also for a failure of that work.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the event lives.
+        check(unsafe { sys::cuEventSynchronize(self.raw) }, || {
+            format!("waiting for an event of `cuda:{}`", self.context.device())
+        })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: the event is ours; the driver keeps what still waits for it. An error means that the driver is
+            // shutting down.
+            let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}

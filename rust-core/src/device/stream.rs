@@ -1,0 +1,139 @@
+//! Streams: queues of device work.
+
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureStatus};
+
+use super::driver::{Context, check};
+use super::event::Event;
+use crate::error::Result;
+
+/// How eagerly the device serves a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Priority {
+    /// As others.
+    Normal,
+    /// Before others: for communication, whose kernels are small and are waited for by peers.
+    High,
+}
+
+/// A stream of ours, which ends with the value, or one that somebody else owns.
+#[derive(Debug)]
+pub struct Stream {
+    raw: sys::CUstream,
+    context: &'static Context,
+    owned: bool,
+}
+
+// SAFETY: CUDA's streams may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the value is never changed once made.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new stream, which does not synchronise with the legacy default stream.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    pub fn new(context: &'static Context, priority: Priority) -> Result<Self> {
+        let (least, greatest) = context.priorities()?;
+        let priority = if priority == Priority::High { greatest } else { least };
+        let _entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `raw` is valid for the write and the context is current.
+        check(unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, priority) }, || {
+            format!("making a stream on `cuda:{}`", context.device())
+        })?;
+        Ok(Self { raw, context, owned: true })
+    }
+
+    /// A stream that somebody else owns: a framework's. 0 is the legacy default stream.
+    ///
+    /// # Safety
+    /// `raw` is a stream of `context`, and stays one while the value lives.
+    pub unsafe fn borrowed(context: &'static Context, raw: usize) -> Self {
+        Self { raw: raw as sys::CUstream, context, owned: false }
+    }
+
+    /// CUDA's handle.
+    pub fn raw(&self) -> usize {
+        self.raw as usize
+    }
+
+    /// The context that the stream belongs to.
+    pub fn context(&self) -> &'static Context {
+        self.context
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// What is queued from now on waits for `event`, also for one of another device. The host does not wait.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: both handles live; the context is current, which the default stream needs.
+        check(unsafe { sys::cuStreamWaitEvent(self.raw, event.handle(), 0) }, || {
+            format!("making a stream of `cuda:{}` wait for an event", self.context.device())
+        })
+    }
+
+    /// Whether what is queued now becomes part of a CUDA graph instead of being run.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    pub fn is_capturing(&self) -> Result<bool> {
+        // The legacy default stream cannot be captured, and asking would spoil a capture elsewhere.
+        if self.raw as usize <= 1 {
+            return Ok(false);
+        }
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let _entered = self.context.enter()?;
+        // SAFETY: `status` is valid for the write and the stream lives.
+        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || {
+            format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
+        })?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Whether everything queued so far is done.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`], also for a failure of earlier work.
+    pub fn is_idle(&self) -> Result<bool> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream lives.
+        match unsafe { sys::cuStreamQuery(self.raw) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => {
+                check(answer, || format!("looking at a stream of `cuda:{}`", self.context.device())).map(|()| true)
+            }
+        }
+    }
+
+    /// Waits until everything queued so far is done. Waits without a limit: only for work that ends by itself.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`], also for a failure of earlier work.
+    pub fn synchronize(&self) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream lives.
+        check(unsafe { sys::cuStreamSynchronize(self.raw) }, || {
+            format!("waiting for a stream of `cuda:{}`", self.context.device())
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.owned
+            && let Ok(_entered) = self.context.enter()
+        {
+            // SAFETY: the stream is ours and nobody uses it any more; queued work is completed by the driver. An error
+            // means that the driver is shutting down.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
