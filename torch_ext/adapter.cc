@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "device.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -50,7 +51,8 @@ DeviceKind device_kind_of(const at::Tensor& tensor) {
     case at::kCUDA:
       return DeviceKind::Cuda;
     default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "a tensor on ", tensor.device(), " cannot be sent: expected a CPU tensor");
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "a tensor on ", tensor.device(),
+                                  " cannot be sent: expected a CPU or CUDA tensor");
   }
 }
 
@@ -73,7 +75,7 @@ TensorView describe(const at::Tensor& dense) {
   view.dtype = dtype_of(dense);
   view.device = device_kind_of(dense);
   view.device_index = view.device == DeviceKind::Cuda ? static_cast<std::uint16_t>(dense.device().index()) : 0;
-  view.stream = 0;
+  view.stream = view.device == DeviceKind::Cuda ? handle_of(current_stream(dense.device())) : 0;
   return view;
 }
 
@@ -116,6 +118,20 @@ void TensorOperation::finish() const {
   for (const auto& [tensor, dense] : copies_) tensor.copy_(dense);
 }
 
+std::optional<c10::Device> TensorOperation::device() const {
+  for (const auto* views : {&core.outputs, &core.inputs}) {
+    for (const auto& view : *views) {
+      if (view.device == DeviceKind::Cuda) return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(view.device_index));
+    }
+  }
+  return std::nullopt;
+}
+
+void TensorOperation::set_stream(std::size_t handle) {
+  for (auto& view : core.outputs) view.stream = handle;
+  for (auto& view : core.inputs) view.stream = handle;
+}
+
 at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor dense = tensor;
@@ -125,6 +141,7 @@ at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
     dense = at::empty(tensor.sizes(), tensor.options());
     // An alias of its own, since the user's tensor belongs to Python.
     copies_.emplace_back(at::alias(tensor), dense);
+    kept_.push_back(tensor.storage());
   }
   // Autograd must notice that the values changed; inference tensors have no count of versions.
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -31,8 +32,17 @@ class TensorOperation {
   void write_rows(const at::Tensor& tensor, at::IntArrayRef rows);
   void read_rows(const at::Tensor& tensor, at::IntArrayRef rows);
 
-  // Called once, after the core is done and before anybody looks at the outputs.
+  // Called once, after the core is done and before anybody looks at the outputs. Of an operation on a device: after it
+  // was queued, with its stream being the current one.
   void finish() const;
+
+  // The CUDA device that it works on; nothing if it works on the CPU, or on no tensor at all.
+  std::optional<c10::Device> device() const;
+  // The stream into which an operation on a device is queued; the one that was current when the tensors were described,
+  // unless it is changed here.
+  void set_stream(std::size_t handle);
+  // Memory that the operation reads or writes.
+  const std::vector<c10::Storage>& storages() const { return kept_; }
 
   Operation core;
 

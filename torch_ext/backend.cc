@@ -158,9 +158,30 @@ Backend::Works Backend::issue(const Issue& what, std::vector<TensorOperation> op
   const auto timeout_ms = has_timeout ? what.timeout.count() : timeout_ms_.load();
   for (auto& operation : operations) operation.core.timeout_ms = static_cast<std::uint64_t>(timeout_ms);
   if (!c10d::isP2POp(what.type)) ++sequence_;
+  const bool on_device = !operations.empty() && operations[0].device();
   if (batch_) {
+    if (!batch_->work && !batch_->device_work) {
+      if (on_device) {
+        batch_->device_work = c10::make_intrusive<DeviceWork>(getRank(), OpType::COALESCED, "smddp:coalesced", group_,
+                                                              Tensors(), outputs);
+      } else {
+        batch_->work = c10::make_intrusive<GroupWork>(getRank(), OpType::COALESCED, "smddp:coalesced", Tensors(), Tensors());
+      }
+    }
+    TORCH_CHECK_VALUE(on_device == static_cast<bool>(batch_->device_work),
+                      "operations on CPU and CUDA tensors cannot be coalesced");
     std::move(operations.begin(), operations.end(), std::back_inserter(batch_->operations));
+    if (on_device) return batch_->device_work;
     return batch_->work;
+  }
+  if (on_device) {
+    auto work = c10::make_intrusive<DeviceWork>(getRank(), what.type, what.title, group_, inputs, outputs);
+    if (what.async) {
+      work->start(std::move(operations));
+    } else {
+      work->run(operations);
+    }
+    return work;
   }
   auto work = c10::make_intrusive<GroupWork>(getRank(), what.type, what.title, inputs, outputs);
   if (what.async) {
@@ -369,13 +390,19 @@ Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::Allreduce
 void Backend::startCoalescing() {
   TORCH_CHECK(!batch_, "operations are being coalesced already");
   batch_.emplace();
-  batch_->work = c10::make_intrusive<GroupWork>(getRank(), OpType::COALESCED, "smddp:coalesced", Tensors(), Tensors());
 }
 
 Backend::Works Backend::endCoalescing() {
   TORCH_CHECK(batch_, "no operations are being coalesced");
   auto batch = std::move(*batch_);
   batch_.reset();
+  if (batch.device_work) {
+    batch.device_work->start(std::move(batch.operations));
+    return batch.device_work;
+  }
+  if (!batch.work) {
+    batch.work = c10::make_intrusive<GroupWork>(getRank(), OpType::COALESCED, "smddp:coalesced", Tensors(), Tensors());
+  }
   batch.work->start(std::move(batch.operations));
   return batch.work;
 }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "device_work.h"
 #include "group_work.h"
 #include "operations.h"
 
@@ -19,7 +20,8 @@ namespace smd::torch_ext {
 // A process group's part that does the work, over a communicator of its own.
 //
 // Collectives that the caller does not want to be asynchronous run on the caller's thread and are complete when the
-// function returns; their errors wait in the work that it returns. Where torch passes lists of one tensor a device,
+// function returns; their errors wait in the work that it returns. On CUDA tensors they are in the current stream then,
+// asynchronous ones in the group's communication stream. Where torch passes lists of one tensor a device,
 // there is one.
 class Backend final : public c10d::Backend {
  public:
@@ -82,7 +84,9 @@ class Backend final : public c10d::Backend {
  private:
   struct Issue;
   struct Batch {
+    // Made with the first operation, which says on which device.
     c10::intrusive_ptr<GroupWork> work;
+    c10::intrusive_ptr<DeviceWork> device_work;
     std::vector<TensorOperation> operations;
   };
 

@@ -12,7 +12,18 @@ namespace smd::torch_ext {
 // Ctrl-C ends a wait, and the operation goes on without it.
 constexpr std::chrono::milliseconds kLookForSignals(50);
 
+Work::Work(TensorOperation operation) : group_(operation.core.group) {
+  std::vector<TensorOperation> operations;
+  operations.push_back(std::move(operation));
+  flight_ = std::make_unique<Flight>(std::move(operations));
+}
+
 void Work::wait() {
+  if (flight_) {
+    checked([this] { check_device(group_, "wait for an asynchronous operation"); });
+    const std::lock_guard lock(mutex_);
+    return flight_->wait();
+  }
   std::unique_lock lock(mutex_);
   while (!completed_.wait_for(lock, kLookForSignals, [this] { return done_; })) {
     // Without the mutex: to look for signals may take Python's lock.
@@ -24,6 +35,11 @@ void Work::wait() {
 }
 
 bool Work::is_completed() {
+  if (flight_ && !flight_->is_done()) {
+    checked([this] { check_device(group_, "an asynchronous operation"); });
+    return false;
+  }
+  if (flight_) return true;
   const std::lock_guard lock(mutex_);
   return done_;
 }
@@ -72,6 +88,7 @@ void run(const TensorOperation& operation) {
 }
 
 c10::intrusive_ptr<Work> start(TensorOperation operation) {
+  if (operation.device()) return c10::make_intrusive<Work>(std::move(operation));
   auto work = c10::make_intrusive<Work>();
   // `submit` reads the description while the completion already owns the operation.
   const Operation core = operation.core;

@@ -4,17 +4,24 @@
 #include <torch/custom_class.h>
 
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
 
 #include "adapter.h"
+#include "device.h"
 
 namespace smd::torch_ext {
 
 // An operation in flight. Dropping the handle does not cancel the operation.
 class Work : public torch::CustomClassHolder {
  public:
-  // Returns when the operation is complete; throws what it failed with, each time. Takes no Python lock.
+  Work() = default;
+  // An operation on CUDA tensors.
+  explicit Work(TensorOperation operation);
+
+  // Returns when the operation is complete; throws what it failed with, each time. Takes no Python lock. On CUDA
+  // tensors, the current stream waits instead.
   //
   // There is no time limit here: the core ends every operation by itself, at its own deadline at the latest.
   void wait();
@@ -28,12 +35,14 @@ class Work : public torch::CustomClassHolder {
   std::condition_variable completed_;
   bool done_ = false;
   std::string error_;
+  std::uint64_t group_ = 0;
+  std::unique_ptr<Flight> flight_;
 };
 
 // The last step of an operation that the core is done with; the report of an error, or nothing.
 std::string copy_back(const TensorOperation& operation) noexcept;
 
-// Runs `operation` on this thread.
+// Runs `operation` on this thread; on CUDA tensors, in the current stream.
 void run(const TensorOperation& operation);
 
 // Hands `operation`, and with it the memory it works on, to the core.

@@ -2,7 +2,9 @@
 
 pub use ffi::*;
 
-use crate::calls::{check_interrupt, group_rank, group_size, rank, roll_call, run, session_id, size, submit};
+use crate::calls::{
+    check_device, check_interrupt, group_rank, group_size, rank, roll_call, run, run_together, session_id, size, submit,
+};
 use crate::membership::{Membership, join_all, join_some};
 use crate::reducer::{Reducer, SlotLease, new_reducer};
 
@@ -112,11 +114,22 @@ mod ffi {
         /// Members of `group`.
         fn group_size(group: u64) -> Result<usize>;
 
-        /// Runs the operation on the caller's thread and returns when this rank's part is complete.
+        /// Runs the operation on the caller's thread and returns when this rank's part is complete; on CUDA tensors, when
+        /// it is queued into the stream that their views name.
         ///
         /// # Safety
-        /// The views describe memory as `smd_core::buffer::TensorView` demands, until the call returns.
+        /// The views describe memory as `smd_core::buffer::TensorView` demands, until the call returns; on CUDA tensors,
+        /// until the device has done what was queued.
         unsafe fn run(call: &Call) -> Result<()>;
+
+        /// Queues operations on CUDA tensors, all of one group, as one, into the stream that their views name.
+        ///
+        /// # Safety
+        /// As `run`, until the device has done what was queued.
+        unsafe fn run_together(calls: &[Call]) -> Result<()>;
+
+        /// Throws what ended the operations of `group` on CUDA tensors, if something did.
+        fn check_device(group: u64, during: &str) -> Result<()>;
 
         /// Queues the operation. If this returns an error, `done` is not called; otherwise it is called once, from
         /// a thread of the core.

@@ -49,6 +49,25 @@ pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
 
 /// # Safety
 /// See the bridge.
+pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
+    guard(|| {
+        let Some(first) = calls.first() else { return Ok(()) };
+        if let Some(other) = calls.iter().find(|call| call.group != first.group) {
+            let (group, other) = (first.group, other.group);
+            return Err(Error::Internal(format!("operations of groups {group} and {other} were to run as one")));
+        }
+        // SAFETY: the caller's promise.
+        let requests = calls.iter().map(|call| unsafe { request(call) }).collect::<Result<Vec<_>>>()?;
+        communicator(first)?.run_on_device(&requests, timeout(first))
+    })
+}
+
+pub fn check_device(group: u64, during: &str) -> Result<(), Report> {
+    guard(|| session::current("an operation on CUDA tensors")?.communicator(group)?.check_device(during))
+}
+
+/// # Safety
+/// See the bridge.
 pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
     guard(|| {
         let communicator = communicator(call)?;

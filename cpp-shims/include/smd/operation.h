@@ -26,13 +26,14 @@ struct Operation {
   std::vector<TensorView> inputs;
   std::vector<TensorView> outputs;
 
-  // Runs on this thread until this rank's part is complete. Throws rust::Error with the core's report.
+  // Runs on this thread until this rank's part is complete, or queued if it is on a device. Throws rust::Error with the
+  // core's report.
   void run() const { smd::run(call()); }
 
   // Queues the operation; `done` is called once unless this throws.
   void submit(std::unique_ptr<Completion> done) const { smd::submit(call(), std::move(done)); }
 
- private:
+  // What the core is told; it refers to this operation.
   Call call() const {
     Call call;
     call.collective = collective;

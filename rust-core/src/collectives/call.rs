@@ -97,8 +97,17 @@ impl Call {
         }
     }
 
-    /// What `request` calls, if member `me` of `size` may call it; `None` for messages between pairs.
+    /// What `request`, on tensors in CPU memory, calls, if member `me` of `size` may call it; `None` for messages between
+    /// pairs.
     pub(crate) fn of(request: &Request, me: usize, size: usize) -> Result<Option<Self>> {
+        for view in views(request) {
+            on_cpu(&view)?;
+        }
+        Self::describe(request, me, size)
+    }
+
+    /// As [`Call::of`], on tensors wherever they are.
+    pub(crate) fn describe(request: &Request, me: usize, size: usize) -> Result<Option<Self>> {
         let call = match request {
             Request::AllReduce { input, output, op } => {
                 same_shape("all_reduce", input, output)?;
@@ -171,17 +180,11 @@ impl Call {
                 Self { dtype, sent, received, ..Self::new(Kind::AllToAll) }
             }
             Request::Barrier => Self::new(Kind::Barrier),
-            Request::Send { data, .. } | Request::Recv { data, .. } => {
-                on_cpu(data)?;
-                return Ok(None);
-            }
+            Request::Send { .. } | Request::Recv { .. } => return Ok(None),
         };
         if call.reduces() {
             super::kernels::check(call.dtype, call.op)
                 .map_err(|why| Error::Unsupported(format!("{}: {why}", call.kind.name())))?;
-        }
-        for view in views(request) {
-            on_cpu(&view)?;
         }
         Ok(Some(call))
     }
@@ -202,8 +205,8 @@ impl Call {
     }
 }
 
-/// Every view of a collective.
-fn views(request: &Request) -> Vec<TensorView> {
+/// Every view of a request.
+pub(crate) fn views(request: &Request) -> Vec<TensorView> {
     match request {
         Request::AllReduce { input, output, .. } | Request::Reduce { input, output, .. } => vec![*input, *output],
         Request::Broadcast { data, .. } => vec![*data],

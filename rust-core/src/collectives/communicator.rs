@@ -22,11 +22,12 @@ use parking_lot::{Condvar, Mutex};
 
 use super::call::{Call, Kind};
 use super::courier::Courier;
+use super::cuda::{self, Cuda};
 use super::window::Window;
 use super::{Group, Request, algorithms, arrival};
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
-use crate::world::Monitor;
+use crate::world::{Monitor, Store};
 
 /// Called once, from the worker thread, when an operation has completed or failed; a receive says which member sent.
 pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
@@ -38,6 +39,7 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 pub struct Communicator {
     shared: Arc<Shared>,
     courier: Courier,
+    cuda: Arc<Cuda>,
 }
 
 /// What the worker thread shares with the callers.
@@ -78,6 +80,7 @@ impl Communicator {
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
         let courier = Courier::new(id, transport.clone(), monitor.clone(), timeout, closed.clone());
+        let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
         let shared = Arc::new(Shared {
             id,
             transport,
@@ -91,7 +94,12 @@ impl Communicator {
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
-        Arc::new(Self { shared, courier })
+        Arc::new(Self { shared, courier, cuda })
+    }
+
+    /// Says where the members meet before their first operation on CUDA tensors.
+    pub fn set_store(&self, store: Arc<dyn Store>) {
+        self.cuda.set_store(store);
     }
 
     /// The job-wide name of the group; 0 is the world.
@@ -104,7 +112,8 @@ impl Communicator {
         self.shared.transport.members()
     }
 
-    /// Runs `request` and returns when this member's part is complete.
+    /// Runs `request` and returns when this member's part is complete; on CUDA tensors, when it is queued into the stream
+    /// that they name ([`super::cuda`]).
     ///
     /// # Errors
     /// See COL-3, COM-4, COM-5 and [`Wait::check`].
@@ -115,6 +124,7 @@ impl Communicator {
     /// As [`Communicator::run`], waiting for other members for `timeout` instead of the group's own.
     pub fn run_within(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         match request {
+            _ if cuda::is_on_device(request) => self.cuda.run(std::slice::from_ref(request), timeout),
             Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
@@ -129,9 +139,28 @@ impl Communicator {
     /// does.
     pub fn submit_within(self: &Arc<Self>, request: Request, timeout: Option<Duration>, done: Done) {
         match request {
+            _ if cuda::is_on_device(&request) => done(self.cuda.run(&[request], timeout).map(|()| None)),
             Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, timeout, done),
             _ => self.shared.queue(Job::Run(request, timeout), done),
         }
+    }
+
+    /// Queues several requests on CUDA tensors as one operation: they start together, so that messages in both
+    /// directions do not wait for each other.
+    ///
+    /// # Errors
+    /// As [`Communicator::run`]; [`Error::InvalidArgument`] for tensors in CPU memory.
+    pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+        self.cuda.run(requests, timeout)
+    }
+
+    /// What ended the group's operations on CUDA tensors, if something did: those that were queued before it have no
+    /// result.
+    ///
+    /// # Errors
+    /// That, told of `during`.
+    pub fn check_device(&self, during: &str) -> Result<()> {
+        self.cuda.check(|| during.to_owned())
     }
 
     /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
@@ -177,6 +206,7 @@ impl Communicator {
         }
         drop(turns);
         self.courier.wait_ended(deadline);
+        self.cuda.close();
     }
 }
 

@@ -330,7 +330,8 @@ impl Shared {
     }
 }
 
-fn describe(request: &Request) -> String {
+/// A message, for messages to the user.
+pub(super) fn describe(request: &Request) -> String {
     match request {
         Request::Send { data, to, tag } => {
             format!("send of {} {} to rank {to} of the group (tag {tag})", data.elems(), data.dtype())

@@ -20,6 +20,7 @@ mod arrival;
 mod call;
 pub mod communicator;
 mod courier;
+mod cuda;
 mod kernels;
 pub mod reference;
 pub mod window;

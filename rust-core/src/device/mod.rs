@@ -20,6 +20,7 @@ pub mod driver;
 pub mod event;
 pub mod kernel;
 pub mod memory;
+pub mod nccl;
 pub mod pack;
 pub mod stream;
 

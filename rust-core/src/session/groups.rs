@@ -115,9 +115,11 @@ impl Session {
         let members = Members { ranks: ranks.into(), me };
         self.check_one_host(ranks)?;
         let name = format!("{id:x}");
-        let transport = ShmTransport::join(&name, members, self.store(), &self.monitor, timeout)
+        let transport = ShmTransport::join(&name, members, &*self.store(), &self.monitor, timeout)
             .map_err(|error| self.explain(error, ranks))?;
-        Ok(Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout))
+        let communicator = Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout);
+        communicator.set_store(self.store());
+        Ok(communicator)
     }
 
     /// What the system refuses while a group is made may be the first sign of a member's death, such as memory that

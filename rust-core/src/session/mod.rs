@@ -57,7 +57,7 @@ pub struct Session {
 /// Where the members of the job meet.
 enum Control {
     /// A job of one has nobody to meet.
-    Alone(LocalStore),
+    Alone(Arc<LocalStore>),
     Connected(Arc<Client>),
 }
 
@@ -202,7 +202,7 @@ impl Session {
             places: vec![Place { host: 0, local_rank: 0, local_size: 1, pid: std::process::id() }],
             hosts: vec![host::name()],
             monitor,
-            control: Control::Alone(LocalStore::default()),
+            control: Control::Alone(Arc::default()),
             groups: Groups::new(timeout),
             met,
         }
@@ -269,10 +269,10 @@ impl Session {
         trace::stop();
     }
 
-    fn store(&self) -> &dyn Store {
+    fn store(&self) -> Arc<dyn Store> {
         match &self.control {
-            Control::Alone(store) => store,
-            Control::Connected(client) => &**client,
+            Control::Alone(store) => store.clone(),
+            Control::Connected(client) => client.clone(),
         }
     }
 

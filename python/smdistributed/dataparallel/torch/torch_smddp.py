@@ -63,4 +63,4 @@ def _create(options: Any, _: object) -> Any:
 
 # A module that is loaded anew, or under another name, must not register a second time.
 if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,433 @@
+//! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL.
+//!
+//! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
+//!   stream does afterwards sees the result.
+//! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
+//!   for them. A member uses one device; another one makes another part.
+//! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
+//!   would wait for the device. Only when an operation is stuck are the members' calls compared ([`watch`]).
+//! - CUDA-4: a part that failed (a member is gone, NCCL reports an error, an operation is stuck) is aborted on every
+//!   member, so that no kernel spins for ever. What was queued has undefined results from then on, and every later call
+//!   says why.
+//! - CUDA-5: the order of summation is NCCL's: the same on all members, and from run to run on the same machines, but
+//!   not that of COL-1. Averages multiply by the reciprocal of the number of members before they add.
+
+mod queue;
+mod watch;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+
+use super::Request;
+use super::call::{self, Call};
+use crate::buffer::Device;
+use crate::device::nccl::{Comm, UniqueId};
+use crate::device::{Context, Event, Stream};
+use crate::error::{Error, Result};
+use crate::transport::{Members, NAP, Wait};
+use crate::world::{Monitor, Store, host};
+
+/// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
+const COMPARED: usize = 64;
+/// How long the news of a death may take after NCCL has lost a connection.
+const NEWS_TIME: Duration = Duration::from_secs(2);
+/// How long [`Cuda::close`] waits for the device.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+/// How long an abort waits for the thread that is inside an operation, before it goes ahead (NCL-2).
+const TURN_LIMIT: Duration = Duration::from_secs(1);
+
+/// The CUDA side of one group.
+pub(super) struct Cuda {
+    id: u64,
+    members: Members,
+    monitor: Arc<Monitor>,
+    timeout: Duration,
+    closed: Arc<OnceLock<String>>,
+    store: OnceLock<Arc<dyn Store>>,
+    parts: RwLock<Vec<Arc<Part>>>,
+    /// Held while a part is made.
+    making: Mutex<()>,
+    /// Parts so far: the same on all members.
+    made: AtomicU64,
+    /// CUDA-4.
+    failed: OnceLock<Error>,
+}
+
+/// One device's communicator, and what is under way on it.
+pub(super) struct Part {
+    number: u64,
+    comm: Comm,
+    turn: Mutex<()>,
+    flights: Mutex<Flights>,
+}
+
+#[derive(Default)]
+struct Flights {
+    queue: VecDeque<Flight>,
+    /// Operations so far, without messages, of which every pair has its own number.
+    collectives: u64,
+    /// Events of flights that have landed.
+    events: Vec<Event>,
+}
+
+/// Operations that were queued together and are not known to be done.
+struct Flight {
+    requests: Box<[Request]>,
+    /// How many collectives were called before it.
+    position: u64,
+    since: Instant,
+    timeout: Duration,
+    done: Event,
+}
+
+impl Cuda {
+    pub(super) fn new(
+        id: u64,
+        members: Members,
+        monitor: Arc<Monitor>,
+        timeout: Duration,
+        closed: Arc<OnceLock<String>>,
+    ) -> Arc<Self> {
+        let (store, parts, making, made, failed) = Default::default();
+        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, failed })
+    }
+
+    /// Where the members meet. Before the first operation.
+    pub(super) fn set_store(&self, store: Arc<dyn Store>) {
+        let _ = self.store.set(store);
+    }
+
+    /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
+    pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+        let Some(first) = requests.first() else { return Ok(()) };
+        self.check(|| self.describe(first))?;
+        for request in requests {
+            self.accept(request)?;
+        }
+        let (device, stream) = place(requests)?;
+        let context = Context::primary(device)?;
+        // SAFETY: the views' promise covers their stream.
+        let stream = unsafe { Stream::borrowed(context, stream) };
+        let capturing = stream.is_capturing()?;
+        let part = match self.part(context) {
+            Some(part) => part,
+            None if capturing => {
+                return Err(Error::Unsupported(format!(
+                    "{}: the first operation of a group on `cuda:{device}` cannot be captured in a CUDA graph: run the \
+                     step once before",
+                    self.describe(first)
+                )));
+            }
+            None => self.make_part(context, first)?,
+        };
+        let timeout = timeout.unwrap_or(self.timeout);
+        part.queue(requests, &stream, capturing, timeout, self).map_err(|error| self.explain(error, first))
+    }
+
+    /// What every call ends with since the group failed, or the members that are gone.
+    ///
+    /// # Errors
+    /// The first failure, told of the operation `during`.
+    pub(super) fn check(&self, during: impl Fn() -> String) -> Result<()> {
+        if let Some(reason) = self.closed.get() {
+            return Err(Error::Closed { reason: reason.clone() });
+        }
+        match self.failed.get() {
+            None => Ok(()),
+            Some(Error::PeerFailed { rank, how, me, .. }) => {
+                Err(Error::PeerFailed { rank: *rank, how: how.clone(), me: *me, during: during() })
+            }
+            Some(error) => Err(error.clone()),
+        }
+    }
+
+    /// Ends the part: queued operations complete first, where the members still take part in them. Waits a little.
+    pub(super) fn close(self: &Arc<Self>) {
+        let parts = std::mem::take(&mut *self.parts.write());
+        if parts.is_empty() || self.failed.get().is_some() {
+            return;
+        }
+        let (ended, end) = mpsc::channel::<()>();
+        let own = self.clone();
+        let work = move || {
+            for part in parts {
+                while own.failed.get().is_none() && !part.landed() {
+                    // The watch does not know the part any more.
+                    if watch::departed(&own).is_some() {
+                        part.comm.abort();
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                part.comm.destroy();
+            }
+            drop(ended);
+        };
+        if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
+            // Ends with the sender's end; a process that ends earlier takes everything with it.
+            let _ = end.recv_timeout(CLOSE_LIMIT);
+        }
+    }
+
+    fn part(&self, context: &'static Context) -> Option<Arc<Part>> {
+        self.parts.read().iter().find(|part| part.comm.context().device() == context.device()).cloned()
+    }
+
+    fn make_part(self: &Arc<Self>, context: &'static Context, first: &Request) -> Result<Arc<Part>> {
+        let _making = self.making.lock();
+        if let Some(part) = self.part(context) {
+            return Ok(part);
+        }
+        let during = || format!("{} (the first one of group {} on CUDA tensors)", self.describe(first), self.id);
+        let start = Instant::now();
+        let wait = Wait {
+            during: &during,
+            start,
+            deadline: start + self.timeout,
+            monitor: &self.monitor,
+            members: &self.members.ranks,
+            closed: &self.closed,
+        };
+        let number = self.made.fetch_add(1, Ordering::Relaxed);
+        let id = self.meet(number, context, &wait)?;
+        let (me, size) = (self.members.me, self.members.size());
+        // NCCL's wait for the members has no limit and no way out, so it happens elsewhere.
+        let (sender, receiver) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("smd-cuda-join".into())
+            .spawn(move || sender.send(Comm::init(context, id, me, size)))
+            .map_err(|error| Error::io("starting a thread for NCCL", error))?;
+        let comm = loop {
+            match receiver.recv_timeout(NAP) {
+                Ok(outcome) => break outcome.map_err(|error| self.explain(error, first))?,
+                Err(mpsc::RecvTimeoutError::Timeout) => wait.check(|| self.others())?,
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
+                }
+            }
+        };
+        tracing::debug!("group {} has a CUDA part on `cuda:{}` after {:.1?}", self.id, context.device(), start.elapsed());
+        let part = Arc::new(Part { number, comm, turn: Mutex::new(()), flights: Mutex::default() });
+        self.parts.write().push(part.clone());
+        watch::add(self)?;
+        Ok(part)
+    }
+
+    /// The unique id of part `number`, after a look at the members' devices.
+    fn meet(&self, number: u64, context: &'static Context, wait: &Wait<'_>) -> Result<UniqueId> {
+        let (ranks, me) = (&self.members.ranks, self.members.me);
+        let key = |what: &str, rank: usize| format!("cuda/{:x}/{number}/{what}/{rank}", self.id);
+        if me == 0 {
+            self.store()?.set(&key("id", 0), UniqueId::new()?.bytes())?;
+        }
+        let own = (host::identity(), context.properties().uuid);
+        let text = postcard::to_stdvec(&own)
+            .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
+        self.store()?.set(&key("device", me), &text)?;
+        if ranks.len() <= COMPARED {
+            for other in (0..ranks.len()).filter(|other| *other != me) {
+                let text = self.read(&key("device", other), ranks[other], wait)?;
+                if postcard::from_bytes::<(String, [u8; 16])>(&text).is_ok_and(|theirs| theirs == own) {
+                    return Err(Error::InvalidArgument(format!(
+                        "ranks {} and {} use the same device (`cuda:{}` of rank {}): give every rank its own, with \
+                         `torch.cuda.set_device(local_rank)` or CUDA_VISIBLE_DEVICES",
+                        ranks[me.min(other)],
+                        ranks[me.max(other)],
+                        context.device(),
+                        ranks[me]
+                    )));
+                }
+            }
+        }
+        UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?)
+    }
+
+    fn store(&self) -> Result<&Arc<dyn Store>> {
+        self.store.get().ok_or_else(|| Error::Internal(format!("group {} has no store to meet on", self.id)))
+    }
+
+    /// What `rank` writes to `key`.
+    fn read(&self, key: &str, rank: usize, wait: &Wait<'_>) -> Result<Vec<u8>> {
+        let remaining = wait.deadline.saturating_duration_since(Instant::now());
+        self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
+            Error::Timeout { missing, .. } => {
+                Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing }
+            }
+            Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: (wait.during)() },
+            other => other,
+        })
+    }
+
+    fn others(&self) -> Vec<usize> {
+        let Members { ranks, me } = &self.members;
+        ranks.iter().enumerate().filter(|(at, _)| at != me).map(|(_, rank)| *rank).collect()
+    }
+
+    /// What NCCL or CUDA report may be the first sign of a member's death: the rendezvous will say so in a moment.
+    fn explain(&self, error: Error, during: &Request) -> Error {
+        let Error::Device { .. } = error else { return error };
+        let deadline = Instant::now() + NEWS_TIME;
+        loop {
+            let seen = self.monitor.generation();
+            if let Some(error) = watch::departed(self) {
+                let Error::PeerFailed { rank, how, me, .. } = error else { return error };
+                return Error::PeerFailed { rank, how, me, during: self.describe(during) };
+            }
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return error;
+            }
+            self.monitor.wait_change(seen, remaining);
+        }
+    }
+
+    /// The operation, for messages.
+    fn describe(&self, request: &Request) -> String {
+        match Call::describe(request, self.members.me, self.members.size()) {
+            Ok(Some(call)) => call.to_string(),
+            Ok(None) => super::courier::describe(request),
+            Err(_) => "an operation with arguments that do not fit".to_owned(),
+        }
+    }
+
+    /// Whether this member may call `request`.
+    fn accept(&self, request: &Request) -> Result<()> {
+        let (me, size) = (self.members.me, self.members.size());
+        match request {
+            Request::Send { to: peer, .. } | Request::Recv { from: Some(peer), .. } if *peer >= size => {
+                Err(Error::InvalidArgument(format!("{}: there is no such rank in a group of {size}", self.describe(request))))
+            }
+            Request::Recv { from: None, .. } => Err(Error::Unsupported(
+                "recv from any rank: NCCL has no such thing for CUDA tensors: name the rank".into(),
+            )),
+            Request::AllReduceWindow { .. } => {
+                Err(Error::Internal("a window of host memory was passed to an operation on CUDA tensors".into()))
+            }
+            Request::Send { .. } | Request::Recv { .. } => Ok(()),
+            _ => Call::describe(request, me, size).map(drop),
+        }
+    }
+}
+
+impl Part {
+    fn queue(
+        &self,
+        requests: &[Request],
+        stream: &Stream,
+        capturing: bool,
+        timeout: Duration,
+        owner: &Cuda,
+    ) -> Result<()> {
+        let (me, size) = (owner.members.me, owner.members.size());
+        let _turn = self.turn.lock();
+        let _entered = stream.context().enter()?;
+        // SAFETY: `run` has checked the requests, and that all views are on this device and its stream.
+        let one = |request: &Request| unsafe { queue::queue(&self.comm, request, me, size, stream) };
+        match requests {
+            [request] => one(request)?,
+            several => self.comm.group(|| several.iter().try_for_each(one))?,
+        }
+        if capturing {
+            // Nothing is under way before the graph is launched, and then nobody tells.
+            return Ok(());
+        }
+        let mut flights = self.flights.lock();
+        let done = match flights.events.pop() {
+            Some(event) => event,
+            None => Event::new(stream.context())?,
+        };
+        done.record(stream)?;
+        let position = flights.collectives;
+        flights.collectives += requests.iter().filter(|request| !is_message(request)).count() as u64;
+        flights.queue.push_back(Flight { requests: requests.into(), position, since: Instant::now(), timeout, done });
+        Ok(())
+    }
+
+    /// Forgets what is done; whether nothing is under way.
+    fn landed(&self) -> bool {
+        const KEPT: usize = 64;
+        let mut flights = self.flights.lock();
+        // What failed on the device is done as well, and told by CUDA to whoever asks next.
+        while flights.queue.front().is_some_and(|flight| flight.done.is_done().unwrap_or(true)) {
+            let Some(flight) = flights.queue.pop_front() else { break };
+            if flights.events.len() < KEPT {
+                flights.events.push(flight.done);
+            }
+        }
+        flights.queue.is_empty()
+    }
+
+    fn abort(&self) {
+        let _turn = self.turn.try_lock_for(TURN_LIMIT);
+        self.comm.abort();
+    }
+}
+
+/// The one device and stream of all views.
+fn place(requests: &[Request]) -> Result<(u16, usize)> {
+    let mut place = None;
+    for view in requests.iter().flat_map(call::views).filter(|view| view.elems() > 0) {
+        let Device::Cuda(index) = view.device() else {
+            return Err(Error::InvalidArgument("tensors on the CPU and on a CUDA device are mixed".into()));
+        };
+        match place {
+            None => place = Some((index, view.stream())),
+            Some((other, _)) if other != index => {
+                return Err(Error::InvalidArgument(format!("tensors on `cuda:{other}` and `cuda:{index}` are mixed")));
+            }
+            Some(_) => {}
+        }
+    }
+    // Views without elements carry the place as well, if their maker says so.
+    let empty = || requests.iter().flat_map(call::views).find_map(|view| match view.device() {
+        Device::Cuda(index) => Some((index, view.stream())),
+        Device::Cpu => None,
+    });
+    place.or_else(empty).ok_or_else(|| Error::Internal("an operation without CUDA tensors was queued on a device".into()))
+}
+
+/// Whether `request` is about CUDA tensors: as its first view is, all must be.
+pub(super) fn is_on_device(request: &Request) -> bool {
+    let view = match request {
+        Request::AllReduce { input, .. }
+        | Request::Reduce { input, .. }
+        | Request::AllGather { input, .. }
+        | Request::Gather { input, .. } => Some(input),
+        Request::Broadcast { data, .. } | Request::Send { data, .. } | Request::Recv { data, .. } => Some(data),
+        Request::Scatter { output, .. } | Request::ReduceScatter { output, .. } => Some(output),
+        Request::AllToAll { outputs, .. } => outputs.first(),
+        Request::AllReduceWindow { .. } | Request::Barrier => None,
+    };
+    view.is_some_and(|view| view.device() != Device::Cpu)
+}
+
+fn is_message(request: &Request) -> bool {
+    matches!(request, Request::Send { .. } | Request::Recv { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::{DType, TensorView};
+    use crate::collectives::ReduceOp;
+
+    fn view(device: Device) -> TensorView {
+        // SAFETY: nobody reads or writes through it.
+        unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, 7) }.unwrap()
+    }
+
+    #[test]
+    fn views_agree_about_their_place() {
+        let send = |device| Request::Send { data: view(device), to: 0, tag: 0 };
+        assert_eq!(place(&[send(Device::Cuda(2)), send(Device::Cuda(2))]).unwrap(), (2, 7));
+        let text = place(&[send(Device::Cuda(2)), send(Device::Cuda(0))]).unwrap_err().to_string();
+        assert_eq!(text, "tensors on `cuda:2` and `cuda:0` are mixed");
+        assert!(place(&[send(Device::Cuda(2)), send(Device::Cpu)]).is_err());
+        let (input, output) = (view(Device::Cuda(1)), view(Device::Cuda(1)));
+        let reduce = Request::AllReduce { input, output, op: ReduceOp::Sum };
+        assert!(is_on_device(&reduce) && !is_on_device(&Request::Barrier));
+    }
+}

@@ -1,0 +1,130 @@
+//! A request as NCCL's operations. What NCCL lacks is made of broadcasts, reductions or messages that run as one.
+
+use crate::buffer::TensorView;
+use crate::collectives::Request;
+use crate::device::Stream;
+use crate::device::nccl::Comm;
+use crate::error::{Error, Result};
+
+/// Queues `request` of member `me` of `size`.
+///
+/// # Safety
+/// The views are as the request demands, on the communicator's device, until what is queued is done; the stream is of
+/// that device.
+pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usize, stream: &Stream) -> Result<()> {
+    // SAFETY, for every call of the function: the caller's promise, and lengths that the request was checked for.
+    match request {
+        Request::AllReduce { input, output, op } => {
+            // SAFETY: see above.
+            unsafe { comm.all_reduce(input, output, *op, stream) }
+        }
+        Request::Reduce { input, output, op, root } => {
+            let output = if me == *root { output } else { input };
+            // SAFETY: see above; NCCL writes the output of the root only.
+            unsafe { comm.reduce(input, output, *op, *root, stream) }
+        }
+        Request::Broadcast { data, root } => {
+            // SAFETY: see above.
+            unsafe { comm.broadcast(data, data, *root, stream) }
+        }
+        Request::AllGather { input, outputs } => match row(outputs) {
+            // SAFETY: see above; the blocks lie side by side.
+            Some(start) => unsafe { comm.all_gather(input, start, stream) },
+            None => comm.group(|| {
+                for (root, output) in outputs.iter().enumerate().filter(|(_, output)| output.elems() > 0) {
+                    let source = if root == me { input } else { output };
+                    // SAFETY: see above.
+                    unsafe { comm.broadcast(source, output, root, stream) }?;
+                }
+                Ok(())
+            }),
+        },
+        Request::Gather { input, outputs, root } => comm.group(|| {
+            // SAFETY, for both loops: see above.
+            if input.elems() > 0 {
+                // SAFETY: see above.
+                unsafe { comm.send(input, *root, stream) }?;
+            }
+            for (from, output) in outputs.iter().enumerate().filter(|(_, output)| output.elems() > 0) {
+                // SAFETY: see above.
+                unsafe { comm.recv(output, from, stream) }?;
+            }
+            Ok(())
+        }),
+        Request::Scatter { inputs, output, root } => comm.group(|| {
+            for (to, input) in inputs.iter().enumerate().filter(|(_, input)| input.elems() > 0) {
+                // SAFETY: see above.
+                unsafe { comm.send(input, to, stream) }?;
+            }
+            if output.elems() > 0 {
+                // SAFETY: see above.
+                unsafe { comm.recv(output, *root, stream) }?;
+            }
+            Ok(())
+        }),
+        Request::ReduceScatter { inputs, output, op } => match row(inputs) {
+            // SAFETY: see above; the blocks lie side by side.
+            Some(start) => unsafe { comm.reduce_scatter(start, output, *op, stream) },
+            None => comm.group(|| {
+                for (root, input) in inputs.iter().enumerate().filter(|(_, input)| input.elems() > 0) {
+                    let output = if root == me { output } else { input };
+                    // SAFETY: see above; NCCL writes the output of the root only.
+                    unsafe { comm.reduce(input, output, *op, root, stream) }?;
+                }
+                Ok(())
+            }),
+        },
+        Request::AllToAll { inputs, outputs } => comm.group(|| {
+            for peer in 0..size {
+                if inputs[peer].elems() > 0 {
+                    // SAFETY: see above.
+                    unsafe { comm.send(&inputs[peer], peer, stream) }?;
+                }
+                if outputs[peer].elems() > 0 {
+                    // SAFETY: see above.
+                    unsafe { comm.recv(&outputs[peer], peer, stream) }?;
+                }
+            }
+            Ok(())
+        }),
+        Request::Send { data, to, .. } => {
+            // SAFETY: see above.
+            unsafe { comm.send(data, *to, stream) }
+        }
+        Request::Recv { data, from: Some(from), .. } => {
+            // SAFETY: see above.
+            unsafe { comm.recv(data, *from, stream) }
+        }
+        Request::Recv { from: None, .. } | Request::AllReduceWindow { .. } | Request::Barrier => {
+            Err(Error::Internal("an operation that is none of CUDA's was queued on a device".into()))
+        }
+    }
+}
+
+/// The start of blocks of equal length that lie side by side.
+fn row(blocks: &[TensorView]) -> Option<*mut u8> {
+    let first = blocks.first()?;
+    let bytes = first.bytes();
+    let beside = |(at, block): (usize, &TensorView)| {
+        block.bytes() == bytes && block.ptr() as usize == first.ptr() as usize + at * bytes
+    };
+    blocks.iter().enumerate().all(beside).then_some(first.ptr())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::{DType, Device};
+
+    #[test]
+    fn a_row_is_equal_blocks_side_by_side() {
+        let view = |start: usize, elems: usize| {
+            // SAFETY: nobody reads or writes through it.
+            unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
+        };
+        assert_eq!(row(&[view(64, 4), view(80, 4), view(96, 4)]), Some(64 as *mut u8));
+        assert_eq!(row(&[view(64, 4), view(96, 4), view(80, 4)]), None);
+        assert_eq!(row(&[view(64, 4), view(80, 3)]), None);
+        assert_eq!(row(&[]), None);
+    }
+}

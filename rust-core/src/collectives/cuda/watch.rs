@@ -1,0 +1,267 @@
+//! One thread of the process that watches over what is under way on devices: departures of members, NCCL's errors, and
+//! operations that take too long.
+//!
+//! When an operation has been under way for a part of its time limit, each member writes down on the store what it is
+//! waiting in; at the limit, each compares that with the others'. So a stuck operation ends with an error that names
+//! who is missing, or who called something else.
+
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Cuda, Part, is_message};
+use crate::collectives::Request;
+use crate::device::driver::relaxed;
+use crate::error::{Error, Result};
+use crate::transport::NAP;
+use crate::world::Departure;
+
+/// How long a member that left in good order may have been gone while an operation with it is still under way.
+const LEFT_LIMIT: Duration = Duration::from_secs(5);
+/// Time for the others' notes to arrive once the limit is over.
+const NOTES_TIME: Duration = Duration::from_secs(1);
+
+struct Watch {
+    groups: Mutex<Vec<Weak<Cuda>>>,
+    added: Condvar,
+}
+
+static WATCH: Watch = Watch { groups: Mutex::new(Vec::new()), added: Condvar::new() };
+
+/// Watches over a group that has a part, until it is dropped.
+pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
+    static THREAD: OnceLock<Result<()>> = OnceLock::new();
+    let mut groups = WATCH.groups.lock();
+    if !groups.iter().any(|known| known.ptr_eq(&Arc::downgrade(group))) {
+        groups.push(Arc::downgrade(group));
+    }
+    WATCH.added.notify_one();
+    drop(groups);
+    let start = || {
+        let thread = std::thread::Builder::new().name("smd-cuda".into());
+        thread.spawn(work).map(drop).map_err(|error| Error::io("starting the thread that watches over devices", error))
+    };
+    THREAD.get_or_init(start).clone()
+}
+
+fn work() {
+    let mut notes = Notes::default();
+    loop {
+        let groups: Vec<Arc<Cuda>> = {
+            let mut groups = WATCH.groups.lock();
+            groups.retain(|group| group.strong_count() > 0);
+            while groups.is_empty() {
+                WATCH.added.wait(&mut groups);
+            }
+            groups.iter().filter_map(Weak::upgrade).collect()
+        };
+        // Some stream of the process may be under capture, which must not mind what this thread asks.
+        relaxed(|| groups.iter().for_each(|group| look_at(group, &mut notes)));
+        // All groups of a session have one monitor; a departure ends the nap.
+        let monitor = groups[0].monitor.clone();
+        drop(groups);
+        monitor.wait_change(monitor.generation(), NAP);
+    }
+}
+
+fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
+    if group.failed.get().is_some() {
+        return;
+    }
+    if let Some(error) = departed(group) {
+        return fail(group, error);
+    }
+    let parts: Vec<Arc<Part>> = group.parts.read().clone();
+    for part in parts {
+        if let Some(error) = part.comm.async_error() {
+            // The connection to a member that died is lost before the news of its death is here.
+            let error = match part.flights.lock().queue.front() {
+                Some(flight) => group.explain(error, &flight.requests[0]),
+                None => error,
+            };
+            return fail(group, error);
+        }
+        if part.landed() {
+            continue;
+        }
+        if let Some(error) = left(group, &part).or_else(|| stuck(group, &part, notes)) {
+            return fail(group, error);
+        }
+    }
+}
+
+/// CUDA-4.
+fn fail(group: &Arc<Cuda>, error: Error) {
+    tracing::debug!("group {} ends its operations on devices: {error}", group.id);
+    let _ = group.failed.set(error);
+    for part in std::mem::take(&mut *group.parts.write()) {
+        // An abort waits for the device, on which the kernels of other groups may spin that are aborted next.
+        let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
+        if let Err(error) = abort.spawn(move || part.abort()) {
+            tracing::error!("operations on a device cannot be ended: no thread for it: {error}");
+        }
+    }
+}
+
+/// What ends operations because a member died or failed.
+pub(super) fn departed(group: &Cuda) -> Option<Error> {
+    if group.monitor.generation() == 0 {
+        return None;
+    }
+    let gone = |rank: &&usize| !matches!(group.monitor.departure(**rank), None | Some(Departure::Left));
+    let gone: Vec<usize> = group.members.ranks.iter().filter(gone).copied().collect();
+    if gone.is_empty() {
+        return None;
+    }
+    group.monitor.check(&gone, "an operation on CUDA tensors").err()
+}
+
+/// A member left in good order, but not before this one began to wait for it.
+fn left(group: &Cuda, part: &Part) -> Option<Error> {
+    let flights = part.flights.lock();
+    let flight = flights.queue.front()?;
+    if group.monitor.generation() == 0 || flight.since.elapsed() < LEFT_LIMIT {
+        return None;
+    }
+    let left = |rank: &&usize| matches!(group.monitor.departure(**rank), Some(Departure::Left));
+    let left: Vec<usize> = group.members.ranks.iter().filter(left).copied().collect();
+    if left.is_empty() {
+        return None;
+    }
+    group.monitor.check(&left, &group.describe(&flight.requests[0])).err()
+}
+
+/// What a member writes down about the operation that it waits in.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Note {
+    /// How many collectives it called before.
+    position: u64,
+    /// The operation.
+    text: String,
+    /// Whether all members take part.
+    collective: bool,
+}
+
+/// What this process has written down so far.
+#[derive(Default)]
+struct Notes {
+    written: Vec<(String, Instant)>,
+}
+
+impl Notes {
+    /// Whether `key` has no note yet about what began at `since`.
+    fn is_new(&mut self, key: &str, since: Instant) -> bool {
+        match self.written.iter_mut().find(|(known, _)| known == key) {
+            Some((_, last)) if *last == since => false,
+            Some((_, last)) => {
+                *last = since;
+                true
+            }
+            None => {
+                self.written.push((key.to_owned(), since));
+                true
+            }
+        }
+    }
+}
+
+fn stuck(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
+    let (note, since, timeout, partners) = {
+        let flights = part.flights.lock();
+        let flight = flights.queue.front()?;
+        if flight.since.elapsed() < flight.timeout / 2 {
+            return None;
+        }
+        let first = &flight.requests[0];
+        let collective = !is_message(first);
+        let partners = if collective { group.others() } else { partners(group, &flight.requests) };
+        let note = Note { position: flight.position, text: group.describe(first), collective };
+        (note, flight.since, flight.timeout, partners)
+    };
+    let store = group.store.get()?;
+    let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, part.number);
+    let me = group.members.ranks[group.members.me];
+    if notes.is_new(&key(me), since)
+        && let Ok(text) = postcard::to_stdvec(&note)
+    {
+        // That it cannot be written means that the job is ending, which has its own errors.
+        let _ = store.set(&key(me), &text);
+    }
+    if since.elapsed() < timeout {
+        return None;
+    }
+    let deadline = Instant::now() + NOTES_TIME;
+    let read = |rank: usize| {
+        let remaining = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let text = store.get(&key(rank), &[], remaining).ok()?;
+        postcard::from_bytes::<Note>(&text).ok()
+    };
+    let others: Vec<(usize, Option<Note>)> = partners.into_iter().map(|rank| (rank, read(rank))).collect();
+    Some(compare(me, &note, since.elapsed(), &others))
+}
+
+fn partners(group: &Cuda, requests: &[Request]) -> Vec<usize> {
+    let peers = requests.iter().filter_map(|request| match request {
+        Request::Send { to, .. } => Some(*to),
+        Request::Recv { from, .. } => *from,
+        _ => None,
+    });
+    let mut ranks: Vec<usize> =
+        peers.filter(|peer| *peer != group.members.me).map(|peer| group.members.ranks[peer]).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
+}
+
+/// Why rank `me`, which waits in `mine`, waits in vain.
+fn compare(me: usize, mine: &Note, waited: Duration, others: &[(usize, Option<Note>)]) -> Error {
+    let differs = |theirs: &Note| {
+        mine.collective && theirs.collective && (theirs.position != mine.position || theirs.text != mine.text)
+    };
+    let other = others.iter().find_map(|(rank, note)| Some((*rank, note.as_ref().filter(|note| differs(note))?)));
+    if let Some((rank, theirs)) = other {
+        let say = |rank, note: &Note| format!("rank {rank} waits in {} after {} others", note.text, note.position);
+        let (low, high) = if me < rank { ((me, mine), (rank, theirs)) } else { ((rank, theirs), (me, mine)) };
+        return Error::Mismatch {
+            during: format!("{} on CUDA tensors, stuck for {waited:.1?}", mine.text),
+            detail: format!("{}, {}", say(low.0, low.1), say(high.0, high.1)),
+        };
+    }
+    let missing: Vec<usize> = others.iter().filter(|(_, note)| note.is_none()).map(|(rank, _)| *rank).collect();
+    Error::Timeout { during: format!("{} on CUDA tensors", mine.text), waited, missing }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note(position: u64, text: &str) -> Note {
+        Note { position, text: text.into(), collective: true }
+    }
+
+    #[test]
+    fn a_stuck_operation_names_who_is_missing_or_called_something_else() {
+        let waited = Duration::from_secs(30);
+        let mine = note(4, "all_reduce(sum) of 10 float32");
+        let same = (0, Some(mine.clone()));
+        let error = compare(1, &mine, waited, &[same.clone(), (2, None), (3, None)]);
+        assert_eq!(
+            error.to_string(),
+            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3]"
+        );
+        let error = compare(1, &mine, waited, &[same, (2, Some(note(4, "broadcast of 3 int64")))]);
+        assert_eq!(
+            error.to_string(),
+            "all_reduce(sum) of 10 float32 on CUDA tensors, stuck for 30.0s: ranks disagree: rank 1 waits in \
+             all_reduce(sum) of 10 float32 after 4 others, rank 2 waits in broadcast of 3 int64 after 4 others"
+        );
+    }
+
+    #[test]
+    fn a_note_is_written_once_for_each_operation() {
+        let (mut notes, now) = (Notes::default(), Instant::now());
+        assert!(notes.is_new("a", now) && !notes.is_new("a", now) && notes.is_new("b", now));
+        assert!(notes.is_new("a", now + Duration::from_secs(1)));
+    }
+}

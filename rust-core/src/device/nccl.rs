@@ -1,0 +1,509 @@
+//! NCCL: the library, communicators and what they run.
+//!
+//! - NCL-1: the library is the one that a framework has loaded, if one has. Two copies in a process would each take
+//!   memory, and settings of the one would not reach the other.
+//! - NCL-2: a communicator is used by one thread at a time, except for [`Comm::abort`], which exists to end what another
+//!   thread is stuck in.
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use cudarc::nccl::sys::{self, ncclComm_t, ncclDataType_t, ncclRedOp_t};
+use libloading::os::unix::Library;
+
+use super::driver::{Context, relaxed};
+use super::stream::Stream;
+use crate::buffer::{DType, TensorView};
+use crate::collectives::ReduceOp;
+use crate::error::{Error, Result};
+
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+/// Marks a field of the configuration that NCCL may choose.
+const UNSET: c_int = c_int::MIN;
+
+macro_rules! functions {
+    ($($name:ident($($argument:ty),*) -> $answer:ty;)*) => {
+        /// NCCL's functions, as its header declares them; answers are numbers here, since a newer NCCL may have more
+        /// of them than an enum lists.
+        #[expect(non_snake_case, reason = "NCCL's names")]
+        struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $answer,)* }
+
+        impl Functions {
+            fn find(library: &Library) -> std::result::Result<Self, libloading::Error> {
+                // SAFETY: the signatures are those of nccl.h since 2.18.
+                unsafe { Ok(Self { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* }) }
+            }
+        }
+    };
+}
+
+functions! {
+    ncclGetVersion(*mut c_int) -> c_int;
+    ncclGetErrorString(c_int) -> *const c_char;
+    ncclGetLastError(ncclComm_t) -> *const c_char;
+    ncclGetUniqueId(*mut sys::ncclUniqueId) -> c_int;
+    ncclCommInitRankConfig(*mut ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut Config) -> c_int;
+    ncclCommDestroy(ncclComm_t) -> c_int;
+    ncclCommAbort(ncclComm_t) -> c_int;
+    ncclCommGetAsyncError(ncclComm_t, *mut c_int) -> c_int;
+    ncclGroupStart() -> c_int;
+    ncclGroupEnd() -> c_int;
+    ncclAllReduce(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclReduce(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, c_int, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclBroadcast(*const c_void, *mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclAllGather(*const c_void, *mut c_void, usize, ncclDataType_t, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclReduceScatter(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclSend(*const c_void, usize, ncclDataType_t, c_int, ncclComm_t, sys::cudaStream_t) -> c_int;
+    ncclRecv(*mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, sys::cudaStream_t) -> c_int;
+}
+
+/// `ncclConfig_t` as of 2.18, which every later version accepts: it goes by the size and version inside.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+/// The loaded library.
+struct Nccl {
+    functions: Functions,
+    version: (u32, u32, u32),
+    path: String,
+}
+
+/// Loads NCCL; the answer of the first call stays.
+fn nccl() -> Result<&'static Nccl> {
+    static ANSWER: OnceLock<Result<Nccl>> = OnceLock::new();
+    ANSWER.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+fn load() -> Result<Nccl> {
+    const NAME: &str = "libnccl.so.2";
+    let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
+    // SAFETY: without loading anything (NCL-1).
+    let mut found = unsafe { Library::open(Some(OsStr::new(NAME)), flags | libc::RTLD_NOLOAD) };
+    let mut path = format!("the `{NAME}` of a framework");
+    for candidate in wheels().into_iter().chain([PathBuf::from(NAME)]) {
+        if found.is_ok() {
+            break;
+        }
+        // SAFETY: running NCCL's initialisers is what loading it is for.
+        found = unsafe { Library::open(Some(&candidate), flags) };
+        path = candidate.display().to_string();
+    }
+    let library = found.map_err(|error| {
+        Error::Unsupported(format!("NCCL was not found, which operations on CUDA tensors need: {error}"))
+    })?;
+    let functions = Functions::find(&library)
+        .map_err(|error| Error::Unsupported(format!("NCCL at `{path}` is older than 2.18: {error}")))?;
+    // Kept until the process ends.
+    std::mem::forget(library);
+    let mut code = 0;
+    // SAFETY: `code` is valid for the write.
+    if unsafe { (functions.ncclGetVersion)(&mut code) } != SUCCESS || code < 21800 {
+        return Err(Error::Unsupported(format!("NCCL at `{path}` has version {code}, expected at least 21800")));
+    }
+    let code = code.unsigned_abs();
+    let version = (code / 10000, code / 100 % 100, code % 100);
+    tracing::debug!("NCCL {}.{}.{} is {path}", version.0, version.1, version.2);
+    Ok(Nccl { functions, version, path })
+}
+
+/// Where NVIDIA's wheel puts NCCL, if this library lies in a `site-packages`.
+fn wheels() -> Option<PathBuf> {
+    // SAFETY: an all-zero `Dl_info` is a valid value of it.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: the address is one of this library, and `info` is valid for the write.
+    if unsafe { libc::dladdr(load as fn() -> Result<Nccl> as *const c_void, &mut info) } == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's string ends with a zero and lives as long as the library.
+    let own = PathBuf::from(unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned());
+    // .../site-packages/smdistributed/_core.abi3.so
+    let wheel = own.parent()?.parent()?.join("nvidia/nccl/lib/libnccl.so.2");
+    wheel.exists().then_some(wheel)
+}
+
+/// The version of NCCL and where it comes from, for `smdrun doctor`.
+///
+/// # Errors
+/// [`Error::Unsupported`] without NCCL.
+pub fn describe() -> Result<String> {
+    let Nccl { version: (major, minor, patch), path, .. } = nccl()?;
+    Ok(format!("{major}.{minor}.{patch} ({path})"))
+}
+
+impl Nccl {
+    fn check(&self, answer: c_int, comm: ncclComm_t, doing: impl FnOnce() -> String) -> Result<()> {
+        if answer == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: NCCL's strings are static or live until the next error of the thread, and end with a zero.
+        let text = unsafe { CStr::from_ptr((self.functions.ncclGetErrorString)(answer)) }.to_string_lossy().into_owned();
+        // SAFETY: NCCL accepts null here, and asks no more of a communicator than that it exists.
+        let last = unsafe { (self.functions.ncclGetLastError)(comm) };
+        // SAFETY: as above.
+        let last = if last.is_null() { "".into() } else { unsafe { CStr::from_ptr(last) }.to_string_lossy() };
+        let answer = if last.is_empty() { format!("NCCL: {text}") } else { format!("NCCL: {text}: {}", last.trim_end()) };
+        Err(Error::Device { doing: doing(), answer })
+    }
+}
+
+/// What the members of a communicator tell each other before they make it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UniqueId([u8; 128]);
+
+impl UniqueId {
+    /// A new one. NCCL starts a thread that serves it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
+    pub fn new() -> Result<Self> {
+        let nccl = nccl()?;
+        let mut id = sys::ncclUniqueId { internal: [0; 128] };
+        // SAFETY: `id` is valid for the write.
+        let answer = unsafe { (nccl.functions.ncclGetUniqueId)(&mut id) };
+        nccl.check(answer, std::ptr::null_mut(), || "making a unique id for a group".into())?;
+        Ok(Self(id.internal.map(|byte| byte as u8)))
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The id with these bytes, which come from another member.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if their number is wrong.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let bytes = bytes.try_into().map_err(|_| Error::Internal(format!("a unique id of {} bytes", bytes.len())))?;
+        Ok(Self(bytes))
+    }
+}
+
+/// This process's member of a group. Dropped without [`Comm::destroy`] or [`Comm::abort`] it stays until the process
+/// ends: both may wait, which a drop must not.
+#[derive(Debug)]
+pub struct Comm {
+    raw: AtomicPtr<sys::ncclComm>,
+    context: &'static Context,
+}
+
+impl Comm {
+    /// Member `rank` of `size`, on the device of `context`. Waits for all other members, without a limit: NCCL ends the
+    /// wait when it loses the connection to one of them.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
+    pub fn init(context: &'static Context, id: UniqueId, rank: usize, size: usize) -> Result<Self> {
+        let nccl = nccl()?;
+        let too_many = |_| Error::InvalidArgument(format!("a group of {size} is more than NCCL counts"));
+        let (rank, size) = (c_int::try_from(rank).map_err(too_many)?, c_int::try_from(size).map_err(too_many)?);
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: 21800,
+            blocking: 1,
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: std::ptr::null(),
+            split_share: UNSET,
+        };
+        let _entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        let id = sys::ncclUniqueId { internal: id.0.map(|byte| byte as c_char) };
+        // SAFETY: `raw` and `config` are valid for reads and writes; the device of the group is current.
+        let answer =
+            relaxed(|| unsafe { (nccl.functions.ncclCommInitRankConfig)(&mut raw, size, id, rank, &mut config) });
+        nccl.check(answer, std::ptr::null_mut(), || {
+            format!("joining a group of {size} on `cuda:{}` as its rank {rank}", context.device())
+        })?;
+        Ok(Self { raw: AtomicPtr::new(raw), context })
+    }
+
+    /// The device's context.
+    pub fn context(&self) -> &'static Context {
+        self.context
+    }
+
+    fn raw(&self) -> ncclComm_t {
+        self.raw.load(Ordering::Acquire)
+    }
+
+    /// What has gone wrong behind the back of the calls, if something has.
+    pub fn async_error(&self) -> Option<Error> {
+        let (Ok(nccl), raw) = (nccl(), self.raw()) else { return None };
+        if raw.is_null() {
+            return None;
+        }
+        let mut state = SUCCESS;
+        // SAFETY: the communicator exists; `state` is valid for the write.
+        let answer = unsafe { (nccl.functions.ncclCommGetAsyncError)(raw, &mut state) };
+        if answer != SUCCESS || state == SUCCESS || state == IN_PROGRESS {
+            return None;
+        }
+        nccl.check(state, raw, || format!("communicating on `cuda:{}`", self.context.device())).err()
+    }
+
+    /// Ends every operation, here and on the device, and frees the communicator. It can be called while another thread
+    /// is inside an operation (NCL-2). Waits for the device to stop. Does nothing the second time.
+    pub fn abort(&self) {
+        self.end(|functions| functions.ncclCommAbort);
+    }
+
+    /// Frees the communicator when its operations are done. The other members do the same at about the same time.
+    /// Does nothing the second time, or after [`Comm::abort`].
+    pub fn destroy(&self) {
+        self.end(|functions| functions.ncclCommDestroy);
+    }
+
+    fn end(&self, how: impl FnOnce(&Functions) -> unsafe extern "C" fn(ncclComm_t) -> c_int) {
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        let (Ok(nccl), false) = (nccl(), raw.is_null()) else { return };
+        let Ok(_entered) = self.context.enter() else { return };
+        // SAFETY: the pointer was taken out, so nobody frees it a second time. Nobody can be told of an error.
+        let answer = relaxed(|| unsafe { how(&nccl.functions)(raw) });
+        if answer != SUCCESS {
+            tracing::debug!("a communicator of `cuda:{}` ended with NCCL's answer {answer}", self.context.device());
+        }
+    }
+
+    /// Runs `body`, whose operations become one: they start together and may depend on each other.
+    ///
+    /// # Errors
+    /// Those of `body`, [`Error::Device`].
+    pub fn group(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let nccl = nccl()?;
+        // SAFETY: no preconditions.
+        let answer = unsafe { (nccl.functions.ncclGroupStart)() };
+        nccl.check(answer, self.raw(), || "starting a group of operations".into())?;
+        let outcome = body();
+        // SAFETY: ends what was started above, on the same thread.
+        let answer = unsafe { (nccl.functions.ncclGroupEnd)() };
+        outcome.and_then(|()| nccl.check(answer, self.raw(), || "starting operations of a group".into()))
+    }
+
+    fn call(&self, name: &str, call: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
+        let (nccl, raw) = (nccl()?, self.raw());
+        if raw.is_null() {
+            return Err(Error::Closed { reason: "the communicator was ended".into() });
+        }
+        nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", self.context.device()))
+    }
+
+    /// Queues `output = op over members (input)`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for what NCCL does not reduce, [`Error::Device`].
+    ///
+    /// # Safety
+    /// Here and below: views are memory of the communicator's device, of equal length where they correspond, until what
+    /// was queued is done; the stream is of that device.
+    pub unsafe fn all_reduce(&self, input: &TensorView, output: &TensorView, op: ReduceOp, stream: &Stream) -> Result<()> {
+        let (elems, dtype, op) = reduction(input, op)?;
+        // SAFETY: the caller's promise.
+        self.call("all_reduce", |nccl, comm| unsafe {
+            (nccl.ncclAllReduce)(input.ptr().cast(), output.ptr().cast(), elems, dtype, op, comm, queue(stream))
+        })
+    }
+
+    /// Queues the same for `root` alone.
+    ///
+    /// # Errors
+    /// As [`Comm::all_reduce`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`].
+    pub unsafe fn reduce(
+        &self,
+        input: &TensorView,
+        output: &TensorView,
+        op: ReduceOp,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (elems, dtype, op) = reduction(input, op)?;
+        // SAFETY: the caller's promise.
+        self.call("reduce", |nccl, comm| unsafe {
+            let (from, to) = (input.ptr().cast(), output.ptr().cast());
+            (nccl.ncclReduce)(from, to, elems, dtype, op, root as c_int, comm, queue(stream))
+        })
+    }
+
+    /// Queues `output = input of root`.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`].
+    pub unsafe fn broadcast(&self, input: &TensorView, output: &TensorView, root: usize, stream: &Stream) -> Result<()> {
+        let (elems, dtype) = moved(output);
+        // SAFETY: the caller's promise.
+        self.call("broadcast", |nccl, comm| unsafe {
+            let (from, to) = (input.ptr().cast(), output.ptr().cast());
+            (nccl.ncclBroadcast)(from, to, elems, dtype, root as c_int, comm, queue(stream))
+        })
+    }
+
+    /// Queues the collection of every member's input, as long on all, into `output`.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`]; at `output` is room for the inputs of all members.
+    pub unsafe fn all_gather(&self, input: &TensorView, output: *mut u8, stream: &Stream) -> Result<()> {
+        let (elems, dtype) = moved(input);
+        // SAFETY: the caller's promise.
+        self.call("all_gather", |nccl, comm| unsafe {
+            (nccl.ncclAllGather)(input.ptr().cast(), output.cast(), elems, dtype, comm, queue(stream))
+        })
+    }
+
+    /// Queues `output = op over members (block of this member in input)`; blocks are as long on all members.
+    ///
+    /// # Errors
+    /// As [`Comm::all_reduce`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`]; at `input` is a block for every member.
+    pub unsafe fn reduce_scatter(
+        &self,
+        input: *const u8,
+        output: &TensorView,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (elems, dtype, op) = reduction(output, op)?;
+        // SAFETY: the caller's promise.
+        self.call("reduce_scatter", |nccl, comm| unsafe {
+            (nccl.ncclReduceScatter)(input.cast(), output.ptr().cast(), elems, dtype, op, comm, queue(stream))
+        })
+    }
+
+    /// Queues a message to member `to`. Several belong into one [`Comm::group`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`].
+    pub unsafe fn send(&self, data: &TensorView, to: usize, stream: &Stream) -> Result<()> {
+        let (elems, dtype) = moved(data);
+        // SAFETY: the caller's promise.
+        self.call("send", |nccl, comm| unsafe {
+            (nccl.ncclSend)(data.ptr().cast(), elems, dtype, to as c_int, comm, queue(stream))
+        })
+    }
+
+    /// Queues the receipt of a message from member `from`.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// As [`Comm::all_reduce`].
+    pub unsafe fn recv(&self, data: &TensorView, from: usize, stream: &Stream) -> Result<()> {
+        let (elems, dtype) = moved(data);
+        // SAFETY: the caller's promise.
+        self.call("recv", |nccl, comm| unsafe {
+            (nccl.ncclRecv)(data.ptr().cast(), elems, dtype, from as c_int, comm, queue(stream))
+        })
+    }
+}
+
+fn queue(stream: &Stream) -> sys::cudaStream_t {
+    stream.raw() as sys::cudaStream_t
+}
+
+/// A view as what is only moved.
+fn moved(view: &TensorView) -> (usize, ncclDataType_t) {
+    (view.bytes(), ncclDataType_t::ncclUint8)
+}
+
+/// Length, type and operation of a reduction, in NCCL's terms.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub fn reduction(view: &TensorView, op: ReduceOp) -> Result<(usize, ncclDataType_t, ncclRedOp_t)> {
+    use ncclDataType_t as Type;
+    use ncclRedOp_t as Op;
+    let dtype = view.dtype();
+    let refuse = || {
+        let op = format!("{op:?}").to_lowercase();
+        Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU for it")))
+    };
+    if dtype == DType::Bool {
+        // Values are 0 and 1.
+        return match op {
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => Ok((view.elems(), Type::ncclUint8, Op::ncclMax)),
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => Ok((view.elems(), Type::ncclUint8, Op::ncclMin)),
+            ReduceOp::Average | ReduceOp::BitXor => refuse(),
+        };
+    }
+    let (parts, ty) = match dtype {
+        DType::UInt8 => (1, Type::ncclUint8),
+        DType::Int8 => (1, Type::ncclInt8),
+        DType::Int32 => (1, Type::ncclInt32),
+        DType::Int64 => (1, Type::ncclInt64),
+        DType::Float16 => (1, Type::ncclFloat16),
+        DType::BFloat16 => (1, Type::ncclBfloat16),
+        DType::Float32 => (1, Type::ncclFloat32),
+        DType::Float64 => (1, Type::ncclFloat64),
+        DType::Complex64 => (2, Type::ncclFloat32),
+        DType::Complex128 => (2, Type::ncclFloat64),
+        DType::Int16 | DType::Bool => return refuse(),
+    };
+    let op = match op {
+        ReduceOp::Sum => Op::ncclSum,
+        ReduceOp::Average => Op::ncclAvg,
+        // Not the products of the parts, and there is no order.
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Max if parts == 2 => return refuse(),
+        ReduceOp::Product => Op::ncclProd,
+        ReduceOp::Min => Op::ncclMin,
+        ReduceOp::Max => Op::ncclMax,
+        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => return refuse(),
+    };
+    Ok((view.elems() * parts, ty, op))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nccl_lacks_is_refused_by_name() {
+        let text = |dtype, op| reduction(&TensorView::empty(dtype), op).unwrap_err().to_string();
+        assert_eq!(
+            text(DType::Int32, ReduceOp::BitXor),
+            "NCCL has no reduction `bitxor` of int32: move the tensor to the CPU for it"
+        );
+        assert!(text(DType::Complex64, ReduceOp::Product).contains("`product` of complex64"));
+        assert!(reduction(&TensorView::empty(DType::Bool), ReduceOp::Sum).is_ok());
+        for dtype in [DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int64, DType::UInt8] {
+            assert!(reduction(&TensorView::empty(dtype), ReduceOp::Sum).is_ok(), "{dtype}");
+        }
+    }
+
+    /// Where there is an NCCL at all, it is found and has what is needed; no device is needed for that.
+    #[test]
+    fn the_library_is_new_enough_or_named_as_missing() {
+        match describe() {
+            Ok(text) => assert!(text.starts_with("2."), "{text}"),
+            Err(error) => assert!(error.to_string().contains("NCCL"), "{error}"),
+        }
+    }
+}

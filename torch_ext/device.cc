@@ -1,0 +1,91 @@
+#include "device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace smd::torch_ext {
+namespace {
+
+c10::impl::VirtualGuardImpl guard(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+}  // namespace
+
+c10::Stream current_stream(c10::Device device) { return guard(device).getStream(device); }
+
+std::size_t handle_of(const c10::Stream& stream) {
+  return reinterpret_cast<std::size_t>(guard(stream.device()).getStreamNativeHandle(stream));
+}
+
+c10::Stream communication_stream(std::int64_t group, c10::Device device) {
+  static std::mutex mutex;
+  static auto* streams = new std::map<std::pair<std::int64_t, c10::DeviceIndex>, c10::Stream>;
+  const std::lock_guard lock(mutex);
+  const auto key = std::make_pair(group, device.index());
+  auto found = streams->find(key);
+  if (found == streams->end()) {
+    found = streams->emplace(key, guard(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first;
+  }
+  return found->second;
+}
+
+StreamScope::StreamScope(const c10::Stream& stream) : before_(guard(stream.device()).exchangeStream(stream)) {}
+
+StreamScope::~StreamScope() { guard(before_.device()).exchangeStream(before_); }
+
+void queue(const std::vector<TensorOperation>& operations) {
+  if (operations.size() == 1) return operations[0].core.run();
+  std::vector<Call> calls;
+  calls.reserve(operations.size());
+  for (const auto& operation : operations) calls.push_back(operation.core.call());
+  run_together({calls.data(), calls.size()});
+}
+
+Flight::Flight(std::vector<TensorOperation> operations)
+    : operations_(std::move(operations)),
+      issuer_(current_stream(*operations_.at(0).device())),
+      stream_(communication_stream(static_cast<std::int64_t>(operations_[0].core.group), issuer_.device())),
+      done_(issuer_.device_type()) {
+  c10::Event ready(issuer_.device_type());
+  ready.record(issuer_);
+  ready.block(stream_);
+  for (auto& operation : operations_) operation.set_stream(handle_of(stream_));
+  try {
+    queue(operations_);
+    const StreamScope scope(stream_);
+    for (const auto& operation : operations_) operation.finish();
+    done_.record(stream_);
+  } catch (...) {
+    // Some of it may be queued.
+    let_go(false);
+    throw;
+  }
+}
+
+Flight::~Flight() { let_go(false); }
+
+void Flight::wait() {
+  const auto here = current_stream(issuer_.device());
+  done_.block(here);
+  let_go(here == issuer_);
+}
+
+void Flight::let_go(bool used_here_only) noexcept {
+  if (!used_here_only) {
+    const auto impl = guard(stream_.device());
+    for (const auto& operation : operations_) {
+      for (const auto& storage : operation.storages()) {
+        try {
+          impl.recordDataPtrOnStream(storage.data_ptr(), stream_);
+        } catch (...) {
+          // The device has failed, or the process is ending: nothing will use the memory.
+        }
+      }
+    }
+  }
+  operations_.clear();
+}
+
+}  // namespace smd::torch_ext
