@@ -121,7 +121,8 @@ void TensorOperation::finish() const {
 std::optional<c10::Device> TensorOperation::device() const {
   for (const auto* views : {&core.outputs, &core.inputs}) {
     for (const auto& view : *views) {
-      if (view.device == DeviceKind::Cuda) return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(view.device_index));
+      if (view.device == DeviceKind::Cuda)
+        return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(view.device_index));
     }
   }
   return std::nullopt;

@@ -165,7 +165,8 @@ Backend::Works Backend::issue(const Issue& what, std::vector<TensorOperation> op
         batch_->device_work = c10::make_intrusive<DeviceWork>(getRank(), OpType::COALESCED, "smddp:coalesced", group_,
                                                               Tensors(), outputs);
       } else {
-        batch_->work = c10::make_intrusive<GroupWork>(getRank(), OpType::COALESCED, "smddp:coalesced", Tensors(), Tensors());
+        batch_->work =
+            c10::make_intrusive<GroupWork>(getRank(), OpType::COALESCED, "smddp:coalesced", Tensors(), Tensors());
       }
     }
     TORCH_CHECK_VALUE(on_device == static_cast<bool>(batch_->device_work),

@@ -154,9 +154,9 @@ fn name(collective: ffi::Collective) -> &'static str {
 /// The views' promise holds for as long as the request is in use.
 unsafe fn request(call: &ffi::Call) -> Result<Request> {
     // SAFETY: the caller's promise, for this and the next line.
-    let inputs = call.inputs.iter().map(|view| unsafe { tensor(call, view) }).collect::<Result<Vec<_>>>()?;
+    let inputs = call.inputs.iter().map(|view| unsafe { tensor(view) }).collect::<Result<Vec<_>>>()?;
     // SAFETY: as above.
-    let outputs = call.outputs.iter().map(|view| unsafe { tensor(call, view) }).collect::<Result<Vec<_>>>()?;
+    let outputs = call.outputs.iter().map(|view| unsafe { tensor(view) }).collect::<Result<Vec<_>>>()?;
     Ok(match call.collective {
         ffi::Collective::AllReduce => {
             Request::AllReduce { input: one(call, inputs)?, output: one(call, outputs)?, op: reduce_op(call.op)? }
@@ -198,17 +198,10 @@ fn peer(call: &ffi::Call) -> Result<usize> {
 
 /// # Safety
 /// As [`TensorView::new`].
-unsafe fn tensor(call: &ffi::Call, view: &ffi::TensorView) -> Result<TensorView> {
+unsafe fn tensor(view: &ffi::TensorView) -> Result<TensorView> {
     let device = match view.device {
         ffi::DeviceKind::Cpu => Device::Cpu,
-        ffi::DeviceKind::Cuda => {
-            return Err(Error::Unsupported(format!(
-                "`{}` of a tensor on cuda:{}: CUDA tensors need the NCCL transport, which is not part of this \
-                 release yet; move the tensor to the CPU",
-                name(call.collective),
-                view.device_index
-            )));
-        }
+        ffi::DeviceKind::Cuda => Device::Cuda(view.device_index),
         other => return Err(Error::Internal(format!("a shim named device kind {}", other.repr))),
     };
     // SAFETY: the caller's promise.
@@ -327,13 +320,16 @@ mod tests {
         assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
         assert!(report.contains("a shim asked for operation 99"), "{report}");
-        let cuda = [ffi::TensorView { device: ffi::DeviceKind::Cuda, device_index: 3, ..view(&mut values) }];
-        let report = refusal(&call(ffi::Collective::AllReduce, &cuda, &cuda));
-        assert!(
-            report.contains("`all_reduce` of a tensor on cuda:3: CUDA tensors need the NCCL transport"),
-            "{report}"
-        );
-        assert!(report.ends_with("[smd:unsupported]"), "{report}");
+    }
+
+    #[test]
+    fn views_keep_their_device_and_stream() {
+        let mut values = [0.0];
+        let cuda = [ffi::TensorView { device: ffi::DeviceKind::Cuda, device_index: 3, stream: 5, ..view(&mut values) }];
+        // SAFETY: as in `refusal`.
+        let request = unsafe { request(&call(ffi::Collective::AllReduce, &cuda, &cuda)) }.expect("it is acceptable");
+        let Request::AllReduce { input, .. } = request else { panic!("{request:?}") };
+        assert_eq!((input.device(), input.stream()), (Device::Cuda(3), 5));
     }
 
     #[test]

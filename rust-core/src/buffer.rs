@@ -157,6 +157,11 @@ impl TensorView {
         self.stream
     }
 
+    /// The same memory, ordered by another CUDA stream.
+    pub fn on_stream(self, stream: usize) -> Self {
+        Self { stream, ..self }
+    }
+
     /// Elements `start..start + elems` of this view.
     ///
     /// # Panics

@@ -124,7 +124,9 @@ fn wheels() -> Option<PathBuf> {
     // SAFETY: an all-zero `Dl_info` is a valid value of it.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: the address is one of this library, and `info` is valid for the write.
-    if unsafe { libc::dladdr(load as fn() -> Result<Nccl> as *const c_void, &mut info) } == 0 || info.dli_fname.is_null() {
+    if unsafe { libc::dladdr(load as fn() -> Result<Nccl> as *const c_void, &mut info) } == 0
+        || info.dli_fname.is_null()
+    {
         return None;
     }
     // SAFETY: the loader's string ends with a zero and lives as long as the library.
@@ -149,12 +151,14 @@ impl Nccl {
             return Ok(());
         }
         // SAFETY: NCCL's strings are static or live until the next error of the thread, and end with a zero.
-        let text = unsafe { CStr::from_ptr((self.functions.ncclGetErrorString)(answer)) }.to_string_lossy().into_owned();
+        let text =
+            unsafe { CStr::from_ptr((self.functions.ncclGetErrorString)(answer)) }.to_string_lossy().into_owned();
         // SAFETY: NCCL accepts null here, and asks no more of a communicator than that it exists.
         let last = unsafe { (self.functions.ncclGetLastError)(comm) };
         // SAFETY: as above.
         let last = if last.is_null() { "".into() } else { unsafe { CStr::from_ptr(last) }.to_string_lossy() };
-        let answer = if last.is_empty() { format!("NCCL: {text}") } else { format!("NCCL: {text}: {}", last.trim_end()) };
+        let answer =
+            if last.is_empty() { format!("NCCL: {text}") } else { format!("NCCL: {text}: {}", last.trim_end()) };
         Err(Error::Device { doing: doing(), answer })
     }
 }
@@ -311,7 +315,13 @@ impl Comm {
     /// # Safety
     /// Here and below: views are memory of the communicator's device, of equal length where they correspond, until what
     /// was queued is done; the stream is of that device.
-    pub unsafe fn all_reduce(&self, input: &TensorView, output: &TensorView, op: ReduceOp, stream: &Stream) -> Result<()> {
+    pub unsafe fn all_reduce(
+        &self,
+        input: &TensorView,
+        output: &TensorView,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
         let (elems, dtype, op) = reduction(input, op)?;
         // SAFETY: the caller's promise.
         self.call("all_reduce", |nccl, comm| unsafe {
@@ -349,7 +359,13 @@ impl Comm {
     ///
     /// # Safety
     /// As [`Comm::all_reduce`].
-    pub unsafe fn broadcast(&self, input: &TensorView, output: &TensorView, root: usize, stream: &Stream) -> Result<()> {
+    pub unsafe fn broadcast(
+        &self,
+        input: &TensorView,
+        output: &TensorView,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
         let (elems, dtype) = moved(output);
         // SAFETY: the caller's promise.
         self.call("broadcast", |nccl, comm| unsafe {

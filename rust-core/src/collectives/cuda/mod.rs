@@ -209,7 +209,12 @@ impl Cuda {
                 }
             }
         };
-        tracing::debug!("group {} has a CUDA part on `cuda:{}` after {:.1?}", self.id, context.device(), start.elapsed());
+        tracing::debug!(
+            "group {} has a CUDA part on `cuda:{}` after {:.1?}",
+            self.id,
+            context.device(),
+            start.elapsed()
+        );
         let part = Arc::new(Part { number, comm, turn: Mutex::new(()), flights: Mutex::default() });
         self.parts.write().push(part.clone());
         watch::add(self)?;
@@ -298,7 +303,10 @@ impl Cuda {
         let (me, size) = (self.members.me, self.members.size());
         match request {
             Request::Send { to: peer, .. } | Request::Recv { from: Some(peer), .. } if *peer >= size => {
-                Err(Error::InvalidArgument(format!("{}: there is no such rank in a group of {size}", self.describe(request))))
+                Err(Error::InvalidArgument(format!(
+                    "{}: there is no such rank in a group of {size}",
+                    self.describe(request)
+                )))
             }
             Request::Recv { from: None, .. } => Err(Error::Unsupported(
                 "recv from any rank: NCCL has no such thing for CUDA tensors: name the rank".into(),
@@ -382,11 +390,15 @@ fn place(requests: &[Request]) -> Result<(u16, usize)> {
         }
     }
     // Views without elements carry the place as well, if their maker says so.
-    let empty = || requests.iter().flat_map(call::views).find_map(|view| match view.device() {
-        Device::Cuda(index) => Some((index, view.stream())),
-        Device::Cpu => None,
-    });
-    place.or_else(empty).ok_or_else(|| Error::Internal("an operation without CUDA tensors was queued on a device".into()))
+    let empty = || {
+        requests.iter().flat_map(call::views).find_map(|view| match view.device() {
+            Device::Cuda(index) => Some((index, view.stream())),
+            Device::Cpu => None,
+        })
+    };
+    place
+        .or_else(empty)
+        .ok_or_else(|| Error::Internal("an operation without CUDA tensors was queued on a device".into()))
 }
 
 /// Whether `request` is about CUDA tensors: as its first view is, all must be.

@@ -1,0 +1,156 @@
+"""What data parallelism adds to a training step on GPUs: ours beside torch's DistributedDataParallel, in one run.
+
+    smdrun -n 4 benches/gpu/ddp_step.py --cases 124M:8 350M:1 1.5B:2 124M:32 --rounds 5
+
+Every round runs every variant once, in another order each time: warm-up steps first, then timed ones between two
+synchronisations of all ranks. A step is forward, backward and a fused SGD step, under bf16 autocast. The exposed time
+of a variant is its step less the step without any communication, of the same round; shown are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as c10d
+from gpt import CONTEXT, GPT, SIZES, VOCABULARY
+
+import smdistributed.dataparallel.torch.distributed as dist
+from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as OurDDP
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+
+TORCH_VARIANTS = {
+    "torch 25": {"bucket_cap_mb": 25},
+    "torch view 25": {"bucket_cap_mb": 25, "gradient_as_bucket_view": True},
+    "torch view static 25": {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": True},
+    "torch view 100": {"bucket_cap_mb": 100, "gradient_as_bucket_view": True},
+    "torch view static 100": {"bucket_cap_mb": 100, "gradient_as_bucket_view": True, "static_graph": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=["124M:8", "350M:1", "1.5B:2"], help="size:batch[:compile]")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ours", nargs="+", type=float, default=[0], help="bucket sizes in MiB; 0 is the default")
+    parser.add_argument("--torch", nargs="+", default=list(TORCH_VARIANTS), choices=list(TORCH_VARIANTS))
+    parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
+    arguments = parser.parse_args()
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    c10d.init_process_group(
+        "nccl", rank=rank, world_size=size, device_id=torch.device("cuda", torch.cuda.current_device())
+    )
+    if rank == 0:
+        print(
+            f"{size} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}"
+        )
+    torch._dynamo.config.optimize_ddp = False
+    for case in arguments.cases:
+        measure(case, arguments, rank)
+    c10d.destroy_process_group()
+
+
+def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
+    """Runs one model in all variants and prints a table."""
+    name, batch, *how = case.split(":")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(*SIZES[name])
+    if "compile" in how:
+        for block in model.blocks:
+            block.compile()
+    tokens = torch.randint(0, VOCABULARY, (int(batch), CONTEXT + 1), device="cuda")
+    variants = {"alone": lambda: model}
+    for mib in arguments.ours:
+        variants[f"ours {mib:g}" if mib else "ours"] = lambda mib=mib: OurDDP(
+            model, device_ids=[torch.cuda.current_device()], bucket_cap_mb=mib or None
+        )
+    for variant in arguments.torch:
+        variants[variant] = lambda variant=variant: TorchDDP(
+            model, device_ids=[torch.cuda.current_device()], **TORCH_VARIANTS[variant]
+        )
+    names = list(variants)
+    times: dict[str, list[float]] = {variant: [] for variant in names}
+    peaks: dict[str, float] = {}
+    for turn in range(arguments.rounds):
+        for variant in names[turn % len(names) :] + names[: turn % len(names)]:
+            torch.cuda.reset_peak_memory_stats()
+            wrapped = variants[variant]()
+            trace = arguments.trace if turn == arguments.rounds - 1 and rank == 0 else None
+            times[variant].append(
+                timed(wrapped, model, tokens, arguments, trace and f"{trace}/{name}-{batch}-{variant}.json")
+            )
+            peaks[variant] = max(peaks.get(variant, 0), torch.cuda.max_memory_allocated() / 2**30)
+            del wrapped
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    report(case, times, peaks, rank)
+
+
+def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, trace: str | None) -> float:
+    """Milliseconds of a step, the slowest rank's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = wrapped(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(arguments.warmup):
+        step()
+    c10d.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(arguments.steps):
+        step()
+    torch.cuda.synchronize()
+    spent = torch.tensor([(time.perf_counter() - start) / arguments.steps * 1e3], device="cuda")
+    c10d.all_reduce(spent, c10d.ReduceOp.MAX)
+    if trace:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(trace)
+    elif arguments.trace:
+        step()
+    return spent.item()
+
+
+def report(case: str, times: dict[str, list[float]], peaks: dict[str, float], rank: int) -> None:
+    if rank != 0:
+        return
+    alone = times["alone"]
+    exposed = {
+        variant: [value - base for value, base in zip(values, alone, strict=True)] for variant, values in times.items()
+    }
+    best = min(statistics.median(values) for name, values in exposed.items() if name.startswith("torch"))
+    print(f"\n{case}: alone {statistics.median(alone):.1f} ms ({min(alone):.1f} to {max(alone):.1f})")
+    print(f"{'variant':24}{'step ms':>9}{'exposed':>9}{'min':>8}{'max':>8}{'of best':>9}{'peak GiB':>10}")
+    for variant, values in exposed.items():
+        middle = statistics.median(values)
+        print(
+            f"{variant:24}{statistics.median(times[variant]):9.2f}{middle:9.2f}{min(values):8.2f}{max(values):8.2f}"
+            f"{middle / best:9.2f}{peaks[variant]:10.3f}"
+        )
+    print(
+        "JSON " + json.dumps({"case": case, "times": {k: [round(v, 2) for v in vs] for k, vs in times.items()}}),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

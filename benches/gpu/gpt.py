@@ -1,0 +1,56 @@
+"""A plain GPT-2: token and position embeddings, pre-norm blocks, a head tied to the token embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+#: Width, layers and heads of the published sizes.
+SIZES = {"124M": (768, 12, 12), "350M": (1024, 24, 16), "1.5B": (1600, 48, 25)}
+VOCABULARY = 50_257
+CONTEXT = 1024
+
+
+class Block(torch.nn.Module):
+    """Attention and a feed-forward network, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = torch.nn.LayerNorm(width)
+        self.attention = torch.nn.Linear(width, 3 * width)
+        self.projection = torch.nn.Linear(width, width)
+        self.norm_2 = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x_BTC.shape
+        heads = self.attention(self.norm_1(x_BTC)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x_BTC = x_BTC + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x_BTC + self.down(functional.gelu(self.up(self.norm_2(x_BTC)), approximate="tanh"))
+
+
+class GPT(torch.nn.Module):
+    """Returns the mean loss of predicting each next token."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCABULARY, width)
+        self.positions = torch.nn.Embedding(CONTEXT, width)
+        self.blocks = torch.nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.tokens(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits = self.head(self.norm(x_BTC))
+        return functional.cross_entropy(logits.view(-1, VOCABULARY), targets_BT.reshape(-1))

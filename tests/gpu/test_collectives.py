@@ -1,0 +1,433 @@
+"""Collectives on CUDA tensors, against PyTorch's NCCL backend in the same processes.
+
+A job on GPUs takes long to start, so each one makes many checks and reports the ones that failed.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from support import run_ranks
+from support.devices import NUM_RANKS, needs_two
+
+pytestmark = [pytest.mark.timeout(240), needs_two]
+
+SIZES = (0, 1, 7, 1000, 65_537, 3 << 20)
+
+
+def _start():
+    """Our session, torch's NCCL group of the same ranks, and this rank's device."""
+    import os
+
+    import torch
+    import torch.distributed as c10d
+
+    import smdistributed.dataparallel.torch.distributed as dist
+
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    c10d.init_process_group("nccl", rank=rank, world_size=size)
+    return torch, c10d, dist, rank, size
+
+
+class _Checks:
+    """Runs checks and keeps what failed."""
+
+    def __init__(self):
+        self.failed = []
+
+    def __call__(self, name, check):
+        try:
+            check()
+        except BaseException as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self.failed.append(f"{name}: {type(error).__name__}: {str(error)[:600]} ({last.name}:{last.lineno})")
+
+
+def _values(torch, dtype, elems, salt):
+    generator = torch.Generator(device="cuda").manual_seed(salt)
+    options = {"generator": generator, "device": "cuda"}
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (elems,), **options).bool()
+    if dtype.is_complex:
+        real = torch.float32 if dtype is torch.complex64 else torch.float64
+        return torch.complex(*(torch.randn(elems, dtype=real, **options) for _ in range(2)))
+    if dtype.is_floating_point:
+        return torch.randn(elems, **options).to(dtype)
+    return torch.randint(0 if dtype is torch.uint8 else -8, 8, (elems,), **options).to(dtype)
+
+
+def _equal(torch, mine, theirs, what):
+    if not torch.equal(mine, theirs):
+        at = (mine != theirs).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: at {at} {mine[tuple(at)].item()} instead of {theirs[tuple(at)].item()}")
+
+
+def collectives_body():
+    torch, c10d, dist, rank, size = _start()
+    checks = _Checks()
+    ops = {
+        "SUM": c10d.ReduceOp.SUM,
+        "AVERAGE": c10d.ReduceOp.AVG,
+        "MIN": c10d.ReduceOp.MIN,
+        "MAX": c10d.ReduceOp.MAX,
+        "PRODUCT": c10d.ReduceOp.PRODUCT,
+    }
+    floats = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    whole = [torch.uint8, torch.int8, torch.int32, torch.int64]
+    for dtype in [*floats, *whole]:
+        for name, op in ops.items():
+            if name == "AVERAGE" and dtype in whole:
+                continue
+            for elems in SIZES:
+
+                def check(dtype=dtype, name=name, op=op, elems=elems):
+                    mine = _values(torch, dtype, elems, rank)
+                    theirs = mine.clone()
+                    dist.all_reduce(mine, getattr(dist.ReduceOp, name))
+                    c10d.all_reduce(theirs, op)
+                    _equal(torch, mine, theirs, "all_reduce")
+
+                checks(f"all_reduce {dtype} {name} {elems}", check)
+
+    everything = [*floats, *whole, torch.bool, torch.complex64, torch.complex128, torch.int16]
+    for dtype in everything:
+        for elems in SIZES:
+
+            def check(dtype=dtype, elems=elems):
+                inputs = [_values(torch, dtype, elems, 50 + r) for r in range(size)]
+                x = inputs[rank].clone()
+                dist.broadcast(x, size - 1)
+                _equal(torch, x, inputs[size - 1], "broadcast")
+                outputs = [torch.empty_like(x) for _ in range(size)]
+                dist.all_gather(outputs, inputs[rank])
+                for output, expected in zip(outputs, inputs, strict=True):
+                    _equal(torch, output, expected, "all_gather")
+                flat = torch.empty(size * elems, dtype=dtype, device="cuda")
+                dist.all_gather_into_tensor(flat, inputs[rank])
+                _equal(torch, flat, torch.cat(inputs), "all_gather_into_tensor")
+                gathered = [torch.empty_like(x) for _ in range(size)] if rank == 1 else None
+                dist.gather(inputs[rank], gathered, dst=1)
+                for output, expected in zip(gathered or [], inputs, strict=False):
+                    _equal(torch, output, expected, "gather")
+                got = torch.empty_like(x)
+                dist.scatter(got, inputs if rank == 0 else None, src=0)
+                _equal(torch, got, inputs[rank], "scatter")
+                blocks = [_values(torch, dtype, elems, 1000 * rank + to) for to in range(size)]
+                outputs = [torch.empty_like(x) for _ in range(size)]
+                dist.all_to_all(outputs, blocks)
+                for source, output in enumerate(outputs):
+                    _equal(torch, output, _values(torch, dtype, elems, 1000 * source + rank), "all_to_all")
+                if rank == 0:
+                    dist.send(inputs[0], 1)
+                elif rank == 1:
+                    dist.recv(got, 0)
+                    _equal(torch, got, inputs[0], "recv")
+
+            checks(f"moves {dtype} {elems}", check)
+
+    def reductions():
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
+            inputs = [_values(torch, dtype, 5 * size, 70 + r) for r in range(size)]
+            total = torch.stack(inputs).any(0) if dtype is torch.bool else torch.stack(inputs).sum(0)
+            x = inputs[rank].clone()
+            dist.reduce(x, 1)
+            torch.testing.assert_close(x, total if rank == 1 else inputs[rank])
+            part = torch.empty(5, dtype=dtype, device="cuda")
+            dist.reduce_scatter_tensor(part, inputs[rank])
+            torch.testing.assert_close(part, total[5 * rank : 5 * rank + 5])
+            part.zero_()
+            dist.reduce_scatter(part, [block.clone() for block in inputs[rank].chunk(size)])
+            torch.testing.assert_close(part, total[5 * rank : 5 * rank + 5])
+
+    checks("reduce and reduce_scatter", reductions)
+
+    def uneven():
+        outputs = [torch.empty(r + 1, device="cuda") for r in range(size)]
+        dist.all_gather(outputs, torch.full((rank + 1,), float(rank), device="cuda"))
+        for r, output in enumerate(outputs):
+            _equal(torch, output, torch.full((r + 1,), float(r), device="cuda"), "all_gather of several sizes")
+        sizes = [(rank + to) % 3 for to in range(size)]
+        x = torch.cat([torch.full((n,), 10.0 * rank + to, device="cuda") for to, n in enumerate(sizes)])
+        y = torch.empty(sum(sizes), device="cuda")
+        dist.all_to_all_single(y, x, sizes, sizes)
+        expected = torch.cat([torch.full((n,), 10.0 * source + rank, device="cuda") for source, n in enumerate(sizes)])
+        _equal(torch, y, expected, "all_to_all_single")
+
+    checks("uneven blocks", uneven)
+
+    def views():
+        x = torch.arange(12.0, device="cuda").reshape(3, 4)
+        dist.all_reduce(x.t())
+        _equal(torch, x, size * torch.arange(12.0, device="cuda").reshape(3, 4), "a transposed view")
+        work = dist.all_reduce(x[:, 1:3], async_op=True)
+        work.wait()
+        expected = size * torch.arange(12.0, device="cuda").reshape(3, 4)
+        expected[:, 1:3] *= size
+        _equal(torch, x, expected, "a strided view, asynchronous")
+
+    checks("tensors that are not dense", views)
+
+    def refusals():
+        for tensor, op in ((torch.ones(3, dtype=torch.int32), "bit_xor"), (torch.ones(3, dtype=torch.int16), "sum")):
+            with pytest.raises(NotImplementedError, match="NCCL has no reduction"):
+                torch.ops.smd.all_reduce_(tensor.cuda(), op, 0)
+        with pytest.raises((ValueError, NotImplementedError), match=r"mixed|CPU memory"):
+            dist.all_gather([torch.empty(1) for _ in range(size)], torch.ones(1, device="cuda"))
+
+    checks("what NCCL lacks", refusals)
+
+    def order_and_memory():
+        # The operation starts when the tensor is there, and its memory is not given away before it is done.
+        side = torch.cuda.Stream()
+        for turn in range(20):
+            with torch.cuda.stream(side if turn % 2 else torch.cuda.current_stream()):
+                x = torch.zeros(1 << 20, device="cuda")
+                torch.cuda._sleep(2_000_000)
+                x += rank + 1
+                y = x * 1
+                work = dist.all_reduce(x, async_op=True)
+                dropped = dist.all_reduce(y, async_op=True)
+                del y, dropped
+                junk = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(4)]
+                work.wait()
+                assert x.sum().item() == (1 << 20) * size * (size + 1) / 2
+                del junk
+        torch.cuda.synchronize()
+        assert dist.all_reduce(x, async_op=True).wait()
+
+    checks("order and memory of asynchronous operations", order_and_memory)
+
+    def graph():
+        x = torch.zeros(1000, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x += 1
+            dist.all_reduce(x)
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            x *= 2
+        expected = torch.zeros(1000, device="cuda")
+        for _ in range(5):
+            graph.replay()
+            expected = 2 * size * size * (expected + 1)
+        _equal(torch, x, expected, "a captured all_reduce")
+
+    checks("CUDA graph", graph)
+    torch.cuda.synchronize()
+    c10d.destroy_process_group()
+    return checks.failed
+
+
+def test_collectives_equal_nccl():
+    failed = run_ranks(collectives_body, NUM_RANKS, timeout=200)
+    assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
+
+
+def backend_body():
+    torch, c10d, _, rank, size = _start()
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    checks = _Checks()
+    group = c10d.new_group(backend="smddp")
+
+    def compare(name, run):
+        def check():
+            mine, theirs = run(group), run(None)
+            torch.cuda.synchronize()
+            for a, b in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+        checks(name, check)
+
+    def fill(elems, salt=0, dtype=torch.float32):
+        return _values(torch, dtype, elems, 100 * salt + rank)
+
+    for asynchronous in (False, True):
+
+        def finish(work):
+            if work is not None:
+                work.wait()
+
+        def all_reduce(pg, asynchronous=asynchronous):
+            x = fill(1000)
+            finish(c10d.all_reduce(x, group=pg, async_op=asynchronous))
+            return [x]
+
+        def all_gather(pg, asynchronous=asynchronous):
+            outputs = [torch.empty(10, device="cuda") for _ in range(size)]
+            finish(c10d.all_gather(outputs, fill(10), group=pg, async_op=asynchronous))
+            return outputs
+
+        def into_tensor(pg, asynchronous=asynchronous):
+            x = torch.empty(10 * size, device="cuda")
+            finish(c10d.all_gather_into_tensor(x, fill(10), group=pg, async_op=asynchronous))
+            y = torch.empty(10, device="cuda")
+            finish(c10d.reduce_scatter_tensor(y, fill(10 * size), group=pg, async_op=asynchronous))
+            return [x, y]
+
+        def all_to_all(pg, asynchronous=asynchronous):
+            x = torch.empty(4 * size, device="cuda")
+            finish(c10d.all_to_all_single(x, fill(4 * size), group=pg, async_op=asynchronous))
+            return [x]
+
+        def rooted(pg, asynchronous=asynchronous):
+            x, y = fill(9), fill(9, 3)
+            finish(c10d.broadcast(x, 1, group=pg, async_op=asynchronous))
+            finish(c10d.reduce(y, 0, group=pg, async_op=asynchronous))
+            return [x, y if rank == 0 else x]
+
+        def coalesced(pg, asynchronous=asynchronous):
+            xs = [fill(n, n) for n in (3, 100, 5000)]
+            with c10d._coalescing_manager(group=pg, async_ops=asynchronous) as manager:
+                for x in xs:
+                    c10d.all_reduce(x, group=pg)
+            if asynchronous:
+                manager.wait()
+            return xs
+
+        def future(pg):
+            x = fill(1000)
+            work = c10d.all_reduce(x, group=pg, async_op=True)
+            return [work.get_future().then(lambda done: [done.value()[0] * 2]).wait()[0]]
+
+        for run in (all_reduce, all_gather, into_tensor, all_to_all, rooted, coalesced, future):
+            compare(f"{run.__name__} async={asynchronous}", run)
+
+    def ring(pg):
+        out, got = fill(1 << 18), torch.empty(1 << 18, device="cuda")
+        ops = [
+            c10d.P2POp(c10d.isend, out, (rank + 1) % size, group=pg),
+            c10d.P2POp(c10d.irecv, got, (rank - 1) % size, group=pg),
+        ]
+        for work in c10d.batch_isend_irecv(ops):
+            work.wait()
+        return [got]
+
+    compare("batch_isend_irecv", ring)
+
+    def premul(pg):
+        x = fill(64)
+        c10d.all_reduce(x, op=c10d._make_nccl_premul_sum(0.5), group=pg)
+        return [x]
+
+    compare("premul_sum", premul)
+
+    def completion():
+        x = torch.ones(1 << 22, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        work = c10d.all_reduce(x, group=group, async_op=True)
+        assert not work.is_completed()
+        work.wait()
+        torch.cuda.synchronize()
+        assert work.is_completed()
+        assert work.is_success()
+        assert x[0].item() == size
+
+    checks("completion follows the device", completion)
+
+    def objects():
+        got = [None] * size
+        c10d.all_gather_object(got, {"rank": rank}, group=group)
+        assert got == [{"rank": r} for r in range(size)]
+        c10d.barrier(group=group)
+
+    checks("objects and barrier", objects)
+
+    def sub_group():
+        pair = c10d.new_group([0, 1], backend="smddp")
+        if rank < 2:
+            x = torch.full((3,), float(rank + 1), device="cuda")
+            c10d.all_reduce(x, group=pair)
+            assert x.tolist() == [3.0] * 3
+            c10d.destroy_process_group(pair)
+
+    checks("a group of two", sub_group)
+
+    def functional():
+        import torch.distributed._functional_collectives as funcol
+
+        def step(x):
+            return funcol.all_reduce(x * 2, "sum", group) + 1
+
+        x = fill(128)
+        expected = step(x)
+        torch.testing.assert_close(torch.compile(step)(x), expected)
+
+    checks("functional collectives under torch.compile", functional)
+    torch.cuda.synchronize()
+    c10d.destroy_process_group()
+    return checks.failed
+
+
+def test_backend_equals_nccl():
+    failed = run_ranks(backend_body, NUM_RANKS, timeout=200)
+    assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
+
+
+def same_device_body():
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+
+    dist.init_process_group()
+    torch.cuda.set_device(0)
+    dist.all_reduce(torch.ones(3, device="cuda"))
+
+
+def test_two_ranks_on_one_device_are_told():
+    from support.ranks import RanksFailedError
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(same_device_body, 2, timeout=90)
+    assert "ranks 0 and 1 use the same device" in str(caught.value)
+
+
+def stuck_body(kind):
+    import os
+    import time
+
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+
+    dist.init_process_group()
+    rank = dist.get_rank()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    x = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    text = ""
+    try:
+        if kind == "missing" and rank == 1:
+            time.sleep(12)
+        elif kind == "mismatch" and rank == 1:
+            dist.all_reduce(x[:1024])
+        else:
+            dist.all_reduce(x)
+        torch.cuda.synchronize()
+        dist.all_reduce(x)
+    except dist_errors() as error:
+        text = str(error)
+    return text, time.monotonic() - start
+
+
+def dist_errors():
+    return (RuntimeError, ValueError)
+
+
+@pytest.mark.parametrize("kind", ["missing", "mismatch"])
+def test_a_stuck_operation_says_why(kind):
+    env = {"SMD_TIMEOUT_SECONDS": "4"}
+    (first, seconds), (second, _) = run_ranks(stuck_body, 2, kind, env=env, timeout=90)
+    assert seconds < 14, seconds
+    if kind == "missing":
+        assert "timed out after" in first, first
+        assert "no sign of rank(s) [1]" in first, first
+    else:
+        text = "all_reduce(sum) of 1024 float32"
+        assert (text in first and text in second) or "timed out" in first, (first, second)
