@@ -1,11 +1,12 @@
 //! Coming together: every member says what it calls, and all come to the same verdict before data moves (COL-3).
 
 use super::call::{Call, Kind, Verdict, compare};
-use super::{Group, ReduceOp};
+use super::{Group, ReduceOp, Window};
 use crate::buffer::DType;
 use crate::error::{Error, Result};
+use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
-use crate::transport::shm::layout::{CALL_WORDS, MESSAGE_BYTES};
+use crate::transport::shm::layout::{ARENA_BYTES, CALL_WORDS, MESSAGE_BYTES};
 use crate::transport::{Message, Tag, wait_all};
 
 /// Tags of the messages inside collectives; those of [`super::Request::Send`] have 32 bits, so they never meet.
@@ -75,13 +76,31 @@ pub(crate) fn agree(memory: &SharedMemory, call: &Call, group: &Group<'_>) -> Re
 }
 
 fn words(memory: &SharedMemory, rank: usize) -> [u64; CALL_WORDS] {
-    // SAFETY: inside the segment and aligned by its layout; any bits are a value.
-    unsafe { memory.call(rank, memory.phase()).read_volatile() }
+    words_at(memory, rank, memory.phase())
 }
 
-/// Where `rank`'s range starts in its window, as it says; not checked.
-pub(crate) fn offset_bytes(memory: &SharedMemory, rank: usize) -> usize {
-    words(memory, rank)[4] as usize
+fn words_at(memory: &SharedMemory, rank: usize, phase: u32) -> [u64; CALL_WORDS] {
+    // SAFETY: inside the segment and aligned by its layout; any bits are a value.
+    unsafe { memory.call(rank, phase).read_volatile() }
+}
+
+/// Where the range of `rank`, which arrived with its call at `phase`, starts in its window. A member validates its own
+/// offset; its word for it is not enough to touch memory there (TRA-2), so it is checked here.
+pub(crate) fn offset_bytes(
+    memory: &SharedMemory,
+    rank: usize,
+    phase: u32,
+    window: &Window,
+    bytes: usize,
+) -> Result<usize> {
+    let offset = words_at(memory, rank, phase)[4] as usize;
+    if !offset.is_multiple_of(64) || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
+        return Err(Error::Internal(format!(
+            "member {rank} of this host gave offset {offset} for {bytes} bytes in a window of {}",
+            window.bytes()
+        )));
+    }
+    Ok(offset)
 }
 
 /// The common case without an allocation: the whole description is the same.
@@ -139,31 +158,99 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
     }
 }
 
-/// The same over messages: calls go up a binomial tree to member 0, the verdict comes down. Each member receives from
-/// and sends to at most log2(n) others.
-pub(crate) fn agree_by_messages(call: &Call, group: &Group<'_>) -> Result<()> {
-    let (me, size) = (group.members.me, group.members.size());
-    let mut calls = vec![call.clone()];
+/// The same for groups without memory that all members see.
+pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()> {
+    match group.hosts {
+        Some(hosts) => agree_on_hosts(hosts, call, group),
+        None => {
+            let me = group.members.me;
+            let members: Vec<usize> = (0..group.members.size()).collect();
+            let verdict = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
+            judge(verdict, call, group)
+        }
+    }
+}
+
+/// Members meet in the memory of their host first; one of each host speaks for them. Where a member's range of a window
+/// starts stays readable there, at the phase before the current one, until the next arrival.
+fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
+    let Hosts { map, memory } = hosts;
+    let here = map.members_of(map.host_of(group.members.me));
+    publish(memory, call);
+    // The rows of the memory have places for this host's members only.
+    put(memory, NOTE_CALL, &encode(call)?);
+    memory.sync(&group.wait)?;
+    if memory.me() == 0 {
+        let calls = (here.iter().enumerate())
+            .map(|(position, member)| Ok((*member, decode(&get(memory, position, NOTE_CALL), group, *member)?)))
+            .collect::<Result<_>>()?;
+        let speakers: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
+        let verdict = agree_in_tree(&speakers, map.host_of(group.members.me), calls, group)?;
+        put(memory, NOTE_VERDICT, &encode(&verdict)?);
+    }
+    memory.sync(&group.wait)?;
+    let verdict = decode(&get(memory, 0, NOTE_VERDICT), group, here[0])?;
+    judge(verdict, call, group)
+}
+
+/// Notes lie in the results, which nothing else uses in a group on several hosts. A member's call is written before the
+/// first arrival of an operation and read before the second one; the speaker's verdict is written between these two and
+/// read before the next operation's first one.
+const NOTE_CALL: usize = 0;
+const NOTE_VERDICT: usize = NOTE_BYTES;
+const NOTE_BYTES: usize = ARENA_BYTES / 2;
+
+fn put(memory: &SharedMemory, note: usize, bytes: &[u8]) {
+    let length = bytes.len().min(NOTE_BYTES - 8);
+    let place = memory.results(memory.me(), note);
+    // SAFETY: the place has NOTE_BYTES bytes, aligned; nobody reads it now.
+    unsafe {
+        place.cast::<u64>().write(length as u64);
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(8), length);
+    }
+}
+
+fn get(memory: &SharedMemory, rank: usize, note: usize) -> Vec<u8> {
+    let place = memory.results(rank, note);
+    // SAFETY: the place has NOTE_BYTES bytes, aligned; the length is checked before it is used.
+    unsafe {
+        let length = (place.cast::<u64>().read_volatile() as usize).min(NOTE_BYTES - 8);
+        let mut bytes = vec![0; length];
+        std::ptr::copy_nonoverlapping(place.add(8), bytes.as_mut_ptr(), length);
+        bytes
+    }
+}
+
+/// Over messages: calls go up a binomial tree of `nodes` to the first one, the verdict comes down. Each node, of which
+/// this member is the one at `me`, receives from and sends to at most log2(n) others. `calls` are those that it speaks
+/// for, with their members.
+fn agree_in_tree(nodes: &[usize], me: usize, mut calls: Vec<(usize, Call)>, group: &Group<'_>) -> Result<Verdict> {
+    let size = nodes.len();
     // The subtree of `me` is `me .. me + lowest set bit`; the children are at the powers of two below that bit.
     let reach = if me == 0 { size.next_power_of_two() } else { 1 << me.trailing_zeros() };
     let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
     for step in children() {
-        let bytes = receive(group, me + step)?;
-        let below: Vec<Call> = decode(&bytes, group, me + step)?;
+        let child = nodes[me + step];
+        let below: Vec<(usize, Call)> = decode(&receive(group, child)?, group, child)?;
         calls.extend(below);
     }
     let verdict = if me == 0 {
+        calls.sort_by_key(|(member, _)| *member);
+        let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
+        if calls.len() != group.members.size() {
+            return Err(Error::Internal(format!("{} calls of {} members came", calls.len(), group.members.size())));
+        }
         compare(&calls, &group.members.ranks)
     } else {
-        let parent = me - reach;
+        let parent = nodes[me - reach];
         send(group, parent, &encode(&calls)?)?;
         decode(&receive(group, parent)?, group, parent)?
     };
     let bytes = encode(&verdict)?;
     for step in children() {
-        send(group, me + step, &bytes)?;
+        send(group, nodes[me + step], &bytes)?;
     }
-    judge(verdict, call, group)
+    Ok(verdict)
 }
 
 fn encode<T: serde::Serialize>(value: &T) -> Result<Vec<u8>> {

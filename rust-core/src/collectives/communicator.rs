@@ -340,7 +340,7 @@ impl Shared {
                 Ok(())
             }
             // The verdict is this member's own message.
-            None => arrival::agree_by_messages(&call, group).or_else(|error| match error {
+            None => arrival::agree_without_memory(&call, group).or_else(|error| match error {
                 Error::PeerFailed { .. } if group.in_step.get() => Ok(()),
                 other => Err(other),
             }),
@@ -379,6 +379,7 @@ impl Shared {
                 return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
             }
         }
+        self.transport.ready()?;
         let start = Instant::now();
         let during = || call.to_string();
         let wait = Wait {
@@ -386,12 +387,13 @@ impl Shared {
             start,
             deadline: start + timeout.unwrap_or(self.timeout),
             monitor: &self.monitor,
-            members: &members.ranks,
+            members: self.transport.depends_on().unwrap_or(&members.ranks),
             closed: &self.closed,
         };
         let group = Group {
             transport: &*self.transport,
             memory: self.transport.shared(),
+            hosts: self.transport.hosts(),
             members,
             wait,
             id: self.id,

@@ -108,6 +108,7 @@ impl Courier {
 
     /// See [`super::Communicator::roll_call`].
     pub(super) fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        self.shared.transport.ready()?;
         match self.shared.transport.members().me {
             0 => self.shared.call_roll(timeout, all),
             _ => self.shared.answer_roll(timeout),
@@ -140,7 +141,8 @@ impl Shared {
         timeout: Option<Duration>,
         partners: &'a [usize],
     ) -> Wait<'a> {
-        let (monitor, closed, members) = (&*self.monitor, &*self.closed, partners);
+        let (monitor, closed) = (&*self.monitor, &*self.closed);
+        let members = self.transport.depends_on().unwrap_or(partners);
         let deadline = start + timeout.unwrap_or(self.timeout);
         Wait { during, start, deadline, monitor, members, closed }
     }
@@ -149,6 +151,7 @@ impl Shared {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
         }
+        self.transport.ready()?;
         let size = self.transport.members().size();
         let check = |peer: Option<usize>, data: &TensorView| match (peer, data.device()) {
             (Some(peer), _) if peer >= size => Err(Error::InvalidArgument(format!(

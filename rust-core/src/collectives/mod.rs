@@ -2,7 +2,8 @@
 //!
 //! - COL-1: a reduction is the fold over ranks 0, 1, .. n-1 in the accumulation type of its element type
 //!   (float32 for float16 and bfloat16, the type itself otherwise), rounded once at the end. Every algorithm keeps
-//!   this order, so the result is bitwise the same on every rank, from run to run, and between algorithms.
+//!   this order, so the result is bitwise the same on every rank, from run to run, and between algorithms. That holds on
+//!   several hosts too: what a host has folded travels in the accumulation type, and the next host takes the fold up.
 //! - COL-2: average divides the sum by the number of ranks in the accumulation type.
 //! - COL-3: every member calls the same operations on a group in the same order. What they call is compared before
 //!   data moves; a difference is [`crate::Error::Mismatch`] with the same text on every member, and the group
@@ -12,6 +13,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use crate::buffer::{DType, TensorView};
+use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport, Wait};
 
@@ -175,6 +177,8 @@ pub(crate) struct Group<'a> {
     transport: &'a dyn Transport,
     /// Memory that all members see, if the transport has it.
     memory: Option<&'a SharedMemory>,
+    /// Who is where, and the memory that the members of this host see, if the members are on several.
+    hosts: Option<&'a Hosts>,
     members: &'a Members,
     wait: Wait<'a>,
     id: u64,
@@ -193,5 +197,10 @@ impl Group<'_> {
     /// For algorithms that accept only groups with shared memory.
     fn shared(&self) -> &SharedMemory {
         self.memory.expect("the algorithm accepted a group with shared memory")
+    }
+
+    /// For algorithms that accept only groups on several hosts.
+    fn several_hosts(&self) -> &Hosts {
+        self.hosts.expect("the algorithm accepted a group on several hosts")
     }
 }

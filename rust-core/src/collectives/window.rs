@@ -1,4 +1,4 @@
-//! Memory that every member of a group contributes. On one host each member sees all parts, and a reduction over
+//! Memory that every member of a group contributes. Each member sees the parts of its host's members, and a reduction over
 //! [`super::Request::AllReduceWindow`] reads its peers' values where they lie and writes the result where it belongs.
 
 use super::{Group, Request, algorithms};
@@ -21,8 +21,8 @@ pub struct Window {
 
 #[derive(Debug)]
 enum Parts {
-    /// One segment a member.
-    Visible(Vec<Segment>),
+    /// The segments of the members of this host, by member.
+    Visible(Vec<Option<Segment>>),
     /// Without shared memory: only the own part.
     Own(Segment),
 }
@@ -34,7 +34,7 @@ impl Window {
         // An empty mapping is not possible; a page more keeps every address valid.
         let room = bytes.max(1).next_multiple_of(4096);
         let made = Segment::create("opensmd-window", room);
-        if group.memory.is_none() {
+        if group.memory.is_none() && group.hosts.is_none() {
             return made.map(|segment| Self { group: group.id, number, bytes, me, parts: Parts::Own(segment) });
         }
         // Everybody hears of everybody's success before anybody relies on it.
@@ -46,15 +46,17 @@ impl Window {
         let all = all_gather(own, group)?;
         let attached = agree_on(made, group, &all).and_then(|segment| {
             let mut own = Some(segment);
+            let is_here = |rank| group.hosts.is_none_or(|hosts| hosts.map.host_of(rank) == hosts.map.host_of(me));
             let attach = |rank: usize| match own.take_if(|_| rank == me) {
-                Some(segment) => Ok(segment),
-                None => Segment::attach([all[rank][1], all[rank][2], all[rank][3]], room),
+                Some(segment) => Ok(Some(segment)),
+                None if !is_here(rank) => Ok(None),
+                None => Segment::attach([all[rank][1], all[rank][2], all[rank][3]], room).map(Some),
             };
             (0..size).map(attach).collect::<Result<Vec<_>>>()
         });
         let all = all_gather([u64::from(attached.is_ok()), 0, 0, 0], group)?;
         let mut segments = agree_on(attached, group, &all)?;
-        segments[me].seal();
+        segments[me].iter_mut().for_each(Segment::seal);
         Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
     }
 
@@ -71,7 +73,7 @@ impl Window {
     /// This member's part.
     pub fn local(&self) -> *mut u8 {
         match &self.parts {
-            Parts::Visible(segments) => segments[self.me].start(),
+            Parts::Visible(segments) => segments[self.me].as_ref().expect("the own part is there").start(),
             Parts::Own(segment) => segment.start(),
         }
     }
@@ -84,7 +86,7 @@ impl Window {
     /// Member `rank`'s part where it is visible.
     pub fn peer(&self, rank: usize) -> Option<*mut u8> {
         match &self.parts {
-            Parts::Visible(segments) => segments.get(rank).map(Segment::start),
+            Parts::Visible(segments) => segments.get(rank)?.as_ref().map(Segment::start),
             Parts::Own(segment) => (rank == self.me).then(|| segment.start()),
         }
     }

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::Session;
 use crate::collectives::Communicator;
 use crate::error::{Code, Error, Result};
-use crate::transport::{Members, ShmTransport};
+use crate::transport::{Members, ShmTransport, Transport};
 
 /// The id of the group of all ranks.
 pub const WORLD: u64 = 0;
@@ -113,10 +113,15 @@ impl Session {
     pub(super) fn connect(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         let me = ranks.iter().position(|&rank| rank == self.rank()).expect("callers check that this rank is a member");
         let members = Members { ranks: ranks.into(), me };
-        self.check_one_host(ranks)?;
         let name = format!("{id:x}");
-        let transport = ShmTransport::join(&name, members, &*self.store(), &self.monitor, timeout)
-            .map_err(|error| self.explain(error, ranks))?;
+        let host = |rank: usize| self.places[rank].host;
+        let joined = if ranks.iter().all(|rank| host(*rank) == host(ranks[0])) {
+            ShmTransport::join(&name, members, &*self.store(), &self.monitor, timeout)
+                .map(|transport| transport as Arc<dyn Transport>)
+        } else {
+            self.reach_hosts(id, &name, members, timeout)
+        };
+        let transport = joined.map_err(|error| self.explain(error, ranks))?;
         let communicator = Communicator::new(id, transport, self.monitor.clone(), self.groups.timeout);
         communicator.set_store(self.store());
         Ok(communicator)
@@ -157,21 +162,6 @@ impl Session {
             return refuse(format!("rank {} makes it but is no member", self.rank()));
         }
         Ok(())
-    }
-
-    /// Shared memory ends at the host.
-    fn check_one_host(&self, ranks: &[usize]) -> Result<()> {
-        let first = ranks[0];
-        let host = |rank: usize| self.places[rank].host as usize;
-        match ranks.iter().find(|&&rank| host(rank) != host(first)) {
-            None => Ok(()),
-            Some(&other) => Err(Error::Unsupported(format!(
-                "rank {first} runs on host {} and rank {other} on host {}: no transport for CPU tensors of several \
-                 hosts is in this build",
-                self.hosts[host(first)],
-                self.hosts[host(other)]
-            ))),
-        }
     }
 }
 

@@ -10,12 +10,13 @@
 //!   Members call in the same order, so they agree without a message; nobody else is involved.
 
 mod groups;
+mod hosts;
 pub(crate) mod log;
 pub mod meeting;
 pub mod membership;
 mod serve;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -30,6 +31,7 @@ use crate::world::rendezvous::message::{Join, Place};
 use crate::world::{LocalStore, Monitor, Store, fork, host};
 
 use groups::Groups;
+use hosts::Between;
 use meeting::Meeting;
 
 /// What `init` may be told beyond the environment.
@@ -50,6 +52,8 @@ pub struct Session {
     monitor: Arc<Monitor>,
     control: Control,
     groups: Groups,
+    /// Set before the first group is made.
+    between: OnceLock<Between>,
     /// It was made by a meeting, so the next meeting replaces it.
     met: bool,
 }
@@ -127,12 +131,15 @@ pub fn shutdown() {
 }
 
 /// What a process calls before it ends: [`shutdown`], and then, if it serves the rendezvous, waits until the other
-/// ranks have left too, since their notices would end with it. After a failure it waits only a moment.
+/// ranks have left too, since their notices would end with it. After a failure it waits only a moment. A process that
+/// uses MPI ends it here, together with the others.
 pub fn finish() {
-    shutdown();
-    if !fork::is_child() {
-        serve::linger();
+    if fork::is_child() {
+        return;
     }
+    hosts::leave_mpi();
+    shutdown();
+    serve::linger();
 }
 
 fn refuse_child() -> Result<()> {
@@ -179,8 +186,7 @@ impl Session {
             }
             session
         };
-        let remaining = (start + init_timeout).saturating_duration_since(Instant::now());
-        if let Err(error) = session.make_world(remaining) {
+        if let Err(error) = session.make_world(&variables, start + init_timeout) {
             session.report_failure(&error.text());
             session.close();
             return Err(error);
@@ -204,6 +210,7 @@ impl Session {
             monitor,
             control: Control::Alone(Arc::default()),
             groups: Groups::new(timeout),
+            between: OnceLock::new(),
             met,
         }
     }
@@ -238,13 +245,17 @@ impl Session {
             monitor,
             control: Control::Connected(client),
             groups: Groups::new(timeout),
+            between: OnceLock::new(),
             met,
         })
     }
 
     /// Makes the group of all ranks, and with it starts the timeline: the first rank of a host before the group stands,
     /// the others after it.
-    fn make_world(&self, timeout: Duration) -> Result<()> {
+    fn make_world(&self, variables: &env::Variables, deadline: Instant) -> Result<()> {
+        let between = self.meet_hosts(variables, deadline)?;
+        self.between.get_or_init(|| between);
+        let timeout = deadline.saturating_duration_since(Instant::now());
         let first = self.local_rank() == 0;
         if first {
             trace::start(self.rank(), first)?;

@@ -128,6 +128,11 @@ pub fn note_failure() {
     FAILED.store(true, Ordering::Relaxed);
 }
 
+/// See [`note_failure`].
+pub fn has_failed() -> bool {
+    FAILED.load(Ordering::Relaxed)
+}
+
 /// See [`super::finish`].
 pub fn linger() {
     let Some(served) = SERVED.lock().take() else { return };

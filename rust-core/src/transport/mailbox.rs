@@ -43,8 +43,8 @@ pub(crate) type Header = [u64; 5];
 
 /// Carries frames between pairs, in order, without waiting.
 pub(crate) trait Link: Send + Sync {
-    /// The largest payload of a frame.
-    fn payload_bytes(&self) -> usize;
+    /// The largest payload of a frame from or to `peer`.
+    fn payload_bytes(&self, peer: usize) -> usize;
     /// Hands over a frame, or returns false if there is no room for it now.
     ///
     /// # Safety
@@ -74,6 +74,11 @@ struct MessageState {
 pub struct Message(Arc<MessageState>);
 
 impl Message {
+    /// A message that cannot be sent or received at all.
+    pub(super) fn failed(partner: Option<usize>, error: Error) -> Self {
+        Self(Arc::new(MessageState { partner, id: 0, result: OnceLock::from(Err(error)) }))
+    }
+
     /// The outcome, once there is one: the member at the other end, or what went wrong.
     pub fn poll(&self) -> Option<Result<usize>> {
         self.0.result.get().cloned()
@@ -226,7 +231,7 @@ impl<L: Link> Mailbox<L> {
         for peer in (0..self.members.size()).filter(|peer| *peer != self.members.me) {
             while self.link.pop(peer, &mut |header, payload| {
                 // SAFETY: the link promises `payload_bytes` readable bytes at `payload`.
-                unsafe { state.take(peer, header, payload, self.link.payload_bytes(), &self.members) }
+                unsafe { state.take(peer, header, payload, self.link.payload_bytes(peer), &self.members) }
             }) {}
             self.push_to(state, peer);
         }
@@ -237,7 +242,7 @@ impl<L: Link> Mailbox<L> {
     }
 
     fn push_to(&self, state: &mut State, to: usize) {
-        let payload_bytes = self.link.payload_bytes();
+        let payload_bytes = self.link.payload_bytes(to);
         let State { peers, completed, .. } = state;
         let peer = &mut peers[to];
         while let Some(header) = peer.replies.front() {
@@ -422,7 +427,7 @@ mod tests {
     struct Script(Mutex<VecDeque<Header>>);
 
     impl Link for Script {
-        fn payload_bytes(&self) -> usize {
+        fn payload_bytes(&self, _peer: usize) -> usize {
             64
         }
         unsafe fn push(&self, _to: usize, _header: Header, _payload: *const u8) -> bool {

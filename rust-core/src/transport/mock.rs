@@ -82,7 +82,7 @@ impl MockTransport {
 }
 
 impl Link for MockLink {
-    fn payload_bytes(&self) -> usize {
+    fn payload_bytes(&self, _peer: usize) -> usize {
         FRAME_BYTES
     }
 

@@ -1,7 +1,7 @@
 //! How bytes move between the members of one group. A transport knows no reduction and no tensor.
 //!
-//! Two services: messages between pairs, which every transport has, and memory that all members see, which only
-//! `shm` has and on which the fast algorithms of [`crate::collectives`] rest.
+//! Two services: messages between pairs, which every transport has, and memory that members see in common, on which the
+//! fast algorithms of [`crate::collectives`] rest: with `shm` all members see it, with [`hosts`] those of one host do.
 //!
 //! - TRA-1: any number of messages may be under way at once, and none waits for another with a different tag or
 //!   partner: what arrives before its receive is kept (small) or held back at the sender (large).
@@ -14,10 +14,15 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::world::{Departure, Monitor};
 
+mod absent;
+pub mod hosts;
 mod mailbox;
 pub mod mock;
+pub mod mpi;
 pub mod shm;
 
+pub use absent::AbsentTransport;
+pub use hosts::HostsTransport;
 pub use mailbox::Message;
 pub use shm::ShmTransport;
 
@@ -131,6 +136,21 @@ pub trait Transport: Send + Sync {
     fn ring(&self);
     /// The memory that all members see, if there is such a thing.
     fn shared(&self) -> Option<&shm::SharedMemory>;
+    /// Who is on which host, and the memory that this host's members see, if the members are on several.
+    fn hosts(&self) -> Option<&hosts::Hosts> {
+        None
+    }
+    /// Global ranks without whom nothing moves, if they are more than the partners of an operation.
+    fn depends_on(&self) -> Option<&[usize]> {
+        None
+    }
+    /// Whether it can move anything at all; asked before every operation.
+    ///
+    /// # Errors
+    /// Why not, and what to do about it.
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Waits for all `messages`. `missing` holds their partners' global ranks, for errors. After an error none of the

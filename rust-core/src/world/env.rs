@@ -132,6 +132,11 @@ pub fn variables() -> Variables {
         .collect()
 }
 
+/// Whether an MPI launcher started this process, and MPI can find its job: `mpirun`, or `srun` with a PMI plug-in.
+pub fn started_by_mpi(variables: &Variables) -> bool {
+    ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"].iter().any(|name| set(variables, name).is_some())
+}
+
 /// Notes variables that this process is about to set, so that they are not taken for the launcher's by the next
 /// `init()`: they would change what the job is known by.
 pub fn remember_exports(exports: &[(&'static str, String)]) {

@@ -3,9 +3,9 @@
 
 use super::{Algorithm, copy};
 use crate::buffer::TensorView;
-use crate::collectives::arrival::{TAG_DATA, agree_by_messages};
+use crate::collectives::arrival::{TAG_DATA, agree_without_memory};
 use crate::collectives::call::Call;
-use crate::collectives::kernels::{self, Fold};
+use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, ReduceOp, Request};
 use crate::error::Result;
 use crate::transport::wait_all;
@@ -23,7 +23,7 @@ impl Algorithm for Messages {
     }
 
     fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
-        agree_by_messages(call, group)?;
+        agree_without_memory(call, group)?;
         let (me, size) = (group.members.me, group.members.size());
         let others = || (1..size).map(|distance| (me + distance) % size);
         match request {
@@ -97,7 +97,11 @@ impl Algorithm for Messages {
 }
 
 /// Runs sends `(to, data, bytes)` and receives `(from, data, bytes)` at once.
-fn exchange(group: &Group<'_>, sends: &[(usize, *const u8, usize)], recvs: &[(usize, *mut u8, usize)]) -> Result<()> {
+pub(super) fn exchange(
+    group: &Group<'_>,
+    sends: &[(usize, *const u8, usize)],
+    recvs: &[(usize, *mut u8, usize)],
+) -> Result<()> {
     let mut messages = Vec::with_capacity(sends.len() + recvs.len());
     // SAFETY: the callers pass memory that lives and is theirs until this function returns, and `wait_all` ends every
     // message before that.
@@ -172,6 +176,7 @@ fn fold_blocks(
             dtype: call.dtype,
             op,
             sources: &sources,
+            part: Part::Whole,
             outputs: &[output],
             elems,
             soon: std::ptr::null(),

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
 mod exchange;
+mod hosts;
 mod messages;
 mod one_shot;
 mod scatter;
@@ -31,6 +32,8 @@ pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
     &two_shot::TwoShot,
     &scatter::ReduceScatter,
     &exchange::Exchange,
+    &hosts::Reduction,
+    &hosts::Spread,
     &messages::Messages,
 ];
 

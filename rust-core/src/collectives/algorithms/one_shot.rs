@@ -5,7 +5,7 @@
 
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold};
+use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -61,6 +61,7 @@ impl Algorithm for OneShot {
                 dtype: call.dtype,
                 op: *op,
                 sources: &sources,
+                part: Part::Whole,
                 outputs: &outputs,
                 elems: chunk / size,
                 // The next chunk comes from memory while this one comes from the caches.

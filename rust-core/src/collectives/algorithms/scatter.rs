@@ -2,7 +2,7 @@
 
 use super::{Algorithm, Steps, copy};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold};
+use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -55,6 +55,7 @@ impl Algorithm for ReduceScatter {
                 dtype: call.dtype,
                 op: *op,
                 sources: &sources,
+                part: Part::Whole,
                 outputs: &outputs,
                 elems,
                 soon: std::ptr::null(),

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::{Algorithm, Steps, copy};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold};
+use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -83,6 +83,7 @@ impl Algorithm for TwoShot {
                     dtype: call.dtype,
                     op: *op,
                     sources: &sources,
+                    part: Part::Whole,
                     outputs: if wants { &outputs } else { &outputs[..1] },
                     elems: range.len() / call.dtype.size(),
                     soon: std::ptr::null(),

@@ -3,9 +3,9 @@
 
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold};
+use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, Request, arrival};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// See the module's text.
 pub(super) struct Window;
@@ -32,22 +32,21 @@ impl Algorithm for Window {
         let range = (me * part).min(bytes)..((me + 1) * part).min(bytes);
         let mut places = Vec::with_capacity(size);
         for rank in 0..size {
-            let offset = arrival::offset_bytes(memory, rank);
-            // A member validates its own offset; its word for it is not enough to write there (TRA-2).
-            if !offset.is_multiple_of(64) || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
-                return Err(Error::Internal(format!(
-                    "rank {} gave offset {offset} for {bytes} bytes in a window of {}",
-                    group.members.ranks[rank],
-                    window.bytes()
-                )));
-            }
+            let offset = arrival::offset_bytes(memory, rank, memory.phase(), window, bytes)?;
             let start = window.peer(rank).expect("a window of a group with shared memory is visible to all");
             places.push(start.wrapping_add(offset + range.start));
         }
         let sources: Vec<*const u8> = places.iter().map(|place| place.cast_const()).collect();
         let elems = range.len() / call.dtype.size();
-        let fold =
-            Fold { dtype: call.dtype, op: *op, sources: &sources, outputs: &places, elems, soon: std::ptr::null() };
+        let fold = Fold {
+            dtype: call.dtype,
+            op: *op,
+            sources: &sources,
+            part: Part::Whole,
+            outputs: &places,
+            elems,
+            soon: std::ptr::null(),
+        };
         // SAFETY: the ranges were checked against the window, whose parts are mapped with that size; between the two
         // synchronisations nobody else touches this member's shard of them. Validation checked the op.
         unsafe { kernels::fold(&fold) };

@@ -2,8 +2,8 @@
 
 use num_complex::Complex;
 
-use super::Fold;
 use super::number::{Bits, Bool, Brain, Element, Half, HalfConversion, Number, Ordered, Plain};
+use super::{Fold, Part};
 use crate::buffer::DType;
 use crate::collectives::ReduceOp;
 
@@ -80,11 +80,15 @@ where
 
 #[inline(always)]
 unsafe fn arithmetic<I, E: Element<I, N>, const N: usize>(fold: &Fold<'_>) {
+    let ranks = match fold.part {
+        Part::Last { ranks, .. } => ranks,
+        Part::Whole | Part::Middle { .. } => fold.sources.len(),
+    };
     // SAFETY: the caller's promise.
     unsafe {
         match fold.op {
             ReduceOp::Sum => run::<I, E, N>(fold, Number::sum, None),
-            ReduceOp::Average => run::<I, E, N>(fold, Number::sum, Some(fold.sources.len())),
+            ReduceOp::Average => run::<I, E, N>(fold, Number::sum, Some(ranks)),
             ReduceOp::Product => run::<I, E, N>(fold, Number::product, None),
             other => unreachable!("`check` refuses {other:?} of {}", fold.dtype),
         }
@@ -99,6 +103,12 @@ unsafe fn run<I, E: Element<I, N>, const N: usize>(
 ) {
     let [first, rest @ ..] = fold.sources else { return };
     let stored = size_of::<E::Stored>();
+    let number = size_of::<E::Number>();
+    let (carry, carries_on) = match fold.part {
+        Part::Whole => (std::ptr::null(), false),
+        Part::Middle { carry } => (carry, true),
+        Part::Last { carry, .. } => (carry, false),
+    };
     let load = |source: &*const u8, at: usize| -> [E::Number; N] {
         // SAFETY: the caller promises `elems` elements, and the block ends before that.
         E::widen(unsafe { source.add(at * stored).cast::<[E::Stored; N]>().read_unaligned() })
@@ -115,16 +125,30 @@ unsafe fn run<I, E: Element<I, N>, const N: usize>(
             fetch(fold.soon.wrapping_add(at * stored), N * stored);
         }
         let mut block = load(first, at);
+        if !carry.is_null() {
+            // SAFETY: as in `load`; any bits are a value of every number type.
+            let before = unsafe { carry.add(at * number).cast::<[E::Number; N]>().read_unaligned() };
+            for lane in 0..N {
+                block[lane] = combine(before[lane], block[lane]);
+            }
+        }
         for source in rest {
             let other = load(source, at);
             for lane in 0..N {
                 block[lane] = combine(block[lane], other[lane]);
             }
         }
-        let block = finish(block);
-        for output in fold.outputs {
-            // SAFETY: as in `load`; the whole block was read before.
-            unsafe { output.add(at * stored).cast::<[E::Stored; N]>().write_unaligned(block) };
+        if carries_on {
+            for output in fold.outputs {
+                // SAFETY: as in `load`.
+                unsafe { output.add(at * number).cast::<[E::Number; N]>().write_unaligned(block) };
+            }
+        } else {
+            let block = finish(block);
+            for output in fold.outputs {
+                // SAFETY: as in `load`; the whole block was read before.
+                unsafe { output.add(at * stored).cast::<[E::Stored; N]>().write_unaligned(block) };
+            }
         }
         at += N;
     }
@@ -143,11 +167,33 @@ unsafe fn run<I, E: Element<I, N>, const N: usize>(
         }
     };
     let mut block = load_rest(first);
+    if !carry.is_null() {
+        // SAFETY: as in `load_rest`.
+        let before = unsafe {
+            let mut before: [E::Number; N] = std::mem::zeroed();
+            std::ptr::copy_nonoverlapping(
+                carry.add(at * number),
+                std::ptr::from_mut(&mut before).cast(),
+                left * number,
+            );
+            before
+        };
+        for lane in 0..N {
+            block[lane] = combine(before[lane], block[lane]);
+        }
+    }
     for source in rest {
         let other = load_rest(source);
         for lane in 0..N {
             block[lane] = combine(block[lane], other[lane]);
         }
+    }
+    if carries_on {
+        for output in fold.outputs {
+            // SAFETY: as in `load_rest`.
+            unsafe { std::ptr::copy_nonoverlapping(block.as_ptr().cast(), output.add(at * number), left * number) };
+        }
+        return;
     }
     let block = finish(block);
     for output in fold.outputs {

@@ -25,6 +25,8 @@ pub(crate) struct Fold<'a> {
     pub(crate) op: ReduceOp,
     /// One pointer a rank, in rank order.
     pub(crate) sources: &'a [*const u8],
+    /// Whether this is the whole fold, or a part of one.
+    pub(crate) part: Part,
     /// Where the result goes.
     pub(crate) outputs: &'a [*mut u8],
     /// Elements of each.
@@ -32,6 +34,26 @@ pub(crate) struct Fold<'a> {
     /// As many bytes as a source has, which will be read next: fetched into the cache meanwhile. Null for none; only
     /// a hint, so it need not be valid.
     pub(crate) soon: *const u8,
+}
+
+/// A fold over many ranks may be made in several places, one after the other: each takes up what the one before it
+/// came to, in the accumulation type ([`carry_bytes`]), and the last one rounds. So it is the same fold (COL-1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// The sources are all ranks.
+    Whole,
+    /// The sources follow the ranks that `carry` stands for; null stands for none. The outputs are a carry again.
+    Middle { carry: *const u8 },
+    /// The sources are the last ones of `ranks`.
+    Last { carry: *const u8, ranks: usize },
+}
+
+/// Bytes of one element of a carry.
+pub(crate) fn carry_bytes(dtype: DType) -> usize {
+    match dtype {
+        DType::Float16 | DType::BFloat16 => 4,
+        other => other.size(),
+    }
 }
 
 /// Whether values of `dtype` can be combined by `op`.
@@ -56,8 +78,9 @@ pub(crate) fn check(dtype: DType, op: ReduceOp) -> Result<(), String> {
 /// Runs a fold.
 ///
 /// # Safety
-/// Every source is valid for reads and every output for writes of `elems` elements, aligned to the element's parts. An
-/// output is the same memory as a source or does not overlap it. [`check`] accepts the pair of dtype and op.
+/// Every source is valid for reads and every output for writes of `elems` elements, aligned to the element's parts; a
+/// carry, in or out, for as many elements of [`carry_bytes`]. An output is the same memory as a source or does not overlap
+/// it. [`check`] accepts the pair of dtype and op.
 pub(crate) unsafe fn fold(fold: &Fold<'_>) {
     // SAFETY: the caller's promise is the callee's.
     unsafe { isa::fold(fold) }
@@ -121,7 +144,17 @@ mod tests {
                         let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
                         let soon = std::ptr::null();
                         // SAFETY: all have `elems` elements, aligned; the one overlap is a whole source.
-                        unsafe { run(&Fold { dtype, op, sources: &pointers, outputs: &outputs, elems, soon }) };
+                        unsafe {
+                            run(&Fold {
+                                dtype,
+                                op,
+                                sources: &pointers,
+                                part: Part::Whole,
+                                outputs: &outputs,
+                                elems,
+                                soon,
+                            })
+                        };
                         for output in outputs {
                             // SAFETY: as above.
                             let found = unsafe { std::slice::from_raw_parts(output, expected.len()) };
@@ -130,6 +163,43 @@ mod tests {
                                 panic!("{name} {dtype} {op:?} of {size}: element {at} of {elems} differs");
                             }
                         }
+                    }
+                }
+            }
+        }
+    }
+    #[test]
+    fn a_fold_in_parts_is_the_whole_fold() {
+        let mut seed = 7;
+        for (name, run) in isa::candidates() {
+            for dtype in DType::ALL {
+                for op in ReduceOp::ALL.into_iter().filter(|op| check(dtype, *op).is_ok()) {
+                    for (cuts, elems) in [(&[0, 1, 2][..], 5), (&[0, 2, 5], 200), (&[0, 1, 4, 6], 129)] {
+                        let size = cuts[cuts.len() - 1];
+                        let inputs: Vec<_> = (0..size).map(|rank| values(dtype, elems, rank, &mut seed)).collect();
+                        let expected =
+                            reference::fold(dtype, op, &inputs.iter().map(Vec::as_slice).collect::<Vec<_>>());
+                        let sources: Vec<_> = inputs.iter().map(|input| words(input)).collect();
+                        let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
+                        let mut carry: Vec<u128> = Vec::new();
+                        for cut in cuts.windows(2) {
+                            let mut output = vec![0u128; (elems * carry_bytes(dtype)).div_ceil(16)];
+                            let from = if cut[0] == 0 { std::ptr::null() } else { carry.as_ptr().cast() };
+                            let last = cut[1] == size;
+                            let part = match last {
+                                true => Part::Last { carry: from, ranks: size },
+                                false => Part::Middle { carry: from },
+                            };
+                            let outputs = [output.as_mut_ptr().cast()];
+                            let sources = &pointers[cut[0]..cut[1]];
+                            let soon = std::ptr::null();
+                            // SAFETY: all have `elems` elements, aligned; nothing overlaps.
+                            unsafe { run(&Fold { dtype, op, sources, part, outputs: &outputs, elems, soon }) };
+                            carry = output;
+                        }
+                        // SAFETY: the last output holds `elems` elements.
+                        let found = unsafe { std::slice::from_raw_parts(carry.as_ptr().cast::<u8>(), expected.len()) };
+                        assert!(found == expected.as_slice(), "{name} {dtype} {op:?} of {size}: {elems}");
                     }
                 }
             }

@@ -2,7 +2,7 @@
 
 use num_complex::Complex;
 
-/// A type that values are folded in.
+/// A type that values are folded in. Any bits are a value of it.
 pub(super) trait Number: Copy {
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
@@ -88,10 +88,11 @@ macro_rules! complexes {
 }
 complexes!(f32, f64);
 
-/// A bool as torch stores it: one byte, 0 or 1 when written, anything but 0 is true when read.
+/// A bool as torch stores it: one byte, 0 or 1 when written, anything but 0 is true when read. Not a Rust `bool`: a carry
+/// that a peer sent may hold any bits.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(super) struct Truth(bool);
+pub(super) struct Truth(u8);
 
 impl Number for Truth {
     #[inline(always)]
@@ -168,11 +169,11 @@ impl<I, const W: usize> Element<I, W> for Bool {
     type Stored = u8;
     #[inline(always)]
     fn widen(stored: [u8; W]) -> [Truth; W] {
-        stored.map(|byte| Truth(byte != 0))
+        stored.map(|byte| Truth(u8::from(byte != 0)))
     }
     #[inline(always)]
     fn narrow(numbers: [Truth; W]) -> [u8; W] {
-        numbers.map(|truth| u8::from(truth.0))
+        numbers.map(|truth| truth.0)
     }
 }
 

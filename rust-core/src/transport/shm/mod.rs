@@ -38,6 +38,7 @@ pub(crate) mod segment;
 
 use event::Event;
 use layout::{ARENA_BYTES, CALL_WORDS, Layout, RING_BYTES};
+pub(super) use ring::Rings;
 use segment::Segment;
 
 const MIB: usize = 1 << 20;
@@ -45,7 +46,7 @@ const MIB: usize = 1 << 20;
 /// The transport over one segment; see the module's text.
 pub struct ShmTransport {
     memory: Arc<SharedMemory>,
-    mailbox: Mailbox<ring::Rings>,
+    mailbox: Mailbox<Rings>,
 }
 
 impl ShmTransport {
@@ -58,6 +59,21 @@ impl ShmTransport {
     pub fn join(
         name: &str,
         members: Members,
+        store: &dyn Store,
+        monitor: &Monitor,
+        timeout: Duration,
+    ) -> Result<Arc<Self>> {
+        let memory = SharedMemory::join(name, &members, store, monitor, timeout)?;
+        let mailbox = Mailbox::new(Rings::new(memory.clone()), members);
+        Ok(Arc::new(Self { memory, mailbox }))
+    }
+}
+
+impl SharedMemory {
+    /// Maps the memory of the group `name`; see [`ShmTransport::join`].
+    pub(crate) fn join(
+        name: &str,
+        members: &Members,
         store: &dyn Store,
         monitor: &Monitor,
         timeout: Duration,
@@ -92,13 +108,8 @@ impl ShmTransport {
                 )));
             }
         }
-        let mut memory = SharedMemory {
-            segment,
-            layout,
-            members: members.clone(),
-            phase: AtomicU32::new(0),
-            cursor: AtomicUsize::new(0),
-        };
+        let mut memory =
+            Self { segment, layout, members: members.clone(), phase: AtomicU32::new(0), cursor: AtomicUsize::new(0) };
         let during = || format!("joining group `{name}`");
         let closed = Default::default();
         let wait = Wait {
@@ -115,9 +126,7 @@ impl ShmTransport {
             memory.segment.seal();
             store.remove_prefix(&prefix)?;
         }
-        let memory = Arc::new(memory);
-        let mailbox = Mailbox::new(ring::Rings::new(memory.clone()), members);
-        Ok(Arc::new(Self { memory, mailbox }))
+        Ok(Arc::new(memory))
     }
 }
 

@@ -15,7 +15,7 @@ use super::layout::{FRAME_BYTES, RING_SLOTS, SLOT_BYTES};
 use crate::transport::mailbox::{Header, Link};
 
 /// The rings from and to this member.
-pub(super) struct Rings {
+pub(crate) struct Rings {
     memory: Arc<SharedMemory>,
     /// Frames written to, and taken from, each member. Only touched under the mailbox's lock; atomic so that the
     /// type says so to nobody's surprise.
@@ -24,7 +24,7 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    pub(super) fn new(memory: Arc<SharedMemory>) -> Self {
+    pub(crate) fn new(memory: Arc<SharedMemory>) -> Self {
         let zeros = |n| (0..n).map(|_| AtomicU64::new(0)).collect();
         let size = memory.size();
         Self { memory, written: zeros(size), taken: zeros(size) }
@@ -32,7 +32,7 @@ impl Rings {
 }
 
 impl Link for Rings {
-    fn payload_bytes(&self) -> usize {
+    fn payload_bytes(&self, _peer: usize) -> usize {
         FRAME_BYTES
     }
 

@@ -1,0 +1,54 @@
+/* What the core and its MPI plug-in agree on. The plug-in is the only code that sees mpi.h: an MPI library's types and
+ * constants differ from those of another one, so it is compiled against the MPI that the job uses. It decides nothing.
+ *
+ * One thread of the core makes all calls. Functions return 0, an MPI error code (positive) or one of the codes below. */
+#ifndef SMD_MPI_PLUGIN_H
+#define SMD_MPI_PLUGIN_H
+
+#include <stdint.h>
+
+/* Changes with everything below; mirrored in rust-core/src/transport/mpi/plugin.rs. */
+#define SMD_MPI_ABI 1
+
+/* MPI wanted to end the process. It is not called again. */
+#define SMD_MPI_GAVE_UP (-1)
+/* The process uses MPI with a thread level below MPI_THREAD_MULTIPLE. */
+#define SMD_MPI_THREADS (-2)
+/* The process has finalized MPI. */
+#define SMD_MPI_FINALIZED (-3)
+/* No memory. */
+#define SMD_MPI_MEMORY (-4)
+
+struct smd_mpi_world {
+  int32_t rank;
+  int32_t size;
+  char library[120];
+};
+
+struct smd_mpi_done {
+  int32_t slot;
+  /* Of a receive: the sender and the length. */
+  int32_t source;
+  int32_t bytes;
+};
+
+struct smd_mpi_plugin {
+  uint32_t abi;
+  uint32_t struct_bytes;
+  /* Joins the job: MPI_Init_thread if nobody has, and a communicator of our own. Waits for all processes. */
+  int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);
+  /* Start a message in a free slot. The memory is MPI's until `poll` says that the slot is done. */
+  int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to);
+  int32_t (*recv)(int32_t slot, void *data, int32_t bytes);
+  /* Slots that are done, as many as `done` has room for slots; does not wait. */
+  int32_t (*poll)(struct smd_mpi_done *done, int32_t *num_done);
+  /* Withdraws open receives, and calls MPI_Finalize if `start` initialised MPI. Waits for all processes. */
+  int32_t (*finish)(void);
+  /* Describes a code. */
+  void (*describe)(int32_t code, char *text, int32_t room);
+};
+
+/* The one symbol of the library. */
+const struct smd_mpi_plugin *smd_mpi_plugin(void);
+
+#endif

@@ -1,0 +1,388 @@
+//! A fold that goes from host to host, in rank order.
+//!
+//! ```text
+//!              run 0 (host a)      run 1 (host b)      run 2 (host c)
+//!   carry      fold 0 1 2 -------> + 3 4 5 ----------> + 6 7 8 = result
+//!   result     write <------------ write <------------ write
+//! ```
+//!
+//! Tensors are cut into pieces, which follow one another through the chain, so that all hosts and both directions of their
+//! links work at once. Each lane has its own chain, of one owner a host, and takes every n-th piece. Every link
+//! carries a tensor once in each direction, however many hosts there are.
+//!
+//! - CHN-1: a run folds its members' values onto the carry in the accumulation type, without rounding, and the last run
+//!   rounds: the fold of COL-1.
+//! - CHN-2: the result of a piece is written over values that have been folded: it exists only after the last run has its
+//!   carry, which is after every run has made its own.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use crate::buffer::DType;
+use crate::collectives::kernels::{self, Fold, Part, carry_bytes};
+use crate::collectives::{Group, ReduceOp};
+use crate::error::Result;
+use crate::transport::hosts::Hosts;
+use crate::transport::{Backoff, Message, NAP, Tag, cores};
+
+/// Bytes of a piece: large enough for a link, small enough that several are under way in a bucket.
+const PIECE_BYTES: usize = 512 << 10;
+/// Smaller pieces are not worth a second lane.
+const SMALL_BYTES: usize = 16 << 10;
+/// Receives that are open ahead in each stream, and sends that may be under way.
+const DEPTH: usize = 3;
+
+const TAG_CARRY: Tag = 5 << 40;
+const TAG_RESULT: Tag = 6 << 40;
+
+/// Who gets a result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum To {
+    All,
+    Member(usize),
+}
+
+impl To {
+    pub(super) fn is_for(self, member: usize) -> bool {
+        match self {
+            To::All => true,
+            To::Member(one) => one == member,
+        }
+    }
+}
+
+/// A range of the parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    start: usize,
+    bytes: usize,
+    to: To,
+}
+
+/// Cuts a range into pieces, the same on all members.
+pub(super) fn pieces(range: Range<usize>, to: To, lanes: usize) -> Vec<Piece> {
+    let share = range.len().div_ceil(lanes.max(1)).next_multiple_of(64);
+    let step = share.clamp(SMALL_BYTES, PIECE_BYTES);
+    let piece = |start: usize| Piece { start, bytes: step.min(range.end - start), to };
+    range.clone().step_by(step).map(piece).collect()
+}
+
+/// One reduction over the parts of the members of this host, in place.
+pub(super) struct Chain<'a> {
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    /// Values of each member of this host, by position.
+    pub(super) parts: &'a [*mut u8],
+    pub(super) pieces: &'a [Piece],
+}
+
+/// What an owner gets, piece by piece: the carry for one of its host's runs, or results.
+struct Stream {
+    kind: Kind,
+    /// From whom; nobody makes a carry for the first run.
+    from: Option<usize>,
+    tag: Tag,
+    pieces: Vec<Piece>,
+    posted: usize,
+    done: usize,
+    /// Receives that are open, oldest first, with the memory of carries.
+    open: VecDeque<(Message, Vec<u128>)>,
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Carry { run: usize },
+    Result,
+}
+
+/// An owner at work.
+struct Owner<'a> {
+    chain: &'a Chain<'a>,
+    group: &'a Group<'a>,
+    hosts: &'a Hosts,
+    lane: usize,
+    streams: Vec<Stream>,
+    /// Sends under way, with the carries that they send.
+    sends: Vec<(Message, Vec<u128>)>,
+}
+
+impl Chain<'_> {
+    /// Runs this member's part; returns when what it owns is done. An arrival must follow before parts are used.
+    ///
+    /// # Safety
+    /// The parts are valid for all pieces, whose bounds are multiples of the element. From now until the next arrival of
+    /// the members of this host only the owners among them, in here, touch them.
+    pub(super) unsafe fn run(&self, group: &Group<'_>) -> Result<()> {
+        let hosts = group.several_hosts();
+        let lane = hosts.map.position_of(group.members.me);
+        if lane >= hosts.map.lanes() || self.pieces.is_empty() {
+            return Ok(());
+        }
+        let mut owner = Owner::new(self, group, hosts, lane);
+        let outcome = owner.work();
+        // After an error nobody may write to memory that this function was lent.
+        let open = owner.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
+        open.chain(owner.sends.iter().map(|(message, _)| message)).for_each(|message| group.transport.cancel(message));
+        outcome
+    }
+}
+
+impl<'a> Owner<'a> {
+    fn new(chain: &'a Chain<'a>, group: &'a Group<'a>, hosts: &'a Hosts, lane: usize) -> Self {
+        let map = &hosts.map;
+        let host = map.host_of(group.members.me);
+        let runs = map.runs();
+        let last = runs[runs.len() - 1].host;
+        let every = chain.pieces.iter().skip(lane).step_by(map.lanes()).copied();
+        let mut streams = Vec::new();
+        for (run, _) in runs.iter().enumerate().filter(|(_, run)| run.host == host) {
+            let from = run.checked_sub(1).map(|before| map.owner(runs[before].host, lane));
+            let tag = TAG_CARRY + run as Tag;
+            streams.push(Stream::new(Kind::Carry { run }, from, tag, every.clone().collect()));
+        }
+        // Results for all pass from host to host, those for one member go straight to its host.
+        for (to_all, from) in [(true, (host + 1) % map.num_hosts()), (false, last)] {
+            let wanted = every.clone().filter(|piece| match piece.to {
+                To::All => to_all,
+                To::Member(member) => !to_all && map.host_of(member) == host,
+            });
+            if host != last {
+                streams.push(Stream::new(Kind::Result, Some(map.owner(from, lane)), TAG_RESULT, wanted.collect()));
+            }
+        }
+        streams.retain(|stream| !stream.pieces.is_empty());
+        Self { chain, group, hosts, lane, streams, sends: Vec::new() }
+    }
+
+    fn work(&mut self) -> Result<()> {
+        let transport = self.group.transport;
+        let crowded = self.hosts.memory.size() > cores();
+        let mut backoff = Backoff::new();
+        loop {
+            let seen = transport.doorbell();
+            self.post();
+            transport.progress();
+            let moved = self.step()?;
+            if self.sends.is_empty() && self.streams.iter().all(|stream| stream.done == stream.pieces.len()) {
+                return Ok(());
+            }
+            if moved {
+                backoff = Backoff::new();
+                continue;
+            }
+            if backoff.pause(|| crowded) {
+                continue;
+            }
+            self.group.wait.check(|| self.missing())?;
+            transport.doze(seen, NAP);
+        }
+    }
+
+    /// Opens receives.
+    fn post(&mut self) {
+        let chain = self.chain;
+        for stream in &mut self.streams {
+            let Some(from) = stream.from else { continue };
+            while stream.posted < stream.pieces.len().min(stream.done + DEPTH) {
+                let piece = stream.pieces[stream.posted];
+                let (mut memory, place, bytes);
+                match stream.kind {
+                    Kind::Carry { .. } => {
+                        bytes = chain.elems(piece) * carry_bytes(chain.dtype);
+                        memory = vec![0u128; bytes.div_ceil(16)];
+                        place = memory.as_mut_ptr().cast();
+                    }
+                    Kind::Result => {
+                        (memory, bytes) = (Vec::new(), piece.bytes);
+                        place = chain.first_place(piece, self.hosts);
+                    }
+                }
+                // SAFETY: `memory` stays where it is, and the parts are lent to this owner (see `Chain::run`), until the
+                // message is done or cancelled; the result overwrites nothing that is still needed (CHN-2).
+                let message = unsafe { self.group.transport.post_recv(Some(from), stream.tag, place, bytes) };
+                stream.open.push_back((message, memory));
+                stream.posted += 1;
+            }
+        }
+    }
+
+    /// Does what can be done; whether there was anything.
+    fn step(&mut self) -> Result<bool> {
+        let mut moved = false;
+        for index in 0..self.streams.len() {
+            loop {
+                let sending = self.sends.len();
+                let stream = &mut self.streams[index];
+                if stream.done == stream.pieces.len() {
+                    break;
+                }
+                let carry = match (stream.from, stream.open.front()) {
+                    // Nothing holds the first run back but its own sends.
+                    (None, _) if sending >= DEPTH => break,
+                    (None, _) => None,
+                    (Some(_), Some((message, _))) => match message.poll() {
+                        None => break,
+                        Some(Err(error)) => return Err(error),
+                        Some(Ok(_)) => stream.open.pop_front().map(|(_, memory)| memory),
+                    },
+                    (Some(_), None) => break,
+                };
+                let (kind, piece) = (stream.kind, stream.pieces[stream.done]);
+                stream.done += 1;
+                moved = true;
+                match kind {
+                    Kind::Carry { run } => self.fold(run, piece, carry.as_deref()),
+                    Kind::Result => self.pass_on(piece),
+                }
+            }
+        }
+        let mut error = None;
+        let before = self.sends.len();
+        self.sends.retain(|(message, _)| match message.poll() {
+            None => true,
+            Some(result) => {
+                error = error.take().or(result.err());
+                false
+            }
+        });
+        error.map_or(Ok(moved || self.sends.len() < before), Err)
+    }
+
+    /// Folds the values of the members of `run` onto the carry, and sends what came of it to the next run, or to those
+    /// who want the result.
+    fn fold(&mut self, run: usize, piece: Piece, carry: Option<&[u128]>) {
+        let Self { chain, hosts, lane, group, .. } = *self;
+        let map = &hosts.map;
+        let runs = map.runs();
+        let members = runs[run].start..runs[run].end;
+        let at = |member: usize| chain.parts[map.position_of(member)].wrapping_add(piece.start);
+        let sources: Vec<*const u8> = members.map(|member| at(member).cast_const()).collect();
+        let carry = carry.map_or(std::ptr::null(), |carry| carry.as_ptr().cast());
+        let elems = chain.elems(piece);
+        let next = runs.get(run + 1).map(|next| map.owner(next.host, lane));
+        let mut fold = Fold {
+            dtype: chain.dtype,
+            op: chain.op,
+            sources: &sources,
+            part: Part::Last { carry, ranks: group.members.size() },
+            outputs: &[],
+            elems,
+            soon: std::ptr::null(),
+        };
+        if let Some(next) = next {
+            let bytes = elems * carry_bytes(chain.dtype);
+            let mut made = vec![0u128; bytes.div_ceil(16)];
+            fold.part = Part::Middle { carry };
+            // SAFETY: the parts are valid for the piece and lent to this owner; the carries have that many elements in the
+            // accumulation type. Validation checked the op.
+            unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
+            return self.send(next, TAG_CARRY + run as Tag + 1, made, bytes);
+        }
+        let host = map.host_of(group.members.me);
+        if let To::Member(member) = piece.to
+            && map.host_of(member) != host
+        {
+            let mut made = vec![0u128; piece.bytes.div_ceil(16)];
+            // SAFETY: as above; the memory has room for the piece.
+            unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
+            return self.send(map.owner(map.host_of(member), lane), TAG_RESULT, made, piece.bytes);
+        }
+        let places = chain.places(piece, hosts);
+        // SAFETY: as above; the outputs are the parts themselves, at the same place as the sources.
+        unsafe { kernels::fold(&Fold { outputs: &places, ..fold }) };
+        self.send_on(piece);
+    }
+
+    /// A result has come to the first of its places.
+    fn pass_on(&mut self, piece: Piece) {
+        let [first, rest @ ..] = &self.chain.places(piece, self.hosts)[..] else { return };
+        for place in rest {
+            // SAFETY: places of different members do not overlap, and are lent to this owner.
+            unsafe { std::ptr::copy_nonoverlapping(*first, *place, piece.bytes) };
+        }
+        self.send_on(piece);
+    }
+
+    /// Sends a result for all to the host before this one, in a ring that begins at the host of the last run.
+    fn send_on(&mut self, piece: Piece) {
+        let map = &self.hosts.map;
+        let (num_hosts, runs) = (map.num_hosts(), map.runs());
+        let before = (map.host_of(self.group.members.me) + num_hosts - 1) % num_hosts;
+        if piece.to != To::All || before == runs[runs.len() - 1].host {
+            return;
+        }
+        let place = self.chain.first_place(piece, self.hosts);
+        // SAFETY: nobody writes to a result any more; it is there until the next arrival, before which the message is
+        // done or cancelled.
+        let message =
+            unsafe { self.group.transport.post_send(map.owner(before, self.lane), TAG_RESULT, place, piece.bytes) };
+        self.sends.push((message, Vec::new()));
+    }
+
+    fn send(&mut self, to: usize, tag: Tag, memory: Vec<u128>, bytes: usize) {
+        // SAFETY: the memory stays where it is until the message is done or cancelled.
+        let message = unsafe { self.group.transport.post_send(to, tag, memory.as_ptr().cast(), bytes) };
+        self.sends.push((message, memory));
+    }
+
+    /// Global ranks that this owner waits for.
+    fn missing(&self) -> Vec<usize> {
+        let open = self.streams.iter().flat_map(|stream| stream.open.front());
+        let waiting = open.map(|(message, _)| message).chain(self.sends.iter().map(|(message, _)| message));
+        let mut ranks: Vec<usize> = (waiting.filter(|message| message.poll().is_none()))
+            .flat_map(|message| message.partners(self.group.members))
+            .collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+}
+
+impl Stream {
+    fn new(kind: Kind, from: Option<usize>, tag: Tag, pieces: Vec<Piece>) -> Self {
+        Self { kind, from, tag, pieces, posted: 0, done: 0, open: VecDeque::new() }
+    }
+}
+
+impl Chain<'_> {
+    fn elems(&self, piece: Piece) -> usize {
+        piece.bytes / self.dtype.size()
+    }
+
+    /// Where the result belongs on this host.
+    fn places(&self, piece: Piece, hosts: &Hosts) -> Vec<*mut u8> {
+        match piece.to {
+            To::All => self.parts.iter().map(|part| part.wrapping_add(piece.start)).collect(),
+            To::Member(_) => vec![self.first_place(piece, hosts)],
+        }
+    }
+
+    fn first_place(&self, piece: Piece, hosts: &Hosts) -> *mut u8 {
+        let position = match piece.to {
+            To::All => 0,
+            To::Member(member) => hosts.map.position_of(member),
+        };
+        self.parts[position].wrapping_add(piece.start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_the_range_and_fit_every_element() {
+        for bytes in [0, 16, 48, 16 << 10, 100_000, 3 << 20] {
+            for lanes in [1, 2, 3, 8] {
+                let pieces = pieces(160..160 + bytes, To::All, lanes);
+                let mut next = 160;
+                for piece in &pieces {
+                    assert_eq!(piece.start, next);
+                    assert!(piece.bytes > 0 && piece.bytes <= PIECE_BYTES && piece.bytes.is_multiple_of(16));
+                    next += piece.bytes;
+                }
+                assert_eq!(next, 160 + bytes);
+            }
+        }
+    }
+}

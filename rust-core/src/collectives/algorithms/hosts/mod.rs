@@ -1,0 +1,112 @@
+//! Operations of groups on several hosts, with as few bytes between hosts as there can be: inside a host, members read
+//! and write each other's memory. What has one destination (gather, scatter, all-to-all) goes as plain messages.
+//!
+//! In these groups nothing but this folder uses the arenas, and only between two arrivals of the same operation, or until
+//! the next operation's first one.
+
+use super::{Algorithm, copy};
+use crate::buffer::TensorView;
+use crate::collectives::call::{Call, Kind};
+use crate::collectives::{Group, ReduceOp, Request, arrival};
+use crate::error::Result;
+use crate::transport::hosts::Hosts;
+use crate::transport::shm::layout::ARENA_BYTES;
+
+mod chain;
+mod spread;
+
+pub(super) use spread::Spread;
+
+use chain::{Chain, Piece, To};
+
+/// All-reduce, reduce and reduce-scatter.
+pub(super) struct Reduction;
+
+impl Algorithm for Reduction {
+    fn name(&self) -> &'static str {
+        "hosts"
+    }
+
+    fn accepts(&self, call: &Call, group: &Group<'_>) -> bool {
+        group.hosts.is_some() && call.reduces()
+    }
+
+    fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        arrival::agree_without_memory(call, group)?;
+        match request {
+            Request::AllReduce { input, output, op } => {
+                reduce(std::slice::from_ref(input), Some(output), |_| To::All, *op, group)
+            }
+            Request::Reduce { input, output, op, root } => {
+                let output = (*root == group.members.me).then_some(output);
+                reduce(std::slice::from_ref(input), output, |_| To::Member(*root), *op, group)
+            }
+            Request::ReduceScatter { inputs, output, op } => reduce(inputs, Some(output), To::Member, *op, group),
+            Request::AllReduceWindow { window, op, .. } => {
+                let Hosts { map, memory } = group.several_hosts();
+                let (bytes, arrived) = (call.bytes(), memory.phase().wrapping_sub(1));
+                let mut parts = Vec::with_capacity(memory.size());
+                for (position, member) in map.members_of(map.host_of(group.members.me)).iter().enumerate() {
+                    let offset = arrival::offset_bytes(memory, position, arrived, window, bytes)?;
+                    let start = window.peer(*member).expect("a window is visible to the members of one host");
+                    parts.push(start.wrapping_add(offset));
+                }
+                let pieces = chain::pieces(0..bytes, To::All, map.lanes());
+                // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All members
+                // of this host are between the arrival that compared their calls and the one below.
+                unsafe { Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces }.run(group)? };
+                memory.sync(&group.wait)
+            }
+            _ => unreachable!("`accepts` takes reductions only"),
+        }
+    }
+}
+
+/// Reduces blocks, which lie one after the other in what follows, by way of the arenas. The result of block i goes where
+/// `to` says; `output` is this member's, if it gets one.
+fn reduce(
+    blocks: &[TensorView],
+    output: Option<&TensorView>,
+    to: impl Fn(usize) -> To,
+    op: ReduceOp,
+    group: &Group<'_>,
+) -> Result<()> {
+    let Hosts { map, memory } = group.several_hosts();
+    let (me, dtype) = (memory.me(), blocks[0].dtype());
+    let parts: Vec<*mut u8> = (0..memory.size()).map(|position| memory.arena(position, 0)).collect();
+    let total: usize = blocks.iter().map(TensorView::bytes).sum();
+    for start in (0..total).step_by(ARENA_BYTES) {
+        let end = (start + ARENA_BYTES).min(total);
+        let mut pieces: Vec<Piece> = Vec::new();
+        // Where this member's result lies in the arena, and in its output.
+        let mut mine = None;
+        let mut block_start = 0;
+        for (index, block) in blocks.iter().enumerate() {
+            let (from, until) = (block_start.max(start), (block_start + block.bytes()).min(end));
+            if from < until {
+                // SAFETY: the range lies inside the block, and in the arena, which is this member's until the next arrival.
+                unsafe { copy(block.ptr().add(from - block_start), parts[me].add(from - start), until - from) };
+                let to = to(index);
+                pieces.extend(chain::pieces(from - start..until - start, to, map.lanes()));
+                if to.is_for(group.members.me) {
+                    mine = Some((from - start, from - block_start, until - from));
+                }
+            }
+            block_start += block.bytes();
+        }
+        memory.sync(&group.wait)?;
+        // SAFETY: arenas are longer than a section; their owners are between the arrival above and the one below.
+        unsafe { Chain { dtype, op, parts: &parts, pieces: &pieces }.run(group)? };
+        memory.sync(&group.wait)?;
+        if let (Some(output), Some((from, to, bytes))) = (output, mine) {
+            // SAFETY: the range lies inside the own arena, where nobody writes now, and inside the output.
+            unsafe { copy(parts[me].add(from), output.ptr().add(to), bytes) };
+        }
+    }
+    Ok(())
+}
+
+/// Whether `call` is one of those that [`Spread`] runs.
+fn spreads(call: &Call) -> bool {
+    matches!(call.kind, Kind::Broadcast | Kind::AllGather)
+}

@@ -1,0 +1,309 @@
+//! Groups whose members are on several hosts: shared memory among the members of a host, messages between hosts.
+//!
+//! ```text
+//!   member   0   1   2   3   4   5        places: 0 0 0 1 1 1      two runs, three lanes
+//!   host     a   a   a   b   b   b
+//!   lane     0   1   2   0   1   2        member 1 and member 4 own lane 1: they talk to each other,
+//!                                         for their hosts
+//! ```
+//!
+//! - HST-1: a *run* is a longest row of members, one after the other in the group's order, that are on one host. A fold
+//!   that goes from run to run is a fold in rank order (COL-1), however ranks were dealt to hosts.
+//! - HST-2: there are as many *lanes* as the smallest host has members, and on each host one owner a lane. So every
+//!   pair of hosts has that many pairs of members that move bytes at once.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::mailbox::{Header, Link, Mailbox, Message};
+use super::mpi::{Arrivals, Engine, Port};
+use super::shm::{Rings, SharedMemory};
+use super::{Members, Tag, Transport};
+use crate::error::Result;
+use crate::world::{Monitor, Store};
+
+/// One after the other in the group, on one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) host: usize,
+    /// First member, and the one after the last.
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+}
+
+/// Who is where. Pure; the same on all members.
+#[derive(Clone, Debug)]
+pub(crate) struct HostMap {
+    /// Host of each member; hosts are numbered in the order of their first members.
+    host_of: Vec<usize>,
+    /// Members of each host, in the group's order.
+    members_of: Vec<Vec<usize>>,
+    /// Position of each member among those of its host.
+    position_of: Vec<usize>,
+    runs: Vec<Run>,
+    lanes: usize,
+}
+
+impl HostMap {
+    /// From the host of each member, by any numbering.
+    pub(crate) fn new(hosts: &[usize]) -> Self {
+        let mut names: Vec<usize> = Vec::new();
+        let mut map =
+            Self { host_of: Vec::new(), members_of: Vec::new(), position_of: Vec::new(), runs: Vec::new(), lanes: 0 };
+        for (member, name) in hosts.iter().enumerate() {
+            let host = names.iter().position(|known| known == name).unwrap_or_else(|| {
+                names.push(*name);
+                map.members_of.push(Vec::new());
+                names.len() - 1
+            });
+            map.host_of.push(host);
+            map.position_of.push(map.members_of[host].len());
+            map.members_of[host].push(member);
+            match map.runs.last_mut() {
+                Some(run) if run.host == host => run.end = member + 1,
+                _ => map.runs.push(Run { host, start: member, end: member + 1 }),
+            }
+        }
+        map.lanes = map.members_of.iter().map(Vec::len).min().unwrap_or(0);
+        map
+    }
+
+    pub(crate) fn num_hosts(&self) -> usize {
+        self.members_of.len()
+    }
+
+    pub(crate) fn host_of(&self, member: usize) -> usize {
+        self.host_of[member]
+    }
+
+    pub(crate) fn members_of(&self, host: usize) -> &[usize] {
+        &self.members_of[host]
+    }
+
+    /// Where `member` stands among the members of its host: its place in their shared memory.
+    pub(crate) fn position_of(&self, member: usize) -> usize {
+        self.position_of[member]
+    }
+
+    /// HST-1.
+    pub(crate) fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// HST-2.
+    pub(crate) fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// The member of `host` that owns `lane`.
+    pub(crate) fn owner(&self, host: usize, lane: usize) -> usize {
+        self.members_of[host][lane]
+    }
+
+    /// The member of `host` to whom `member`, of another host, gives what is for all of `host`.
+    pub(crate) fn counterpart(&self, member: usize, host: usize) -> usize {
+        let there = &self.members_of[host];
+        there[self.position_of[member] % there.len()]
+    }
+
+    /// For each member: the position of the member of `host` who shows its values to the others there, itself or its
+    /// counterpart, and a number that tells apart what one member shows.
+    pub(crate) fn shown_on(&self, host: usize) -> Vec<(usize, usize)> {
+        let mut shown = vec![1; self.members_of[host].len()];
+        let mut show = |member: usize| {
+            if self.host_of[member] == host {
+                return (self.position_of[member], 0);
+            }
+            let position = self.position_of[self.counterpart(member, host)];
+            shown[position] += 1;
+            (position, shown[position] - 1)
+        };
+        (0..self.host_of.len()).map(&mut show).collect()
+    }
+}
+
+/// What algorithms need to know of a group on several hosts.
+pub struct Hosts {
+    pub(crate) map: HostMap,
+    /// The memory of this host's members.
+    pub(crate) memory: Arc<SharedMemory>,
+}
+
+/// See the module's text.
+pub struct HostsTransport {
+    members: Members,
+    hosts: Hosts,
+    /// Every rank of the job (MPI-3).
+    everybody: Vec<usize>,
+    mailbox: Arc<Mailbox<HostsLink>>,
+}
+
+/// Frames go through shared memory inside the host, and through MPI to other hosts. There is one doorbell, in shared
+/// memory: the thread that takes frames from MPI rings it.
+struct HostsLink {
+    rings: Rings,
+    /// By member: its position in the shared memory, if it is on this host.
+    local: Vec<Option<usize>>,
+    remote: Port,
+}
+
+/// How a group on several hosts is joined.
+pub(crate) struct Plan<'a> {
+    /// The group's name, used once in the life of `store`.
+    pub(crate) name: &'a str,
+    pub(crate) members: Members,
+    /// The host of each member, by any numbering.
+    pub(crate) hosts: &'a [usize],
+    /// Names the group on the wire, among all groups that ever were.
+    pub(crate) key: u64,
+    /// Moves frames between hosts.
+    pub(crate) engine: &'a Arc<Engine>,
+    /// Each member's rank there.
+    pub(crate) engine_ranks: Arc<[usize]>,
+    /// Processes of the job.
+    pub(crate) size: usize,
+    pub(crate) monitor: &'a Arc<Monitor>,
+}
+
+impl HostsTransport {
+    /// Joins the group that `plan` describes; every member calls it.
+    ///
+    /// # Errors
+    /// As [`super::ShmTransport::join`], for the members of this host. Those of other hosts are not waited for: what
+    /// reaches a member before it joins is kept for it.
+    pub(crate) fn join(plan: Plan<'_>, store: &dyn Store, timeout: Duration) -> Result<Arc<Self>> {
+        let Plan { name, members, hosts, key, engine, engine_ranks, size, monitor } = plan;
+        let map = HostMap::new(hosts);
+        let host = map.host_of(members.me);
+        let here: Arc<[usize]> = map.members_of(host).iter().map(|member| members.ranks[*member]).collect();
+        let local = Members { ranks: here, me: map.position_of(members.me) };
+        let memory = SharedMemory::join(&format!("{name}-{host}"), &local, store, monitor, timeout)?;
+        let position = |member: usize| (map.host_of(member) == host).then(|| map.position_of(member));
+        let link = HostsLink {
+            rings: Rings::new(memory.clone()),
+            local: (0..members.size()).map(position).collect(),
+            remote: engine.open(key, &members, engine_ranks, monitor.clone()),
+        };
+        let mailbox = Arc::new(Mailbox::new(link, members.clone()));
+        let arrivals: Weak<dyn Arrivals> = Arc::downgrade(&(mailbox.clone() as Arc<dyn Arrivals>));
+        engine.attach(key, members.me, arrivals);
+        Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, everybody: (0..size).collect(), mailbox }))
+    }
+}
+
+impl Arrivals for Mailbox<HostsLink> {
+    fn arrived(&self) {
+        self.progress();
+    }
+}
+
+impl Link for HostsLink {
+    fn payload_bytes(&self, peer: usize) -> usize {
+        match self.local[peer] {
+            Some(position) => self.rings.payload_bytes(position),
+            None => self.remote.payload_bytes(peer),
+        }
+    }
+
+    unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
+        // SAFETY: the caller's promise; the payload limit is that of the link that is used.
+        unsafe {
+            match self.local[to] {
+                Some(position) => self.rings.push(position, header, payload),
+                None => self.remote.push(to, header, payload),
+            }
+        }
+    }
+
+    fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
+        match self.local[from] {
+            Some(position) => self.rings.pop(position, take),
+            None => self.remote.pop(from, take),
+        }
+    }
+
+    fn doorbell(&self) -> u32 {
+        self.rings.doorbell()
+    }
+
+    fn doze(&self, seen: u32, limit: Duration) {
+        let _hurry = self.remote.hurry();
+        self.rings.doze(seen, limit);
+    }
+
+    fn ring_own(&self) {
+        self.rings.ring_own();
+    }
+}
+
+impl Transport for HostsTransport {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
+    fn members(&self) -> &Members {
+        &self.members
+    }
+
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.mailbox.post_send(to, tag, data, bytes) }
+    }
+
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.mailbox.post_recv(from, tag, data, bytes) }
+    }
+
+    fn progress(&self) {
+        self.mailbox.progress();
+    }
+
+    fn cancel(&self, message: &Message) {
+        self.mailbox.cancel(message);
+    }
+
+    fn doorbell(&self) -> u32 {
+        self.mailbox.link.doorbell()
+    }
+
+    fn doze(&self, seen: u32, limit: Duration) {
+        self.mailbox.link.doze(seen, limit);
+    }
+
+    fn ring(&self) {
+        self.mailbox.link.ring_own();
+    }
+
+    fn shared(&self) -> Option<&SharedMemory> {
+        None
+    }
+
+    fn hosts(&self) -> Option<&Hosts> {
+        Some(&self.hosts)
+    }
+
+    fn depends_on(&self) -> Option<&[usize]> {
+        Some(&self.everybody)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_lanes_and_owners() {
+        let map = HostMap::new(&[7, 7, 7, 2, 2, 7]);
+        let run = |host, start, end| Run { host, start, end };
+        assert_eq!(map.runs(), [run(0, 0, 3), run(1, 3, 5), run(0, 5, 6)]);
+        assert_eq!((map.num_hosts(), map.lanes()), (2, 2));
+        assert_eq!((map.owner(0, 1), map.owner(1, 1)), (1, 4));
+        assert_eq!(map.position_of(5), 3);
+        // What members 0 to 3 of the first host give to the second one.
+        assert_eq!([0, 1, 2, 5].map(|member| map.counterpart(member, 1)), [3, 4, 3, 4]);
+        assert_eq!(map.shown_on(1), [(0, 1), (1, 1), (0, 2), (0, 0), (1, 0), (1, 2)]);
+        let one = HostMap::new(&[0]);
+        assert_eq!((one.runs(), one.lanes()), (&[run(0, 0, 1)][..], 1));
+    }
+}

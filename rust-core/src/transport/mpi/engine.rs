@@ -1,0 +1,594 @@
+//! The thread that talks to MPI, and the ports through which groups give it frames and get frames from it.
+//!
+//! ```text
+//!   port of a group --push--> outbox --> send slots --> MPI --> receive slots --> inbox of a port --> mailbox
+//!   (any thread)              (lock)     (engine's thread)                        (lock)     (engine's thread too)
+//! ```
+//!
+//! The engine's thread also brings the messages of the mailbox on ([`Arrivals`]), so that they move while every other
+//! thread of the process computes. MPI cannot wake a thread that sleeps, so the thread looks: without a pause while
+//! something moves, often while somebody waits ([`Port::hurry`]), and rarely otherwise.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+use crate::transport::mailbox::Header;
+use crate::transport::{Members, NAP, cores};
+use crate::world::{Departure, Monitor};
+
+/// Before the payload, on the wire: key of the group, receiver and sender in the group, header of the frame.
+const PREFIX_WORDS: usize = 8;
+const PREFIX_BYTES: usize = PREFIX_WORDS * 8;
+/// Large enough that a frame's fixed cost is small against the time that a 100 Gbit/s network takes for it.
+const PAYLOAD_BYTES: usize = 256 << 10;
+const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
+
+/// Receives that are open at any time.
+const RECV_SLOTS: usize = 16;
+/// Frames for one process that wait or are under way: then the mailbox waits.
+const FRAMES_PER_PEER: usize = 8;
+const MAX_SEND_SLOTS: usize = 256;
+/// Buffers that are kept for reuse.
+const SPARE_BUFFERS: usize = 64;
+
+/// Pauses between two looks while somebody waits, and while nobody does.
+const SHORT_PAUSE: Duration = Duration::from_micros(30);
+const LONG_PAUSE: Duration = Duration::from_millis(1);
+/// Looks before the first pause: without one, where there is a core for this, and yielding.
+const SPINS: u32 = 2000;
+const YIELDS: u32 = 20;
+
+/// How long a failure of MPI waits for the news of the death that explains it.
+const NEWS_TIME: Duration = Duration::from_secs(2);
+
+/// What MPI does for the engine: messages between processes, by number.
+pub(crate) trait Wire: Send {
+    /// Joins the job; waits for all of its processes.
+    fn start(&mut self, num_slots: usize) -> Result<World, Failure>;
+    /// Starts a send in a free slot.
+    ///
+    /// # Safety
+    /// The memory stays as it is until `poll` says that the slot is done.
+    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure>;
+    /// Starts a receive from anybody in a free slot.
+    ///
+    /// # Safety
+    /// The memory is nobody else's until `poll` says that the slot is done.
+    unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure>;
+    /// Adds what is done; does not wait.
+    fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure>;
+    /// Leaves the job; waits for all of its processes.
+    fn finish(&mut self) -> Result<(), Failure>;
+}
+
+/// What MPI knows of the job.
+#[derive(Clone, Debug)]
+pub(crate) struct World {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    pub(crate) library: String,
+}
+
+/// A slot that is done; of a receive, who sent how much.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Completed {
+    pub(crate) slot: usize,
+    pub(crate) source: usize,
+    pub(crate) bytes: usize,
+}
+
+/// What MPI says about a failure.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure(pub(crate) String);
+
+/// Brings on the messages of a group for which frames have come, or for which there is room again.
+pub(crate) trait Arrivals: Send + Sync {
+    fn arrived(&self);
+}
+
+/// Group and member.
+type Key = (u64, usize);
+
+struct Frame {
+    header: Header,
+    /// Prefix and payload, and what else is in the buffer: it is as long as the longest frame.
+    buffer: Vec<u8>,
+}
+
+/// Frames that have come for a member, by the member who sent them.
+#[derive(Default)]
+struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
+
+struct Open {
+    inbox: Arc<Inbox>,
+    /// Rank of each member.
+    ranks: Arc<[usize]>,
+    arrivals: Option<Weak<dyn Arrivals>>,
+    monitor: Arc<Monitor>,
+}
+
+#[derive(Default)]
+struct Ports {
+    open: HashMap<Key, Open>,
+    /// Frames for ports that are not yet open, with the rank that sent them.
+    early: HashMap<Key, Vec<(usize, usize, Frame)>>,
+    /// What comes for these is late and dropped.
+    closed: HashSet<Key>,
+}
+
+#[derive(Default)]
+struct Outbox {
+    frames: VecDeque<(usize, Vec<u8>)>,
+    /// By rank: frames that wait or are under way.
+    pending: HashMap<usize, usize>,
+    /// Ports whose frame found no room.
+    refused: HashSet<Key>,
+    finish: bool,
+}
+
+/// Buffers to be used again, as they were left.
+#[derive(Default)]
+struct Pool(Mutex<Vec<Vec<u8>>>);
+
+impl Pool {
+    fn take(&self) -> Vec<u8> {
+        self.0.lock().pop().unwrap_or_default()
+    }
+
+    fn put(&self, buffer: Vec<u8>) {
+        let mut spare = self.0.lock();
+        if spare.len() < SPARE_BUFFERS {
+            spare.push(buffer);
+        }
+    }
+}
+
+struct Shared {
+    outbox: Mutex<Outbox>,
+    ports: Mutex<Ports>,
+    send_buffers: Pool,
+    recv_buffers: Pool,
+    news: Condvar,
+    waiters: AtomicUsize,
+    /// What `start` came to, and that MPI has ended.
+    world: OnceLock<Result<World, Failure>>,
+    ended: OnceLock<()>,
+    changed: Condvar,
+    change: Mutex<()>,
+}
+
+/// See the module's text.
+pub(crate) struct Engine {
+    shared: Arc<Shared>,
+}
+
+impl Engine {
+    /// Starts the thread, which starts MPI; [`Engine::world`] says what came of it.
+    pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
+        let shared = Arc::new(Shared {
+            outbox: Mutex::default(),
+            ports: Mutex::default(),
+            send_buffers: Pool::default(),
+            recv_buffers: Pool::default(),
+            news: Condvar::new(),
+            waiters: AtomicUsize::new(0),
+            world: OnceLock::new(),
+            ended: OnceLock::new(),
+            changed: Condvar::new(),
+            change: Mutex::default(),
+        });
+        let thread = std::thread::Builder::new().name("smd-mpi".into());
+        let own = shared.clone();
+        thread.spawn(move || own.work(wire)).map_err(|error| Error::io("starting a thread for MPI", error))?;
+        Ok(Arc::new(Self { shared }))
+    }
+
+    /// What MPI knows of the job of `size` processes, once all have started it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with what MPI says; those of every wait for all ranks.
+    pub(crate) fn world(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<World> {
+        let start = Instant::now();
+        let all: Vec<usize> = (0..size).collect();
+        let during = "starting MPI";
+        let mut lock = self.shared.change.lock();
+        loop {
+            if let Some(outcome) = self.shared.world.get() {
+                return outcome
+                    .clone()
+                    .map_err(|Failure(text)| Error::Unsupported(format!("MPI did not start: {text}")));
+            }
+            monitor.check(&all, during)?;
+            if Instant::now() >= deadline {
+                let missing = all.iter().copied().filter(|rank| *rank != monitor.me()).collect();
+                return Err(Error::Timeout { during: during.to_owned(), waited: start.elapsed(), missing });
+            }
+            if monitor.interrupted() {
+                return Err(Error::Interrupted { during: during.to_owned() });
+            }
+            self.shared.changed.wait_for(&mut lock, NAP);
+        }
+    }
+
+    /// Opens the port of this process in the group that `key` names, as member `members.me`; `ranks` holds the rank of each
+    /// member.
+    pub(crate) fn open(
+        self: &Arc<Self>,
+        key: u64,
+        members: &Members,
+        ranks: Arc<[usize]>,
+        monitor: Arc<Monitor>,
+    ) -> Port {
+        let inbox = Arc::new(Inbox::default());
+        let id = (key, members.me);
+        let mut ports = self.shared.ports.lock();
+        let open = Open { inbox: inbox.clone(), ranks: ranks.clone(), arrivals: None, monitor: monitor.clone() };
+        for (source, from, frame) in ports.early.remove(&id).unwrap_or_default() {
+            open.deliver(source, from, frame);
+        }
+        ports.open.insert(id, open);
+        Port { shared: self.shared.clone(), key: id, inbox, ranks, monitor }
+    }
+
+    /// From now on `arrivals` hears of frames for this port.
+    pub(crate) fn attach(&self, key: u64, me: usize, arrivals: Weak<dyn Arrivals>) {
+        if let Some(open) = self.shared.ports.lock().open.get_mut(&(key, me)) {
+            open.arrivals = Some(arrivals);
+        }
+    }
+
+    /// Ends MPI: waits until the other processes end it too, for as long as nobody has died and the deadline has not come.
+    pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
+        let Some(Ok(world)) = self.shared.world.get() else { return };
+        self.shared.outbox.lock().finish = true;
+        self.shared.news.notify_all();
+        let mut lock = self.shared.change.lock();
+        while self.shared.ended.get().is_none() {
+            let failed = (0..world.size).any(|rank| departed(monitor, rank));
+            if failed || Instant::now() >= deadline || monitor.interrupted() {
+                return;
+            }
+            self.shared.changed.wait_for(&mut lock, NAP);
+        }
+    }
+}
+
+/// Whether MPI has lost the process of `rank` (MPI-3). One that left in good order is still there for MPI.
+fn departed(monitor: &Monitor, rank: usize) -> bool {
+    !matches!(monitor.departure(rank), None | Some(Departure::Left))
+}
+
+impl Open {
+    /// A frame counts if it comes from the process that the sender's name belongs to (TRA-2).
+    fn deliver(&self, source: usize, from: usize, frame: Frame) {
+        if self.ranks.get(from) == Some(&source) {
+            self.inbox.0.lock().entry(from).or_default().push_back(frame);
+        }
+    }
+}
+
+/// A group's way to other hosts.
+pub(crate) struct Port {
+    shared: Arc<Shared>,
+    key: Key,
+    inbox: Arc<Inbox>,
+    ranks: Arc<[usize]>,
+    monitor: Arc<Monitor>,
+}
+
+impl Port {
+    /// The largest payload of a frame.
+    pub(crate) fn payload_bytes(&self, _peer: usize) -> usize {
+        PAYLOAD_BYTES
+    }
+
+    /// As [`push`](crate::transport::mailbox::Link::push) of a link.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
+        let rank = self.ranks[to];
+        // MPI-3: nothing is sent any more; who waits for the message hears of the departure.
+        if self.monitor.generation() != 0 && departed(&self.monitor, rank) {
+            return true;
+        }
+        let mut outbox = self.shared.outbox.lock();
+        let pending = outbox.pending.entry(rank).or_default();
+        if *pending >= FRAMES_PER_PEER {
+            outbox.refused.insert(self.key);
+            return false;
+        }
+        *pending += 1;
+        drop(outbox);
+        // The mailbox's lock keeps frames of one port in order, so the outbox need not be held while bytes are copied.
+        let length = header[4] as usize;
+        assert!(length <= PAYLOAD_BYTES, "a frame holds {PAYLOAD_BYTES} bytes");
+        let mut bytes = self.shared.send_buffers.take();
+        bytes.clear();
+        bytes.reserve(PREFIX_BYTES + length);
+        let words = [self.key.0, to as u64, self.key.1 as u64, header[0], header[1], header[2], header[3], header[4]];
+        for word in words {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        if length > 0 {
+            // SAFETY: the caller promises `length` readable bytes.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(payload, length) });
+        }
+        self.shared.outbox.lock().frames.push_back((rank, bytes));
+        self.shared.news.notify_one();
+        true
+    }
+
+    /// As [`pop`](crate::transport::mailbox::Link::pop) of a link.
+    pub(crate) fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
+        let Some(frame) = self.inbox.0.lock().get_mut(&from).and_then(VecDeque::pop_front) else { return false };
+        take(frame.header, frame.buffer[PREFIX_BYTES..].as_ptr());
+        self.shared.recv_buffers.put(frame.buffer);
+        true
+    }
+
+    /// While the guard lives, the engine looks often: somebody waits.
+    pub(crate) fn hurry(&self) -> Hurry<'_> {
+        if self.shared.waiters.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.shared.news.notify_one();
+        }
+        Hurry(&self.shared.waiters)
+    }
+}
+
+/// See [`Port::hurry`].
+pub(crate) struct Hurry<'a>(&'a AtomicUsize);
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        let mut ports = self.shared.ports.lock();
+        ports.closed.insert(self.key);
+        let open = ports.open.remove(&self.key);
+        drop(ports);
+        drop(open);
+    }
+}
+
+impl Shared {
+    fn announce(&self) {
+        let _lock = self.change.lock();
+        self.changed.notify_all();
+    }
+
+    /// The thread.
+    fn work(&self, mut wire: Box<dyn Wire>) {
+        let slots = RECV_SLOTS + MAX_SEND_SLOTS;
+        let started = wire.start(slots);
+        let failed = started.is_err();
+        let _ = self.world.set(started);
+        self.announce();
+        if failed {
+            return;
+        }
+        let mut slots = Slots::new();
+        match slots.run(self, &mut *wire) {
+            Ok(()) => {
+                if let Err(Failure(text)) = wire.finish() {
+                    tracing::debug!("MPI did not end well: {text}");
+                }
+                let _ = self.ended.set(());
+                self.announce();
+            }
+            Err(Failure(text)) => self.fail(&text),
+        }
+        // What was under way is MPI's for ever: nobody can take it back from a library that failed.
+        std::mem::forget(slots);
+    }
+
+    /// Ends the waits of this process, unless a departure that explains the failure ends those that it should.
+    fn fail(&self, text: &str) {
+        let _ = self.ended.set(());
+        self.announce();
+        let monitors: Vec<Arc<Monitor>> = self.ports.lock().open.values().map(|open| open.monitor.clone()).collect();
+        let deadline = Instant::now() + NEWS_TIME;
+        while !self.somebody_departed() {
+            if Instant::now() >= deadline {
+                monitors.iter().for_each(|monitor| monitor.close(&format!("MPI failed: {text}")));
+                return;
+            }
+            std::thread::sleep(NAP);
+        }
+    }
+
+    /// Whether a process of a group on several hosts has died or failed.
+    fn somebody_departed(&self) -> bool {
+        let ports = self.ports.lock();
+        ports
+            .open
+            .values()
+            .any(|open| open.monitor.generation() != 0 && open.ranks.iter().any(|rank| departed(&open.monitor, *rank)))
+    }
+
+    /// Puts a frame of `bytes` bytes from `source` where it belongs; the port that it is for.
+    fn take(&self, source: usize, buffer: Vec<u8>, bytes: usize) -> Option<Key> {
+        let mut words = [0u64; PREFIX_WORDS];
+        for (word, chunk) in words.iter_mut().zip(buffer.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*chunk);
+        }
+        let [group, to, from, ref header @ ..] = words;
+        let header: Header = *header;
+        // A header that promises more than came would show what an earlier frame left in the buffer.
+        if bytes < PREFIX_BYTES || header[4] > (bytes - PREFIX_BYTES) as u64 {
+            return None;
+        }
+        let key = (group, to as usize);
+        let frame = Frame { header, buffer };
+        let mut ports = self.ports.lock();
+        match ports.open.get(&key) {
+            Some(open) => open.deliver(source, from as usize, frame),
+            None if ports.closed.contains(&key) => return None,
+            None => ports.early.entry(key).or_default().push((source, from as usize, frame)),
+        }
+        Some(key)
+    }
+
+    fn bring_on(&self, keys: impl IntoIterator<Item = Key>) {
+        for key in keys {
+            let arrivals = self.ports.lock().open.get(&key).and_then(|open| open.arrivals.clone());
+            if let Some(arrivals) = arrivals.and_then(|arrivals| arrivals.upgrade()) {
+                arrivals.arrived();
+            }
+        }
+    }
+}
+
+/// What MPI works on: buffers by slot, receives first.
+struct Slots {
+    receives: Vec<Vec<u8>>,
+    sends: Vec<Option<(usize, Vec<u8>)>>,
+    free: Vec<usize>,
+}
+
+impl Slots {
+    fn new() -> Self {
+        Self {
+            receives: (0..RECV_SLOTS).map(|_| Vec::new()).collect(),
+            sends: (0..MAX_SEND_SLOTS).map(|_| None).collect(),
+            free: (0..MAX_SEND_SLOTS).collect(),
+        }
+    }
+
+    /// Moves frames until the engine is to finish and everything is sent.
+    fn run(&mut self, shared: &Shared, wire: &mut dyn Wire) -> Result<(), Failure> {
+        for slot in 0..RECV_SLOTS {
+            self.receive(slot, shared.recv_buffers.take(), wire)?;
+        }
+        let spins = if cores() > 2 { SPINS } else { 0 };
+        let mut done = Vec::new();
+        let mut touched: HashSet<Key> = HashSet::new();
+        let mut idle = 0u32;
+        let mut seen = Instant::now();
+        loop {
+            let mut moved = self.send_waiting(shared, wire)?;
+            wire.poll(&mut done)?;
+            for Completed { slot, source, bytes } in done.drain(..) {
+                moved = true;
+                if slot < RECV_SLOTS {
+                    let frame = std::mem::take(&mut self.receives[slot]);
+                    self.receive(slot, shared.recv_buffers.take(), wire)?;
+                    touched.extend(shared.take(source, frame, bytes));
+                } else if let Some((to, buffer)) = self.sends[slot - RECV_SLOTS].take() {
+                    self.free.push(slot - RECV_SLOTS);
+                    shared.send_buffers.put(buffer);
+                    let mut outbox = shared.outbox.lock();
+                    outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
+                    touched.extend(outbox.refused.drain());
+                }
+            }
+            shared.bring_on(touched.drain());
+            if moved {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            let sending = self.free.len() < self.sends.len();
+            let hurry = sending || shared.waiters.load(Ordering::Relaxed) > 0;
+            if hurry && idle < spins {
+                std::hint::spin_loop();
+                continue;
+            }
+            if hurry && idle < spins + YIELDS {
+                std::thread::yield_now();
+                continue;
+            }
+            let mut outbox = shared.outbox.lock();
+            if outbox.finish && outbox.frames.is_empty() && !sending {
+                return Ok(());
+            }
+            if outbox.frames.is_empty() || self.free.is_empty() {
+                shared.news.wait_for(&mut outbox, if hurry { SHORT_PAUSE } else { LONG_PAUSE });
+            }
+            drop(outbox);
+            if seen.elapsed() > NAP {
+                seen = Instant::now();
+                if shared.somebody_departed() {
+                    return Err(Failure("a process of the job has gone".to_owned()));
+                }
+            }
+        }
+    }
+
+    fn send_waiting(&mut self, shared: &Shared, wire: &mut dyn Wire) -> Result<bool, Failure> {
+        let mut moved = false;
+        while let Some(slot) = self.free.last().copied() {
+            let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
+            self.free.pop();
+            let (_, data) = self.sends[slot].insert((to, bytes));
+            // SAFETY: the buffer stays in the slot until MPI says that it is done, or for ever.
+            unsafe { wire.send(RECV_SLOTS + slot, data, to)? };
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>, wire: &mut dyn Wire) -> Result<(), Failure> {
+        buffer.resize(FRAME_BYTES, 0);
+        self.receives[slot] = buffer;
+        // SAFETY: as in `send_waiting`.
+        unsafe { wire.recv(slot, &mut self.receives[slot]) }
+    }
+}
+
+/// A wire that leads back to its own process: ranks that are threads of a test share an engine, and each group member is
+/// told apart by its port.
+#[cfg(test)]
+pub(crate) mod loopback {
+    use super::*;
+
+    #[derive(Default)]
+    pub(crate) struct Loopback {
+        sent: VecDeque<(usize, Vec<u8>)>,
+        open: VecDeque<(usize, *mut u8, usize)>,
+        done: Vec<usize>,
+    }
+
+    // SAFETY: the pointers are receive buffers of the engine, which keeps them until they are done.
+    unsafe impl Send for Loopback {}
+
+    impl Wire for Loopback {
+        fn start(&mut self, _num_slots: usize) -> Result<World, Failure> {
+            Ok(World { rank: 0, size: 1, library: "loopback".into() })
+        }
+        unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize) -> Result<(), Failure> {
+            self.sent.push_back((slot, data.to_vec()));
+            Ok(())
+        }
+        unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure> {
+            self.open.push_back((slot, data.as_mut_ptr(), data.len()));
+            Ok(())
+        }
+        fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure> {
+            done.extend(self.done.drain(..).map(|slot| Completed { slot, source: 0, bytes: 0 }));
+            while !self.sent.is_empty() && !self.open.is_empty() {
+                let (from, bytes) = self.sent.pop_front().expect("it is not empty");
+                let (slot, data, room) = self.open.pop_front().expect("it is not empty");
+                assert!(bytes.len() <= room);
+                // SAFETY: the buffer has `room` bytes and is this wire's until it is done.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), data, bytes.len()) };
+                done.push(Completed { slot, source: 0, bytes: bytes.len() });
+                // A send is done a little later than its receive, as with a network.
+                self.done.push(from);
+            }
+            Ok(())
+        }
+        fn finish(&mut self) -> Result<(), Failure> {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! The plug-in as the engine sees it: a table of C functions (mpi-plugin/plugin.h), with every code checked.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::path::Path;
+
+use libloading::{Library, Symbol};
+
+use super::engine::{Completed, Failure, Wire, World};
+use crate::error::{Error, Result};
+
+/// `SMD_MPI_ABI`.
+const ABI: u32 = 1;
+
+#[repr(C)]
+struct RawWorld {
+    rank: i32,
+    size: i32,
+    library: [c_char; 120],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawDone {
+    slot: i32,
+    source: i32,
+    bytes: i32,
+}
+
+/// `struct smd_mpi_plugin`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Table {
+    abi: u32,
+    struct_bytes: u32,
+    start: unsafe extern "C" fn(i32, *mut RawWorld) -> i32,
+    send: unsafe extern "C" fn(i32, *const c_void, i32, i32) -> i32,
+    recv: unsafe extern "C" fn(i32, *mut c_void, i32) -> i32,
+    poll: unsafe extern "C" fn(*mut RawDone, *mut i32) -> i32,
+    finish: unsafe extern "C" fn() -> i32,
+    describe: unsafe extern "C" fn(i32, *mut c_char, i32),
+}
+
+/// A loaded plug-in. It is never unloaded: MPI starts threads and registers handlers.
+pub(super) struct Plugin {
+    table: Table,
+    done: Vec<RawDone>,
+}
+
+impl Plugin {
+    /// Loads the library at `path` and checks that it fits.
+    pub(super) fn load(path: &Path) -> Result<Self> {
+        let refuse = |why: String| Error::Unsupported(format!("the MPI plug-in `{}` {why}", path.display()));
+        // SAFETY: the library is ours, and runs no code of its own when it is loaded; MPI libraries, on which it
+        // depends, are made to be loaded so.
+        let library = unsafe { Library::new(path) }.map_err(|error| refuse(format!("cannot be loaded: {error}")))?;
+        let library = Box::leak(Box::new(library));
+        // SAFETY: the signature is that of plugin.h, whose version is checked below.
+        let entry: Symbol<'_, unsafe extern "C" fn() -> *const Table> =
+            unsafe { library.get(b"smd_mpi_plugin\0") }.map_err(|error| refuse(format!("is none: {error}")))?;
+        // SAFETY: the function returns the address of a constant; version and size come first in every version.
+        let table = unsafe {
+            let table = entry();
+            let (abi, bytes) = ((*table).abi, (*table).struct_bytes as usize);
+            if abi != ABI || bytes != size_of::<Table>() {
+                return Err(refuse(format!("has interface {abi} of {bytes} bytes, expected {ABI}: remove the file")));
+            }
+            *table
+        };
+        Ok(Self { table, done: Vec::new() })
+    }
+
+    fn check(&self, code: i32) -> Result<(), Failure> {
+        let text = match code {
+            0 => return Ok(()),
+            -1 => "a connection to another process broke".to_owned(),
+            -2 => "this process initialised MPI itself, with less than MPI_THREAD_MULTIPLE".to_owned(),
+            -3 => "this process has finalized MPI".to_owned(),
+            -4 => "no memory".to_owned(),
+            code => {
+                let mut text = [0 as c_char; 512];
+                // SAFETY: the buffer has the length that is told, and the function ends the text.
+                let text = unsafe {
+                    (self.table.describe)(code, text.as_mut_ptr(), text.len() as i32);
+                    CStr::from_ptr(text.as_ptr())
+                };
+                text.to_string_lossy().into_owned()
+            }
+        };
+        Err(Failure(text))
+    }
+}
+
+impl Wire for Plugin {
+    fn start(&mut self, num_slots: usize) -> Result<World, Failure> {
+        let mut raw = RawWorld { rank: 0, size: 0, library: [0; 120] };
+        // SAFETY: `raw` lives during the call.
+        let code = unsafe { (self.table.start)(num_slots as i32, &mut raw) };
+        self.check(code)?;
+        self.done = vec![RawDone { slot: 0, source: 0, bytes: 0 }; num_slots];
+        // SAFETY: the plug-in ends the text inside the array.
+        let library = unsafe { CStr::from_ptr(raw.library.as_ptr()) };
+        let (rank, size) = (raw.rank as usize, raw.size as usize);
+        Ok(World { rank, size, library: library.to_string_lossy().into_owned() })
+    }
+
+    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure> {
+        // SAFETY: the caller keeps the memory until the slot is done.
+        let code = unsafe { (self.table.send)(slot as i32, data.as_ptr().cast(), data.len() as i32, to as i32) };
+        self.check(code)
+    }
+
+    unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure> {
+        // SAFETY: as in `send`.
+        let code = unsafe { (self.table.recv)(slot as i32, data.as_mut_ptr().cast(), data.len() as i32) };
+        self.check(code)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure> {
+        let mut count = 0;
+        // SAFETY: the array has a place for every slot.
+        let code = unsafe { (self.table.poll)(self.done.as_mut_ptr(), &mut count) };
+        self.check(code)?;
+        let completed = |raw: &RawDone| Completed {
+            slot: raw.slot as usize,
+            source: raw.source.max(0) as usize,
+            bytes: raw.bytes.max(0) as usize,
+        };
+        done.extend(self.done[..count as usize].iter().map(completed));
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), Failure> {
+        // SAFETY: nothing to promise.
+        let code = unsafe { (self.table.finish)() };
+        self.check(code)
+    }
+}
