@@ -95,12 +95,12 @@ for _ in range(2):
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 2 0 2\n" * 2, "1 2 1 2\n" * 2]
 
 
-def test_two_hosts_are_told_apart_and_the_limit_is_named():
+def test_two_hosts_without_mpi_are_told_what_is_missing():
     """A PID namespace of its own makes a host, since shared memory is found through /proc."""
     other_host = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*other_host, "true"], stderr=subprocess.DEVNULL, check=False).returncode != 0:
         pytest.skip("`unshare --pid` is not permitted here, so that a second host cannot be simulated")
-    code = "from smdistributed import _core; _core.init()"
+    code = "from smdistributed import _core; _core.init(); _core.barrier()"
     port = launchers.free_port()
     ranks = []
     for rank, prefix in enumerate(([], other_host)):
@@ -110,8 +110,8 @@ def test_two_hosts_are_told_apart_and_the_limit_is_named():
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     for rank in ranks:
         text = rank.communicate(timeout=60)[1]
-        assert "UnsupportedError: rank 0 runs on host" in text
-        assert "and rank 1 on host" in text
+        assert "UnsupportedError: CPU tensors go between hosts over MPI, and no MPI launcher started this job" in text
+        assert "start it with `mpirun`" in text
 
 
 def init_twice():

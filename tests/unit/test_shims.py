@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -221,10 +222,11 @@ def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
     monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
     monkeypatch.setattr(shims, "PREBUILT", tmp_path)
 
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
+    def unknown_user(uid):
+        raise KeyError(uid)
 
-    monkeypatch.setattr(shims.Path, "home", no_home)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
     with pytest.raises(shims.ShimError, match=r"no place to keep shims: .*; set SMD_CACHE_DIR"):
         shims.ensure(FRAMEWORK)
     path = tmp_path / FRAMEWORK.key / FRAMEWORK.library
