@@ -10,10 +10,14 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "adapter.h"
+#include "completion.h"
+#include "operations.h"
+#include "sparse.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -27,6 +31,19 @@ constexpr std::size_t kPackBytes = 1 << 20;
 
 bool is_packed(const at::Tensor& tensor) {
   return tensor.nbytes() < kPackBytes || !tensor.is_non_overlapping_and_dense();
+}
+
+ReducerOptions options_from(const Reducer::Settings& settings) {
+  const auto size = [&](const char* name) { return static_cast<std::size_t>(settings.at(name)); };
+  ReducerOptions options;
+  options.bucket_bytes = size("bucket_bytes");
+  options.first_bucket_bytes = size("first_bucket_bytes");
+  options.find_unused_parameters = settings.at("find_unused_parameters") != 0;
+  options.accumulation_steps = static_cast<std::uint32_t>(settings.at("accumulation_steps"));
+  options.static_graph = settings.at("static_graph") != 0;
+  options.reduction =
+      settings.at("comm_hook") >= 0 ? Reduction::ByCaller : static_cast<Reduction>(settings.at("reduction"));
+  return options;
 }
 
 }  // namespace
@@ -47,18 +64,19 @@ struct Reducer::Hook final : torch::autograd::FunctionPostHook {
 
 // Runs before the node of an output.
 struct Reducer::Entry final : torch::autograd::FunctionPreHook {
-  explicit Entry(const c10::intrusive_ptr<Reducer>& reducer) : reducer_(reducer) {}
+  Entry(const c10::intrusive_ptr<Reducer>& reducer, bool sync) : reducer_(reducer), sync_(sync) {}
 
   variable_list operator()(const variable_list& gradients) override {
     if (auto reducer = reducer_.lock()) {
       const std::lock_guard lock(reducer->mutex_);
-      reducer->enter();
+      reducer->enter(sync_);
     }
     return gradients;
   }
 
  private:
   c10::weak_intrusive_ptr<Reducer> reducer_;
+  bool sync_;
 };
 
 // Belongs to the callback at the end of a backward. Autograd drops callbacks of a backward that fails without calling
@@ -80,12 +98,27 @@ class Reducer::Backward {
   bool finished_ = false;
 };
 
+// A bucket that the hook works on.
+struct Reducer::Hooked {
+  c10::intrusive_ptr<GradBucket> bucket;
+  at::Tensor buffer;
+  // Gradients that are not in their slots, and their places in the buffer.
+  std::vector<std::pair<at::Tensor, at::Tensor>> elsewhere;
+};
+
 c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                          int64_t bucket_bytes, int64_t first_bucket_bytes, bool find_unused_parameters,
-                                          int64_t accumulation_steps, int64_t group) {
-  TORCH_CHECK_VALUE(parameters.size() == names.size(), "every parameter needs a name");
-  std::vector<Parameter> named;
+                                          const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
+                                          std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
+                                          const std::vector<int64_t>& ranks, const Settings& settings) {
+  TORCH_CHECK_VALUE(parameters.size() == names.size() && frozen.size() == frozen_names.size(),
+                    "every parameter needs a name");
+  Parameters named;
+  Parameters named_frozen;
+  for (std::size_t i = 0; i < frozen.size(); ++i) named_frozen.push_back({frozen[i], std::move(frozen_names[i])});
   std::vector<Param> described;
+  const auto holds = [](const std::vector<int64_t>& places, std::size_t place) {
+    return std::find(places.begin(), places.end(), static_cast<int64_t>(place)) != places.end();
+  };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& tensor = parameters[i];
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "parameter `", names[i], "` is not dense but of layout ",
@@ -96,17 +129,16 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
     param.name = names[i];
     for (const auto size : tensor.sizes()) param.shape.push_back(static_cast<std::uint64_t>(size));
     param.dtype = describe(at::empty({0}, tensor.options())).dtype;
+    param.sparse = holds(sparse, i);
+    param.delayed = holds(delayed, i);
+    named.push_back({tensor, std::move(names[i]), param.sparse});
     described.push_back(std::move(param));
-    named.push_back({tensor, std::move(names[i])});
   }
-  ReducerOptions options;
-  options.bucket_bytes = static_cast<std::size_t>(bucket_bytes);
-  options.first_bucket_bytes = static_cast<std::size_t>(first_bucket_bytes);
-  options.find_unused_parameters = find_unused_parameters;
-  options.accumulation_steps = static_cast<std::uint32_t>(accumulation_steps);
-  auto core = checked(
-      [&] { return new_reducer(static_cast<std::uint64_t>(group), {described.data(), described.size()}, options); });
-  auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(core));
+  const std::vector<std::size_t> members(ranks.begin(), ranks.end());
+  auto core = checked([&] {
+    return new_reducer({members.data(), members.size()}, {described.data(), described.size()}, options_from(settings));
+  });
+  auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(named_frozen), std::move(core), settings);
   for (std::size_t i = 0; i < reducer->watched_.size(); ++i) {
     auto& watched = reducer->watched_[i];
     watched.hook = watched.accumulator->add_post_hook(std::make_unique<Hook>(reducer, i));
@@ -114,9 +146,13 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
   return reducer;
 }
 
-Reducer::Reducer(std::vector<Parameter> parameters, rust::Box<smd::Reducer> core)
-    : core_(std::make_shared<rust::Box<smd::Reducer>>(std::move(core))) {
+Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core, const Settings& settings)
+    : frozen_(std::move(frozen)),
+      core_(std::make_shared<rust::Box<smd::Reducer>>(std::move(core))),
+      comm_hook_(settings.at("comm_hook")),
+      static_graph_(settings.at("static_graph") != 0) {
   for (auto& parameter : parameters) {
+    has_sparse_ |= parameter.sparse;
     Watched watched;
     watched.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     watched.hook = 0;
@@ -135,22 +171,28 @@ Reducer::~Reducer() {
   for (const auto& watched : watched_) watched.accumulator->del_post_hook(watched.hook);
 }
 
-void Reducer::set_sync(bool sync) { (*core_)->set_sync(sync); }
+void Reducer::configure(const Settings& settings) {
+  const std::lock_guard lock(mutex_);
+  checked([&] { (*core_)->configure(options_from(settings)); });
+  comm_hook_ = settings.at("comm_hook");
+  static_graph_ = settings.at("static_graph") != 0;
+}
 
-bool Reducer::sync() const { return (*core_)->sync(); }
+int64_t Reducer::group() const { return static_cast<int64_t>((*core_)->group()); }
 
 std::string Reducer::describe_plan() const { return std::string((*core_)->describe_plan()); }
 
-void Reducer::sync_buffers(std::vector<at::Tensor> buffers) {
+void Reducer::sync_buffers(std::vector<at::Tensor> buffers, bool sync) {
   const std::lock_guard lock(mutex_);
-  if (sync()) {
+  if (sync) {
     if (buffers_stale_) broadcast(buffers, 0);
     buffers_ = std::move(buffers);
   }
   buffers_stale_ = true;
 }
 
-void Reducer::watch(const std::vector<at::Tensor>& outputs) {
+void Reducer::watch(const std::vector<at::Tensor>& outputs, bool sync) {
+  sync_ = sync;
   for (const auto& watched : watched_) {
     // Data of another type or device gets another accumulator, which has no hook.
     TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(watched.parameter.tensor) == watched.accumulator,
@@ -158,19 +200,23 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs) {
                 watched.parameter.tensor.scalar_type(), " tensor on ", watched.parameter.tensor.device(),
                 ") after DistributedDataParallel wrapped it: wrap the model afterwards");
   }
+  for (const auto& frozen : frozen_) {
+    TORCH_CHECK(!frozen.tensor.requires_grad(), "parameter `", frozen.name,
+                "` was frozen when DistributedDataParallel wrapped it and requires a gradient now, which would not be "
+                "reduced: wrap the model again, or freeze the parameter after wrapping and pass "
+                "`find_unused_parameters=True`");
+  }
   const auto self = c10::intrusive_ptr<Reducer>::reclaim_copy(this);
   for (const auto& output : outputs) {
-    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<Entry>(self));
+    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<Entry>(self, sync));
   }
 }
 
 void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto send = [&](const at::Tensor& dense) {
-    auto view = describe(dense);
-    checked([&] { (*core_)->broadcast(view, static_cast<std::size_t>(root)); });
-  };
+  checked([&] { (*core_)->await_step(); });
+  const auto send = [&](const at::Tensor& dense) { checked([&] { run(broadcast_(dense, root, group())); }); };
   std::size_t packed_bytes = 0;
   for (const auto& tensor : tensors) {
     if (is_packed(tensor)) packed_bytes += tensor.nbytes();
@@ -196,8 +242,12 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   }
 }
 
-void Reducer::enter() {
-  if (mode_ != Mode::Outside) return;
+void Reducer::enter(bool sync) {
+  if (mode_ != Mode::Outside) {
+    wants_sync_ |= sync;
+    return;
+  }
+  wants_sync_ = sync;
   auto backward = std::make_shared<Backward>(c10::intrusive_ptr<Reducer>::reclaim_copy(this));
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   mode_ = Mode::Entered;
@@ -206,29 +256,40 @@ void Reducer::enter() {
 
 void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
   const std::lock_guard lock(mutex_);
-  enter();
+  if (mode_ == Mode::Outside) enter(sync_);
   if (mode_ == Mode::Entered) {
-    mode_ = checked([&] { return (*core_)->begin(); }) ? Mode::Reduced : Mode::Local;
+    mode_ = checked([&] { return (*core_)->begin(wants_sync_); }) ? Mode::Reduced : Mode::Local;
+    if (comm_hook_ >= 0) gradients_.resize(watched_.size());
   }
   if (mode_ == Mode::Local) {
     (*core_)->note_local(index);
     return;
   }
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto& parameter = watched_[index].parameter;
-  auto& gradient = parameter.tensor.mutable_grad();
-  if (gradient.defined()) return place(index, gradient, incoming[0]);
-  // A function may say that its gradient is zero by giving none.
-  TORCH_CHECK(!incoming[0].defined(), "the gradient of `", parameter.name,
-              "` was taken away before it was reduced, by a hook of the parameter that sets `.grad` to None");
-  place_zeros(index);
+  if (static_graph_ && !checked([&] { return (*core_)->accumulated(index); })) return;
+  {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto& parameter = watched_[index].parameter;
+    auto& gradient = parameter.tensor.mutable_grad();
+    if (gradient.defined()) {
+      place(index, gradient, incoming[0]);
+    } else {
+      // A function may say that its gradient is zero by giving none.
+      TORCH_CHECK(!incoming[0].defined(), "the gradient of `", parameter.name,
+                  "` was taken away before it was reduced, by a hook of the parameter that sets `.grad` to None");
+      place_zeros(index);
+    }
+  }
+  run_comm_hooks();
 }
 
 void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming) {
   const auto& [parameter, accumulator, hook, options, sizes, strides] = watched_[index];
+  if (parameter.sparse) return mark_ready(index, at::Tensor(), incoming.defined());
   TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "the gradient of `", parameter.name, "` has layout ",
-                   gradient.layout(), ": DistributedDataParallel reduces dense gradients (use `sparse=False`)");
+                   gradient.layout(),
+                   ", but the parameter was taken for one with dense gradients: only `torch.nn.Embedding` and "
+                   "`torch.nn.EmbeddingBag` with `sparse=True` are known to make others");
   TORCH_CHECK_TYPE(gradient.dtype() == options.dtype() && gradient.device() == options.device() &&
                        gradient.sizes() == at::IntArrayRef(sizes),
                    "the gradient of `", parameter.name, "` is a ", gradient.scalar_type(), " tensor of shape ",
@@ -273,6 +334,7 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
 
 void Reducer::place_zeros(std::size_t index) {
   const auto& watched = watched_[index];
+  if (watched.parameter.sparse) return mark_ready(index, at::Tensor(), false);
   auto lease = (*core_)->take_slot(index);
   at::Tensor zeros;
   if (lease->ptr() != nullptr) {
@@ -286,7 +348,11 @@ void Reducer::place_zeros(std::size_t index) {
 }
 
 void Reducer::mark_ready(std::size_t index, const at::Tensor& gradient, bool used) {
-  checked([&] { (*core_)->mark_ready(index, static_cast<std::uint8_t*>(gradient.data_ptr()), used); });
+  auto* data = gradient.defined() ? static_cast<std::uint8_t*>(gradient.data_ptr()) : nullptr;
+  const auto full = checked([&] { return (*core_)->mark_ready(index, data, used); });
+  if (comm_hook_ < 0) return;
+  gradients_[index] = gradient;
+  for (auto bucket = full.begin; bucket < full.end; ++bucket) to_hook_.push_back(bucket);
 }
 
 at::Tensor Reducer::view_of(std::size_t index, rust::Box<SlotLease> lease) const {
@@ -300,30 +366,125 @@ at::Tensor Reducer::view_of(std::size_t index, rust::Box<SlotLease> lease) const
       .make_tensor();
 }
 
+void Reducer::run_comm_hooks() {
+  if (to_hook_.empty()) return;
+  const auto arena = std::make_shared<rust::Box<Arena>>((*core_)->arena());
+  for (const auto index : std::exchange(to_hook_, {})) {
+    const auto plan = (*core_)->bucket(index);
+    if (plan.elems == 0) {
+      (*core_)->reduced_by_caller();
+      continue;
+    }
+    Hooked hooked;
+    const auto elems = static_cast<int64_t>(plan.elems);
+    const auto& options = watched_[plan.params[0]].options;
+    bool in_place = true;
+    for (const auto param : plan.params) {
+      const auto& gradient = gradients_[param];
+      in_place &= !gradient.defined() || gradient.numel() == 0 || gradient.data_ptr() == (*core_)->slot_ptr(param);
+    }
+    hooked.buffer = in_place ? at::from_blob((*arena)->at(plan.offset_bytes), {elems}, [arena](void*) {}, options)
+                             : at::empty({elems}, options);
+    std::vector<GradBucket::Slot> slots;
+    for (std::size_t i = 0; i < plan.params.size(); ++i) {
+      const auto& watched = watched_[plan.params[i]];
+      const auto start = static_cast<int64_t>(plan.starts[i]);
+      if (!watched.parameter.sparse) slots.push_back({watched.parameter.tensor, start, watched.strides});
+      if (in_place || watched.parameter.sparse) continue;
+      const at::NoGradGuard no_grad;
+      auto place = hooked.buffer.as_strided(watched.sizes, watched.strides, start);
+      place.copy_(gradients_[plan.params[i]]);
+      hooked.elsewhere.emplace_back(gradients_[plan.params[i]], std::move(place));
+    }
+    hooked.bucket = c10::make_intrusive<GradBucket>(static_cast<int64_t>(index), index + 1 == plan.num_buckets,
+                                                    hooked.buffer, std::move(slots));
+    start_comm_hook(comm_hook_, hooked.bucket);
+    hooked_.push_back(std::move(hooked));
+  }
+}
+
+void Reducer::take_hooked() {
+  // Python runs before the guards.
+  std::vector<at::Tensor> results;
+  for (const auto& hooked : hooked_) results.push_back(await_comm_hook(comm_hook_, hooked.bucket->index()));
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto next = results.begin();
+  for (auto& [bucket, buffer, elsewhere] : hooked_) {
+    const auto& result = *next++;
+    TORCH_CHECK_VALUE(result.numel() == buffer.numel(), "the communication hook made ", result.numel(),
+                      " elements of bucket ", bucket->index(), ", which has ", buffer.numel());
+    if (result.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(result.view({-1}));
+    for (auto& [gradient, place] : elsewhere) gradient.copy_(place);
+    (*core_)->reduced_by_caller();
+  }
+}
+
+void Reducer::place_missing() {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto missing = (*core_)->missing();
+  if (missing.empty()) return;
+  std::vector<std::size_t> frozen;
+  for (const auto index : missing) {
+    if (!watched_[index].parameter.tensor.requires_grad()) frozen.push_back(index);
+  }
+  for (const auto index : checked([&] { return (*core_)->stand_ins({frozen.data(), frozen.size()}); })) {
+    auto& gradient = watched_[index].parameter.tensor.mutable_grad();
+    if (gradient.defined()) {
+      place(index, gradient, at::Tensor());
+    } else {
+      place_zeros(index);
+    }
+  }
+}
+
+void Reducer::average_sparse_gradients(const rust::Vec<std::uint8_t>& used) {
+  if (!has_sparse_) return;
+  std::vector<std::size_t> indices;
+  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> like;
+  for (std::size_t index = 0; index < watched_.size(); ++index) {
+    const auto& tensor = watched_[index].parameter.tensor;
+    if (!watched_[index].parameter.sparse || (!used.empty() && used[index] == 0)) continue;
+    indices.push_back(index);
+    gradients.push_back(mode_ == Mode::Shadowed ? at::Tensor() : tensor.grad());
+    like.push_back(tensor);
+  }
+  const auto averages = average_sparse(gradients, like, group());
+  if (mode_ == Mode::Shadowed) return;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    watched_[indices[i]].parameter.tensor.mutable_grad() = averages[i];
+  }
+}
+
 void Reducer::finish() {
   const std::lock_guard lock(mutex_);
   // Nothing was accumulated (`torch.autograd.grad`), or nothing is to be reduced.
   if (mode_ != Mode::Reduced) return;
+  lend_on_this_thread(nullptr);
+  place_missing();
+  complete();
+}
+
+void Reducer::complete() {
+  run_comm_hooks();
+  take_hooked();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  lend_on_this_thread(nullptr);
-  const auto used = checked([&] {
-    if ((*core_)->tracks_unused()) {
-      for (const auto index : (*core_)->missing()) {
-        auto& gradient = watched_[index].parameter.tensor.mutable_grad();
-        if (gradient.defined()) {
-          place(index, gradient, at::Tensor());
-        } else {
-          place_zeros(index);
-        }
+  const auto used = checked([&] { return (*core_)->finish(); });
+  average_sparse_gradients(used);
+  if (mode_ == Mode::Reduced) {
+    for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
+    for (auto& [index, value] : zeros_) {
+      // What no rank used keeps no gradient, so that optimizers pass it over.
+      if (used.empty() || used[index] != 0) watched_[index].parameter.tensor.mutable_grad() = std::move(value);
+    }
+    if (scale_) {
+      for (const auto& watched : watched_) {
+        if (auto& gradient = watched.parameter.tensor.mutable_grad(); gradient.defined()) gradient.mul_(*scale_);
       }
     }
-    return (*core_)->finish();
-  });
-  for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
-  for (auto& [index, value] : zeros_) {
-    // What no rank used keeps no gradient, so that optimizers pass it over.
-    if (used.empty() || used[index] != 0) watched_[index].parameter.tensor.mutable_grad() = std::move(value);
   }
   if (!buffers_.empty()) {
     broadcast(buffers_, 0);
@@ -331,31 +492,60 @@ void Reducer::finish() {
   }
 }
 
+void Reducer::shadow() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(mode_ == Mode::Outside, "a backward of this model is under way in this process");
+  if (!checked([&] { return (*core_)->begin(true); })) return;
+  mode_ = Mode::Shadowed;
+  if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+  const auto end = std::shared_ptr<bool>(new bool(false), [this](const bool* finished) {
+    leave(*finished);
+    delete finished;
+  });
+  {
+    const at::NoGradGuard no_grad;
+    for (std::size_t index = 0; index < watched_.size(); ++index) place_zeros(index);
+  }
+  complete();
+  *end = true;
+}
+
+void Reducer::scale_next(std::optional<at::Tensor> factor) {
+  const std::lock_guard lock(mutex_);
+  scale_ = std::move(factor);
+}
+
 void Reducer::leave(bool finished) {
   const std::lock_guard lock(mutex_);
-  if (!finished && mode_ == Mode::Reduced) {
-    (*core_)->abandon("its backward ended with an exception", !buffers_.empty());
+  if (!finished && (mode_ == Mode::Reduced || mode_ == Mode::Shadowed)) {
+    (*core_)->abandon("its backward ended with an exception", !buffers_.empty() || has_sparse_);
   }
   lend_on_this_thread(nullptr);
   mode_ = Mode::Outside;
   copy_back_.clear();
   zeros_.clear();
+  to_hook_.clear();
+  hooked_.clear();
+  gradients_.clear();
   // Not kept beyond the step: the model may get others.
   buffers_.clear();
 }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   m.class_<Reducer>("Reducer")
-      .def(torch::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names, int64_t bucket_bytes,
-                          int64_t first_bucket_bytes, bool find_unused_parameters, int64_t accumulation_steps,
-                          int64_t group) {
-        return Reducer::make(std::move(parameters), std::move(names), bucket_bytes, first_bucket_bytes,
-                             find_unused_parameters, accumulation_steps, group);
+      .def(torch::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                          const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
+                          std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
+                          const std::vector<int64_t>& ranks, const Reducer::Settings& settings) {
+        return Reducer::make(std::move(parameters), std::move(names), sparse, delayed, std::move(frozen),
+                             std::move(frozen_names), ranks, settings);
       }))
-      .def("set_sync", &Reducer::set_sync)
-      .def("sync", &Reducer::sync)
+      .def("configure", &Reducer::configure)
+      .def("group", &Reducer::group)
       .def("sync_buffers", &Reducer::sync_buffers)
       .def("watch", &Reducer::watch)
+      .def("shadow", &Reducer::shadow)
+      .def("scale_next", &Reducer::scale_next)
       .def("broadcast", &Reducer::broadcast)
       .def("describe_plan", &Reducer::describe_plan);
 }

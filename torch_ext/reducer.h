@@ -1,6 +1,7 @@
 // Reduces gradients as autograd makes them.
 #pragma once
 
+#include <ATen/core/Dict.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
@@ -9,10 +10,12 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "comm_hook.h"
 #include "lending.h"
 #include "smd/src/bridge.rs.h"
 
@@ -27,26 +30,40 @@ class Reducer : public torch::CustomClassHolder {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
+    bool sparse = false;
   };
+  using Parameters = std::vector<Parameter>;
+  // Fields of the core's options, and `comm_hook`, which is -1 or the hook that reduces buckets.
+  using Settings = c10::Dict<std::string, int64_t>;
 
-  // Collective among the members of `group`.
+  // Collective among the global ranks `ranks`, or all if it is empty. `sparse` and `delayed` are places in
+  // `parameters`. `frozen` are parameters that are not reduced because they require no gradient.
   static c10::intrusive_ptr<Reducer> make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                          int64_t bucket_bytes, int64_t first_bucket_bytes, bool find_unused_parameters,
-                                          int64_t accumulation_steps, int64_t group);
+                                          const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
+                                          std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
+                                          const std::vector<int64_t>& ranks, const Settings& settings);
 
-  Reducer(std::vector<Parameter> parameters, rust::Box<smd::Reducer> core);
+  Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core, const Settings& settings);
   ~Reducer() override;
 
-  // Whether backwards that begin from now on are reduced or accumulate locally.
-  void set_sync(bool sync);
-  bool sync() const;
+  // Chooses settings anew, between backwards. Collective.
+  void configure(const Settings& settings);
+  // The communicator of these ranks that keeps its order with backwards.
+  int64_t group() const;
 
   // Before a training forward: makes `buffers` those of rank 0, unless nothing has happened to them since the last
-  // reduced backward, which did so.
-  void sync_buffers(std::vector<at::Tensor> buffers);
+  // reduced backward, which did so. `sync` is as for `watch`.
+  void sync_buffers(std::vector<at::Tensor> buffers, bool sync);
 
-  // After a forward: a backward from `outputs` is one of this model's. Throws if a parameter has lost its hook.
-  void watch(const std::vector<at::Tensor>& outputs);
+  // After a forward: a backward from `outputs` is one of this model's, and is reduced or, without `sync`, accumulates
+  // locally. A backward from the outputs of several forwards is reduced if any of them wants it. Throws if a parameter
+  // has lost its hook, or requires a gradient only now.
+  void watch(const std::vector<at::Tensor>& outputs, bool sync);
+
+  // Takes part in a backward of the other ranks, with zeros.
+  void shadow();
+  // Reduced gradients of the next backward are multiplied by this, if it is defined.
+  void scale_next(std::optional<at::Tensor> factor);
 
   // Copies tensors of member `root` to all members.
   void broadcast(const std::vector<at::Tensor>& tensors, int64_t root);
@@ -71,10 +88,17 @@ class Reducer : public torch::CustomClassHolder {
 
   // A backward of this model is running on this thread: from the first node that is known to be of this model, to
   // the end of the graph task that it belongs to.
-  void enter();
+  void enter(bool sync);
   void on_gradient(std::size_t index, const torch::autograd::variable_list& incoming);
   void finish();
   void leave(bool finished);
+
+  // Stand-ins for gradients that did not come.
+  void place_missing();
+  void run_comm_hooks();
+  void take_hooked();
+  void average_sparse_gradients(const rust::Vec<std::uint8_t>& used);
+  void complete();
 
   // Puts the gradient of a parameter where the core can reduce it, and tells the core.
   // `incoming` is what autograd has just accumulated into it, undefined if nothing.
@@ -85,17 +109,32 @@ class Reducer : public torch::CustomClassHolder {
   at::Tensor view_of(std::size_t index, rust::Box<SlotLease> lease) const;
 
   std::vector<Watched> watched_;
+  Parameters frozen_;
   SharedReducer core_;
+  int64_t comm_hook_ = -1;
+  bool static_graph_ = false;
+  bool has_sparse_ = false;
 
   // Guards what follows: a model's backward may use several threads.
   std::recursive_mutex mutex_;
-  enum class Mode { Outside, Entered, Local, Reduced } mode_ = Mode::Outside;
+  enum class Mode { Outside, Entered, Local, Reduced, Shadowed } mode_ = Mode::Outside;
+  // Whether the backward that was entered is to be reduced, and what the last forward says about one that was not
+  // entered through an output.
+  bool wants_sync_ = true;
+  bool sync_ = true;
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
   // What parameters without a gradient get if another rank has one.
   std::vector<std::pair<std::size_t, at::Tensor>> zeros_;
   std::vector<at::Tensor> buffers_;
   bool buffers_stale_ = false;
+  std::optional<at::Tensor> scale_;
+  // With a communication hook: the gradients of this backward, the buckets that wait for the hook, and those that it
+  // has.
+  struct Hooked;
+  std::vector<at::Tensor> gradients_;
+  std::vector<std::size_t> to_hook_;
+  std::vector<Hooked> hooked_;
 };
 
 }  // namespace smd::torch_ext

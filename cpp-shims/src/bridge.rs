@@ -6,7 +6,7 @@ use crate::calls::{
     check_device, check_interrupt, group_rank, group_size, rank, roll_call, run, run_together, session_id, size, submit,
 };
 use crate::membership::{Membership, join_all, join_some};
-use crate::reducer::{Reducer, SlotLease, new_reducer};
+use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -91,6 +91,18 @@ mod ffi {
         name: String,
         shape: Vec<u64>,
         dtype: DType,
+        sparse: bool,
+        delayed: bool,
+    }
+
+    /// The kinds of `smd_core::reducer::Reduction`.
+    #[derive(Debug)]
+    enum Reduction {
+        Average,
+        /// Compressed to this type, and so on.
+        Float16,
+        BFloat16,
+        ByCaller,
     }
 
     /// `smd_core::reducer::Options`.
@@ -100,6 +112,29 @@ mod ffi {
         first_bucket_bytes: usize,
         find_unused_parameters: bool,
         accumulation_steps: u32,
+        static_graph: bool,
+        reduction: Reduction,
+    }
+
+    /// Buckets `begin` to `end`, without the last.
+    #[derive(Debug)]
+    struct Buckets {
+        begin: usize,
+        end: usize,
+    }
+
+    /// One bucket of the plan in force.
+    #[derive(Debug)]
+    struct BucketPlan {
+        /// Start in the arena.
+        offset_bytes: usize,
+        elems: usize,
+        dtype: DType,
+        /// Parameters in the bucket, and where each one's slot starts, in elements of the bucket.
+        params: Vec<usize>,
+        starts: Vec<usize>,
+        /// Of the whole plan.
+        num_buckets: usize,
     }
 
     extern "Rust" {
@@ -169,17 +204,23 @@ mod ffi {
         type Reducer;
         /// The right of one tensor to one slot, given back when dropped; holds nothing if the slot was taken.
         type SlotLease;
+        /// The memory of all slots, kept while this is held.
+        type Arena;
 
-        /// A reducer among the members of `group`. Collective.
-        fn new_reducer(group: u64, params: &[Param], options: &ReducerOptions) -> Result<Box<Reducer>>;
-        /// Whether backwards that begin from now on are reduced.
-        fn set_sync(self: &Reducer, sync: bool);
-        /// See `set_sync`.
-        fn sync(self: &Reducer) -> bool;
-        /// Begins a backward; false if its gradients stay local.
-        fn begin(self: &Reducer) -> Result<bool>;
+        /// A reducer among these global ranks, or all if there are none. Collective.
+        fn new_reducer(ranks: &[usize], params: &[Param], options: &ReducerOptions) -> Result<Box<Reducer>>;
+        /// Chooses anew, between backwards. Collective.
+        fn configure(self: &Reducer, options: &ReducerOptions) -> Result<()>;
+        /// The reducer's own communicator.
+        fn group(self: &Reducer) -> u64;
+        /// Returns when the communicator may be used for something else, between backwards.
+        fn await_step(self: &Reducer) -> Result<()>;
+        /// Begins a backward that is to be reduced, if `sync`; false if its gradients stay local.
+        fn begin(self: &Reducer, sync: bool) -> Result<bool>;
         /// Takes note of a gradient that stays local.
         fn note_local(self: &Reducer, param: usize);
+        /// In a static graph: takes note of a part of a gradient; true if it is the last.
+        fn accumulated(self: &Reducer, param: usize) -> Result<bool>;
         /// Where a gradient belongs.
         fn slot_ptr(self: &Reducer, param: usize) -> *mut u8;
         /// The slot of a parameter, unless a tensor holds it.
@@ -192,24 +233,26 @@ mod ffi {
         unsafe fn lent_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
         /// The gradient of a parameter was made at `ptr`, which is not read, and not in its slot.
         unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8);
-        /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`.
+        /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`. Returns the buckets that
+        /// the caller reduces now, if it does.
         ///
         /// # Safety
         /// The bytes stay valid and untouched until `finish` or `abandon` returns.
-        unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<()>;
-        /// Whether parameters may stay without a gradient.
-        fn tracks_unused(self: &Reducer) -> bool;
+        unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<Buckets>;
+        /// Describes a bucket.
+        fn bucket(self: &Reducer, index: usize) -> BucketPlan;
+        /// Where the slots are.
+        fn arena(self: &Reducer) -> Box<Arena>;
+        /// The caller has reduced a bucket.
+        fn reduced_by_caller(self: &Reducer);
         /// Parameters without a gradient in this backward so far.
         fn missing(self: &Reducer) -> Vec<usize>;
+        /// The same in the order in which they get a stand-in, or an error if they must have a gradient.
+        fn stand_ins(self: &Reducer, frozen: &[usize]) -> Result<Vec<usize>>;
         /// Waits until everything is reduced; for each parameter whether any rank used it, where this is tracked.
         fn finish(self: &Reducer) -> Result<Vec<u8>>;
         /// Ends a backward that cannot go on.
         fn abandon(self: &Reducer, message: &str, more_follows: bool);
-        /// Copies `data` of member `root` to all, between backwards.
-        ///
-        /// # Safety
-        /// As `run`.
-        unsafe fn broadcast(self: &Reducer, data: &TensorView, root: usize) -> Result<()>;
         /// The buckets, one a line.
         fn describe_plan(self: &Reducer) -> String;
 
@@ -222,6 +265,9 @@ mod ffi {
         unsafe fn fill(self: &mut SlotLease, from: *const u8);
         /// Fills the slot with zeros.
         fn zero(self: &mut SlotLease);
+
+        /// The byte at an offset.
+        fn at(self: &Arena, offset_bytes: usize) -> *mut u8;
     }
 
     unsafe extern "C++" {

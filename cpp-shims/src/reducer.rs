@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use smd_core::buffer::{Device, TensorView};
-use smd_core::collectives::Request;
-use smd_core::reducer::{self, ParamSpec};
+use smd_core::buffer::DType;
+use smd_core::reducer::{self, ParamSpec, Reduction};
 use smd_core::session::{self, Session};
 use smd_core::{Error, Result};
 
@@ -21,24 +20,31 @@ pub struct Reducer {
 /// A slot that a tensor holds, or nothing.
 pub struct SlotLease(Option<reducer::SlotLease>);
 
-pub fn new_reducer(group: u64, params: &[ffi::Param], options: &ffi::ReducerOptions) -> Result<Box<Reducer>, Report> {
+/// The memory of all slots.
+pub struct Arena(Arc<reducer::Arena>);
+
+pub fn new_reducer(
+    ranks: &[usize],
+    params: &[ffi::Param],
+    options: &ffi::ReducerOptions,
+) -> Result<Box<Reducer>, Report> {
     guard(|| {
         let session = session::current("DistributedDataParallel")?;
         let params = params
             .iter()
             .map(|param| {
-                Ok(ParamSpec { name: param.name.clone(), shape: param.shape.clone(), dtype: dtype(param.dtype)? })
+                Ok(ParamSpec {
+                    name: param.name.clone(),
+                    shape: param.shape.clone(),
+                    dtype: dtype(param.dtype)?,
+                    sparse: param.sparse,
+                    delayed: param.delayed,
+                })
             })
             .collect::<Result<Vec<_>>>()?;
-        let options = reducer::Options {
-            bucket_bytes: options.bucket_bytes,
-            first_bucket_bytes: options.first_bucket_bytes,
-            find_unused_parameters: options.find_unused_parameters,
-            accumulation_steps: options.accumulation_steps,
-        };
-        let members = session.communicator(group)?.members().ranks.clone();
-        let own = session.new_group(&members)?;
-        match reducer::Reducer::new(Arc::clone(&own), params, options) {
+        let all = session.communicator(0)?.members().ranks.clone();
+        let own = session.new_group(if ranks.is_empty() { &all } else { ranks })?;
+        match read_options(options).and_then(|options| reducer::Reducer::new(Arc::clone(&own), params, options)) {
             Ok(inner) => Ok(Box::new(Reducer { inner, session })),
             Err(error) => {
                 // The reason counts; that the group cannot be removed either adds nothing.
@@ -46,6 +52,24 @@ pub fn new_reducer(group: u64, params: &[ffi::Param], options: &ffi::ReducerOpti
                 Err(error)
             }
         }
+    })
+}
+
+fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
+    Ok(reducer::Options {
+        bucket_bytes: options.bucket_bytes,
+        first_bucket_bytes: options.first_bucket_bytes,
+        find_unused_parameters: options.find_unused_parameters,
+        accumulation_steps: options.accumulation_steps,
+        static_graph: options.static_graph,
+        reduction: match options.reduction {
+            ffi::Reduction::Average => Reduction::Average,
+            ffi::Reduction::Float16 => Reduction::Compressed(DType::Float16),
+            ffi::Reduction::BFloat16 => Reduction::Compressed(DType::BFloat16),
+            ffi::Reduction::ByCaller => Reduction::ByCaller,
+            // C++ can make any number an enum.
+            unknown => return Err(Error::Internal(format!("there is no reduction {}", unknown.repr))),
+        },
     })
 }
 
@@ -57,20 +81,28 @@ impl Drop for Reducer {
 }
 
 impl Reducer {
-    pub fn set_sync(&self, sync: bool) {
-        self.inner.set_sync(sync);
+    pub fn configure(&self, options: &ffi::ReducerOptions) -> Result<(), Report> {
+        guard(|| self.inner.configure(read_options(options)?))
     }
 
-    pub fn sync(&self) -> bool {
-        self.inner.sync()
+    pub fn group(&self) -> u64 {
+        self.inner.communicator().id()
     }
 
-    pub fn begin(&self) -> Result<bool, Report> {
-        guard(|| self.inner.begin())
+    pub fn await_step(&self) -> Result<(), Report> {
+        guard(|| self.inner.await_step())
+    }
+
+    pub fn begin(&self, sync: bool) -> Result<bool, Report> {
+        guard(|| self.inner.begin(sync))
     }
 
     pub fn note_local(&self, param: usize) {
         self.inner.note_local(param);
+    }
+
+    pub fn accumulated(&self, param: usize) -> Result<bool, Report> {
+        guard(|| self.inner.accumulated(param))
     }
 
     pub fn slot_ptr(&self, param: usize) -> *mut u8 {
@@ -99,17 +131,42 @@ impl Reducer {
 
     /// # Safety
     /// See the bridge.
-    pub unsafe fn mark_ready(&self, param: usize, ptr: *mut u8, used: bool) -> Result<(), Report> {
-        // SAFETY: the caller's promise.
-        guard(|| unsafe { self.inner.mark_ready(param, ptr, used) })
+    pub unsafe fn mark_ready(&self, param: usize, ptr: *mut u8, used: bool) -> Result<ffi::Buckets, Report> {
+        guard(|| {
+            // SAFETY: the caller's promise.
+            let range = unsafe { self.inner.mark_ready(param, ptr, used) }?;
+            Ok(ffi::Buckets { begin: range.start, end: range.end })
+        })
     }
 
-    pub fn tracks_unused(&self) -> bool {
-        self.inner.options().find_unused_parameters
+    pub fn bucket(&self, index: usize) -> ffi::BucketPlan {
+        let plan = self.inner.plan();
+        let bucket = &plan.buckets()[index];
+        let size = bucket.dtype.size();
+        ffi::BucketPlan {
+            offset_bytes: bucket.offset_bytes,
+            elems: bucket.elems(),
+            dtype: bucket.dtype.into(),
+            params: bucket.slots.iter().map(|slot| slot.param).collect(),
+            starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
+            num_buckets: plan.buckets().len(),
+        }
+    }
+
+    pub fn arena(&self) -> Box<Arena> {
+        Box::new(Arena(self.inner.arena()))
+    }
+
+    pub fn reduced_by_caller(&self) {
+        self.inner.reduced_by_caller();
     }
 
     pub fn missing(&self) -> Vec<usize> {
         self.inner.missing()
+    }
+
+    pub fn stand_ins(&self, frozen: &[usize]) -> Result<Vec<usize>, Report> {
+        guard(|| self.inner.stand_ins(frozen))
     }
 
     pub fn finish(&self) -> Result<Vec<u8>, Report> {
@@ -125,19 +182,6 @@ impl Reducer {
             self.inner.abandon(message, more_follows);
             Ok(())
         });
-    }
-
-    /// # Safety
-    /// See the bridge.
-    pub unsafe fn broadcast(&self, data: &ffi::TensorView, root: usize) -> Result<(), Report> {
-        guard(|| {
-            if data.device != ffi::DeviceKind::Cpu {
-                return Err(Error::Unsupported("a reducer works on CPU tensors".to_owned()));
-            }
-            // SAFETY: the caller's promise.
-            let data = unsafe { TensorView::new(data.ptr, data.elems, dtype(data.dtype)?, Device::Cpu, data.stream) }?;
-            self.inner.run(&Request::Broadcast { data, root })
-        })
     }
 
     pub fn describe_plan(&self) -> String {
@@ -163,5 +207,11 @@ impl SlotLease {
         if let Some(lease) = &mut self.0 {
             lease.zero();
         }
+    }
+}
+
+impl Arena {
+    pub fn at(&self, offset_bytes: usize) -> *mut u8 {
+        self.0.at(offset_bytes)
     }
 }

@@ -202,8 +202,22 @@ def _gradient_body():
     said["create_graph"] = _caught(lambda: model(x).square().sum().backward(create_graph=True))
     model.zero_grad()
     model(x).sum().backward()
-    embedding = ddp_class(torch.nn.Embedding(5, 4, sparse=True))
+    embedding = ddp_class(torch.nn.Embedding(5, 4))
+    embedding.module.sparse = True  # too late: the reducer has planned for a dense gradient
     said["sparse"] = _caught(lambda: embedding(torch.tensor([1, 2])).sum().backward())
+    frozen = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    frozen.module[0].requires_grad_(False)
+    said["frozen"] = _caught(lambda: frozen(x).sum().backward())
+    thawed = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4)))
+    thawed.module[0].requires_grad_(True)
+    said["thawed"] = _caught(lambda: thawed(x).sum().backward())
+    added = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    added.module.append(torch.nn.Linear(4, 4))
+    said["added"] = _caught(lambda: added(x).sum().backward())
+    changing = ddp_class(torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)), static_graph=True)
+    changing.module.forward = lambda x, which: changing.module[which](x)
+    changing(x, 0).sum().backward()
+    said["static"] = _caught(lambda: changing(x, 1).sum().backward())
     taken = ddp_class(torch.nn.Linear(4, 4))
     taken.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     said["taken"] = _caught(lambda: taken(x).sum().backward())
@@ -217,8 +231,13 @@ def test_gradients_that_cannot_be_reduced_are_named():
     for said in run_ranks(_gradient_body, 2):
         assert "`weight`" in said["create_graph"][1] or "`bias`" in said["create_graph"][1]
         assert "create_graph=True" in said["create_graph"][1]
-        assert "`weight`" in said["sparse"][1]
-        assert "dense" in said["sparse"][1]
+        assert "`weight` has layout Sparse" in said["sparse"][1]
+        assert "`sparse=True`" in said["sparse"][1]
+        assert "`0.weight`, `0.bias`; they were frozen" in said["frozen"][1], said["frozen"]
+        assert "`0.weight` was frozen when" in said["thawed"][1], said["thawed"]
+        assert "`1.weight` was added after" in said["added"][1], said["added"]
+        assert "`1." in said["static"][1], said["static"]
+        assert "the graph is not static" in said["static"][1], said["static"]
         assert "`weight`" in said["taken"][1]
         assert "taken away" in said["taken"][1]
         assert "it is a Double tensor on cpu" in said["moved"][1]
@@ -244,6 +263,8 @@ def _arguments_body():
         "device": {"device_ids": [0]},
         "unknown": {"bucket_size": 3},
         "mixed": {"mixed_precision": object()},
+        "delay": {"delay_all_reduce_named_params": [("weight", model.weight)]},
+        "mesh": {"device_mesh": object(), "process_group": dist.group.WORLD},
     }
     for name, keywords in calls.items():
         said[name] = _caught(lambda keywords=keywords: ddp_class(model, **keywords))
@@ -266,8 +287,10 @@ def test_arguments_are_checked():
             "devices": "ValueError",
             "device": "ValueError",
             "unknown": "TypeError",
-            "mixed": "NotImplementedError",
+            "mixed": "TypeError",
+            "delay": "ValueError",
+            "mesh": "RuntimeError",
             "module": "TypeError",
-            "frozen": "ValueError",
+            "frozen": "RuntimeError",
         }
     ]

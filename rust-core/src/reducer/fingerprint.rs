@@ -89,6 +89,19 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
                 x.name, x.dtype, y.dtype
             ));
         }
+        let yes_no = |flag| if flag { "is" } else { "is not" };
+        for (what, mine, other) in
+            [("said to have sparse gradients", x.sparse, y.sparse), ("delayed", x.delayed, y.delayed)]
+        {
+            if mine != other {
+                return Some(format!(
+                    "parameter `{}` {} {what} on rank {rank_a} and {} on rank {rank_b}",
+                    x.name,
+                    yes_no(mine),
+                    yes_no(other)
+                ));
+            }
+        }
     }
     let common = a.params.len().min(b.params.len());
     if a.params.len() != b.params.len() {
@@ -107,6 +120,12 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
     if x.find_unused_parameters != y.find_unused_parameters {
         return differ("find_unused_parameters", &x.find_unused_parameters, &y.find_unused_parameters);
     }
+    if x.static_graph != y.static_graph {
+        return differ("static_graph", &x.static_graph, &y.static_graph);
+    }
+    if x.reduction != y.reduction {
+        return differ("reduction of a bucket", &x.reduction, &y.reduction);
+    }
     if x.accumulation_steps != y.accumulation_steps {
         return differ("gradient_accumulation_steps", &x.accumulation_steps, &y.accumulation_steps);
     }
@@ -119,12 +138,10 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reducer::Reduction;
 
     fn description(params: &[(&str, &[u64], DType)]) -> Description {
-        let params = params
-            .iter()
-            .map(|(name, shape, dtype)| ParamSpec { name: (*name).into(), shape: shape.to_vec(), dtype: *dtype })
-            .collect();
+        let params = params.iter().map(|(name, shape, dtype)| ParamSpec::dense(*name, *shape, *dtype)).collect();
         Description { params, options: Options::default() }
     }
 
@@ -154,6 +171,14 @@ mod tests {
         assert_eq!(
             with(&|d| d.options.find_unused_parameters = true),
             "`find_unused_parameters` is false on rank 0 and true on rank 3"
+        );
+        assert_eq!(
+            with(&|d| d.params[1].sparse = true),
+            "parameter `b` is not said to have sparse gradients on rank 0 and is on rank 3"
+        );
+        assert_eq!(
+            with(&|d| d.options.reduction = Reduction::Compressed(DType::Float16)),
+            "`reduction of a bucket` is the average on rank 0 and the average in float16 on rank 3"
         );
         assert_eq!(
             with(&|d| d.options.bucket_bytes = 128),

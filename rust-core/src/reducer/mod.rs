@@ -20,13 +20,18 @@
 //!   could not go on. Either way the next step starts afresh.
 //! - RED-5: the plan is made anew once, after the first step, in the order in which rank 0 saw the gradients.
 //!
-//! [`plan`], [`step`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a communicator.
+//! - RED-6: a parameter whose gradients are sparse has an empty slot: it is counted like any other, and what there is
+//!   to exchange is exchanged between steps.
+//!
+//! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a communicator.
 
 use crate::buffer::DType;
+use crate::error::{Error, Result};
 
 mod arena;
 mod copy;
 pub mod fingerprint;
+pub mod history;
 pub mod lending;
 pub mod plan;
 mod runner;
@@ -48,17 +53,48 @@ pub struct ParamSpec {
     pub shape: Vec<u64>,
     /// Its element type.
     pub dtype: DType,
+    /// Whether its gradients are sparse. They take no part in buckets.
+    pub sparse: bool,
+    /// Whether it is reduced after all parameters that are not delayed, and may stay without a gradient.
+    pub delayed: bool,
 }
 
 impl ParamSpec {
-    /// Number of elements.
-    pub fn elems(&self) -> usize {
-        self.shape.iter().product::<u64>() as usize
+    /// A parameter with dense gradients, reduced as soon as they are there.
+    pub fn dense(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: DType) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype, sparse: false, delayed: false }
     }
 
-    /// Number of bytes.
+    /// Number of elements that its slot holds.
+    pub fn elems(&self) -> usize {
+        if self.sparse { 0 } else { self.shape.iter().product::<u64>() as usize }
+    }
+
+    /// Number of bytes of its slot.
     pub fn bytes(&self) -> usize {
         self.elems() * self.dtype.size()
+    }
+}
+
+/// What happens to a full bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Reduction {
+    /// It becomes the average over the members.
+    Average,
+    /// The same, but floating-point values wider than this type are rounded to it before they travel. The sum is
+    /// still taken as COL-1 says, and rounded once more.
+    Compressed(DType),
+    /// The caller reduces it ([`Reducer::mark_ready`] says when) and tells ([`Reducer::reduced_by_caller`]).
+    ByCaller,
+}
+
+impl std::fmt::Display for Reduction {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Average => write!(f, "the average"),
+            Self::Compressed(dtype) => write!(f, "the average in {dtype}"),
+            Self::ByCaller => write!(f, "a hook's"),
+        }
     }
 }
 
@@ -73,6 +109,11 @@ pub struct Options {
     pub find_unused_parameters: bool,
     /// Reduce in every n-th backward only; the others accumulate locally.
     pub accumulation_steps: u32,
+    /// Whether every backward does what the first one did ([`history`]): a gradient may come in several parts, and
+    /// parameters that get none are known.
+    pub static_graph: bool,
+    /// What happens to a full bucket.
+    pub reduction: Reduction,
 }
 
 impl Options {
@@ -80,6 +121,34 @@ impl Options {
     pub const DEFAULT_BUCKET_BYTES: usize = 25 << 20;
     /// 1 MiB.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
+
+    fn check(&self) -> Result<()> {
+        if self.bucket_bytes == 0 || self.accumulation_steps == 0 {
+            return Err(Error::InvalidArgument(format!(
+                "a gradient reducer needs a bucket size and a number of accumulation steps above zero, not {} and {}",
+                self.bucket_bytes, self.accumulation_steps
+            )));
+        }
+        match self.reduction {
+            Reduction::Compressed(dtype) if !matches!(dtype, DType::Float16 | DType::BFloat16) => {
+                Err(Error::InvalidArgument(format!("gradients are compressed to float16 or bfloat16, not to {dtype}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a parameter may stay without a gradient, so that ranks have to ask each other.
+    fn may_leave_unused(&self) -> bool {
+        self.find_unused_parameters || self.static_graph
+    }
+
+    /// What a bucket of `dtype` values travels as.
+    fn wire_dtype(&self, dtype: DType) -> DType {
+        match self.reduction {
+            Reduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
+            Reduction::Average | Reduction::ByCaller => dtype,
+        }
+    }
 }
 
 impl Default for Options {
@@ -89,6 +158,8 @@ impl Default for Options {
             first_bucket_bytes: Self::DEFAULT_FIRST_BUCKET_BYTES,
             find_unused_parameters: false,
             accumulation_steps: 1,
+            static_graph: false,
+            reduction: Reduction::Average,
         }
     }
 }

@@ -1,15 +1,17 @@
 //! Which parameter's gradient lies where, and in which order buckets are reduced.
 //!
-//! - PLAN-1: every parameter has exactly one slot; slots of a window do not overlap and start at multiples of
-//!   [`ALIGN`] bytes.
+//! - PLAN-1: every parameter has exactly one slot; slots of a window do not overlap. Buckets start at multiples of
+//!   [`ALIGN`] bytes, and so do slots, except where a caller reduces buckets: there they lie side by side, so that
+//!   the bucket is its gradients and nothing else.
 //! - PLAN-2: a bucket holds one element type, and its slots in the order in which gradients are expected.
 //! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger.
-//! - PLAN-4: the plan is a function of the parameters, the order and the options alone.
+//! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
+//! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
 
-use super::{Options, ParamSpec};
+use super::{Options, ParamSpec, Reduction};
 use crate::buffer::DType;
 
-/// Every slot and every bucket starts at a multiple of this many bytes: a cache line, and the widest vector.
+/// Every bucket and, as a rule, every slot starts at a multiple of this many bytes: a cache line, and the widest vector.
 pub const ALIGN: usize = 64;
 
 /// Where one parameter's gradient lies in the window.
@@ -72,16 +74,18 @@ impl Plan {
         // last gradient is expected, which is the order in which they fill.
         struct Open {
             dtype: DType,
+            delayed: bool,
             params: Vec<usize>,
             bytes: usize,
         }
         let mut open: Vec<Open> = Vec::new();
         let mut full: Vec<Open> = Vec::new();
+        let align = |dtype: DType| if options.reduction == Reduction::ByCaller { dtype.size() } else { ALIGN };
         for &param in order {
-            let ParamSpec { dtype, .. } = params[param];
-            let bytes = params[param].bytes().next_multiple_of(ALIGN);
+            let ParamSpec { dtype, delayed, .. } = params[param];
+            let bytes = params[param].bytes().next_multiple_of(align(dtype));
             let cap = if full.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
-            let mut at = open.iter().position(|bucket| bucket.dtype == dtype);
+            let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
             if let Some(index) = at.filter(|&index| open[index].bytes + bytes > cap) {
                 full.push(open.remove(index));
                 at = None;
@@ -94,7 +98,7 @@ impl Plan {
                     bucket.bytes += bytes;
                     open.push(bucket);
                 }
-                None => open.push(Open { dtype, params: vec![param], bytes }),
+                None => open.push(Open { dtype, delayed, params: vec![param], bytes }),
             }
         }
         full.append(&mut open);
@@ -105,7 +109,7 @@ impl Plan {
             }
             position
         };
-        full.sort_by_key(|bucket| bucket.params.last().map(|&param| position[param]));
+        full.sort_by_key(|bucket| (bucket.delayed, bucket.params.last().map(|&param| position[param])));
 
         let mut plan =
             Self { buckets: Vec::new(), places: vec![(0, 0); params.len()], bucket_bytes: 0, spare_bytes: 0 };
@@ -114,7 +118,8 @@ impl Plan {
             let mut end = start;
             let mut slots = Vec::with_capacity(members.len());
             for (position, param) in members.into_iter().enumerate() {
-                let slot = Slot { param, offset_bytes: end.next_multiple_of(ALIGN), bytes: params[param].bytes() };
+                let slot =
+                    Slot { param, offset_bytes: end.next_multiple_of(align(dtype)), bytes: params[param].bytes() };
                 end = slot.offset_bytes + slot.bytes;
                 slots.push(slot);
                 plan.places[param] = (index, position);
@@ -182,7 +187,7 @@ mod tests {
     use super::*;
 
     fn param(name: &str, shape: &[u64], dtype: DType) -> ParamSpec {
-        ParamSpec { name: name.into(), shape: shape.to_vec(), dtype }
+        ParamSpec::dense(name, shape, dtype)
     }
 
     fn options(bucket_bytes: usize, first_bucket_bytes: usize) -> Options {
@@ -231,7 +236,7 @@ mod tests {
             params
                 .into_iter()
                 .enumerate()
-                .map(|(i, (shape, dtype))| ParamSpec { name: format!("p{i}"), shape, dtype })
+                .map(|(i, (shape, dtype))| ParamSpec::dense(format!("p{i}"), shape, dtype))
                 .collect()
         })
     }
@@ -248,7 +253,7 @@ mod tests {
             }
             let options = options(cap, first);
             let plan = Plan::new(&params, &order, &options);
-            prop_assert_eq!(&plan, &Plan::new(&params, &order, &options), "PLAN-4");
+            prop_assert_eq!(&plan, &Plan::new(&params, &order, &options), "PLAN-5");
 
             let mut seen = vec![false; params.len()];
             let mut end = 0;

@@ -5,15 +5,17 @@
 //! [`Reducer::finish`]. No lock is held while an operation is queued or runs.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::copy::{self, Move};
 use super::fingerprint::{self, Description, view};
+use super::history::{History, Part};
 use super::lending::Lending;
-use super::{Arena, Options, ParamSpec, Plan, SlotLease, Step};
+use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, SlotLease, Step};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::error::{Error, Result};
@@ -27,8 +29,6 @@ const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 pub struct Reducer {
     communicator: Arc<Communicator>,
     params: Arc<[ParamSpec]>,
-    options: Options,
-    sync: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -41,14 +41,19 @@ struct Layout {
 }
 
 struct State {
+    options: Options,
     layout: Layout,
     active: Option<Active>,
     /// Counts steps, so that a late answer of an earlier one is told apart.
     steps: u64,
     /// Backwards since the last reduced one.
     accumulated: u32,
-    /// Parameters that got a gradient since the last reduced step; only with `find_unused_parameters`.
+    /// Parameters that got a gradient since the last reduced step; only where parameters may get none.
     used: Vec<u8>,
+    /// Of a static graph.
+    history: Option<History>,
+    /// Parameters that any rank uses, of a static graph, once known.
+    used_always: Option<Vec<bool>>,
     lending: Lending,
     rebuilt: bool,
 }
@@ -91,8 +96,8 @@ struct BucketTimes {
 /// What to do next, decided under the lock and done without it.
 enum Action {
     Nothing,
-    /// The step, the bucket, and where in the window its values are.
-    Reduce(u64, usize, Layout, usize),
+    /// The step, the bucket, where in the window its values are, and as what.
+    Reduce(u64, usize, Layout, usize, DType),
     GiveUp(u64, String),
 }
 
@@ -103,12 +108,7 @@ impl Reducer {
     /// # Errors
     /// [`Error::Mismatch`] naming the parameter and the ranks; [`Error::InvalidArgument`] for bad options.
     pub fn new(communicator: Arc<Communicator>, params: Vec<ParamSpec>, options: Options) -> Result<Arc<Self>> {
-        if options.bucket_bytes == 0 || options.accumulation_steps == 0 {
-            return Err(Error::InvalidArgument(format!(
-                "a gradient reducer needs a bucket size and a number of accumulation steps above zero, not {} and {}",
-                options.bucket_bytes, options.accumulation_steps
-            )));
-        }
+        options.check()?;
         let description = Description { params, options };
         fingerprint::agree(&communicator, &description)?;
         let Description { params, options } = description;
@@ -116,18 +116,19 @@ impl Reducer {
         tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
         Ok(Arc::new(Self {
             communicator,
-            sync: AtomicBool::new(true),
             state: Mutex::new(State {
                 layout,
                 active: None,
                 steps: 0,
                 accumulated: 0,
                 used: vec![0; params.len()],
+                history: options.static_graph.then(|| History::new(params.len())),
+                used_always: None,
+                options,
                 lending: Lending::new(params.iter().map(ParamSpec::bytes)),
                 rebuilt: false,
             }),
             params: params.into(),
-            options,
             changed: Condvar::new(),
         }))
     }
@@ -137,9 +138,30 @@ impl Reducer {
         &self.params
     }
 
-    /// What was chosen at construction.
-    pub fn options(&self) -> &Options {
-        &self.options
+    /// What was chosen.
+    pub fn options(&self) -> Options {
+        self.state.lock().options.clone()
+    }
+
+    /// Chooses anew, between backwards; what earlier backwards taught is forgotten. Collective.
+    ///
+    /// # Errors
+    /// As [`Reducer::new`]; [`Error::InvalidArgument`] during a backward. After an error everything is as it was.
+    pub fn configure(&self, options: Options) -> Result<()> {
+        options.check()?;
+        drop(self.settle()?);
+        let description = Description { params: self.params.to_vec(), options };
+        fingerprint::agree(&self.communicator, &description)?;
+        let Description { params, options } = description;
+        let layout = Layout::new(&self.communicator, Plan::initial(&params, &options))?;
+        let state = &mut *self.state.lock();
+        state.layout = layout;
+        state.history = options.static_graph.then(|| History::new(params.len()));
+        state.used_always = None;
+        state.used.fill(0);
+        state.rebuilt = false;
+        state.options = options;
+        Ok(())
     }
 
     /// The communicator; see [`Reducer::run`].
@@ -152,41 +174,34 @@ impl Reducer {
         Arc::clone(&self.state.lock().layout.plan)
     }
 
-    /// Whether backwards that begin from now on reduce (the default) or accumulate locally.
-    pub fn set_sync(&self, sync: bool) {
-        self.sync.store(sync, Ordering::Relaxed);
-    }
-
-    /// See [`Reducer::set_sync`].
-    pub fn sync(&self) -> bool {
-        self.sync.load(Ordering::Relaxed)
-    }
-
-    /// Runs another operation of the same members between steps, in order with them.
+    /// Returns when the communicator may run another operation, between steps and in order with them.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] during a backward; what the communicator reports.
-    pub fn run(&self, request: &Request) -> Result<()> {
-        drop(self.settle()?);
-        self.communicator.run(request)
+    /// [`Error::InvalidArgument`] during a backward.
+    pub fn await_step(&self) -> Result<()> {
+        self.settle().map(drop)
     }
 
-    /// Begins a backward. Returns whether it is reduced; if not, its gradients accumulate locally, and
-    /// [`Reducer::note_local`] is all that the caller says about them.
+    /// Begins a backward that is to be reduced, or, without `sync`, one whose gradients accumulate locally. Returns
+    /// whether it is reduced, which is not so in the first of several accumulation steps either; if not,
+    /// [`Reducer::note_local`] is all that the caller says about its gradients.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if another backward is under way.
-    pub fn begin(&self) -> Result<bool> {
-        if !self.sync() {
+    pub fn begin(&self, sync: bool) -> Result<bool> {
+        if !sync {
             return Ok(false);
         }
         let mut state = self.settle()?;
         state.accumulated += 1;
-        if state.accumulated < self.options.accumulation_steps {
+        if state.accumulated < state.options.accumulation_steps {
             return Ok(false);
         }
         state.accumulated = 0;
         state.steps += 1;
+        if let Some(history) = &mut state.history {
+            history.start();
+        }
         let plan = &state.layout.plan;
         state.active = Some(Active {
             id: state.steps,
@@ -198,7 +213,7 @@ impl Reducer {
             reduced: 0,
             error: None,
             giving_up: None,
-            more_follows: self.options.find_unused_parameters || !state.rebuilt,
+            more_follows: !state.rebuilt || (state.options.may_leave_unused() && state.used_always.is_none()),
             abandoned: false,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
@@ -224,8 +239,28 @@ impl Reducer {
 
     /// Takes note of a gradient that stays local in this backward.
     pub fn note_local(&self, param: usize) {
-        if self.options.find_unused_parameters {
-            self.state.lock().used[param] = 1;
+        let state = &mut *self.state.lock();
+        if state.options.may_leave_unused() {
+            state.used[param] = 1;
+        }
+    }
+
+    /// In a static graph: takes note that autograd has accumulated into the gradient of `param`. Returns whether the
+    /// gradient is complete; if not, [`Reducer::stand_ins`] may ask for it at the end of backward.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if this backward does more than the first one did.
+    pub fn accumulated(&self, param: usize) -> Result<bool> {
+        let state = &mut *self.state.lock();
+        match state.history.as_mut().map_or(Part::Last, |history| history.accumulated(param)) {
+            Part::Last => Ok(true),
+            Part::NotLast => Ok(false),
+            Part::TooMany(parts) => Err(Error::InvalidArgument(format!(
+                "parameter `{}` got gradient number {} in a backward whose first run gave it {parts}: the graph is not \
+                 static; pass `static_graph=False` to DistributedDataParallel",
+                self.params[param].name,
+                parts + 1
+            ))),
         }
     }
 
@@ -248,7 +283,11 @@ impl Reducer {
     /// gradient of a parameter ([`super::lending`]). A caller that gets none says where it made the tensor
     /// ([`Reducer::lent_elsewhere`]).
     pub fn lend(&self, bytes: usize) -> Option<SlotLease> {
-        let State { lending, layout, .. } = &mut *self.state.lock();
+        let State { lending, layout, options, .. } = &mut *self.state.lock();
+        // Slots that lie side by side are not aligned as memory for tensors is.
+        if options.reduction == Reduction::ByCaller {
+            return None;
+        }
         lending.request(bytes, |param| layout.arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
     }
 
@@ -263,8 +302,8 @@ impl Reducer {
     }
 
     /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
-    /// parameter's layout. Starts the reduction of buckets that it completes. `used` is false for a stand-in of a
-    /// gradient that this backward did not make.
+    /// parameter's layout. Starts the reduction of buckets that it completes, or returns them if the caller reduces
+    /// ([`Reduction::ByCaller`]). `used` is false for a stand-in of a gradient that this backward did not make.
     ///
     /// # Errors
     /// What ended the step already; [`Error::InvalidArgument`] for a second gradient of one parameter.
@@ -272,7 +311,7 @@ impl Reducer {
     /// # Safety
     /// From this call until [`Reducer::finish`] or [`Reducer::abandon`] has returned, the bytes at `ptr` are valid, and
     /// nobody else touches them.
-    pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8, used: bool) -> Result<()> {
+    pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8, used: bool) -> Result<Range<usize>> {
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else {
@@ -284,12 +323,14 @@ impl Reducer {
             let Layout { plan, arena, .. } = &state.layout;
             let Some(launch) = active.step.mark_ready(plan, param) else {
                 return Err(Error::InvalidArgument(format!(
-                    "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already; \
-                     re-entrant checkpointing does this (use `use_reentrant=False`)",
+                    "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already: \
+                     re-entrant checkpointing does this to a parameter that several checkpoints use; pass \
+                     `use_reentrant=False` to `checkpoint`, or `static_graph=True` to DistributedDataParallel",
                     self.params[param].name
                 )));
             };
-            if used && self.options.find_unused_parameters {
+            let used = state.history.as_ref().map_or(used, |history| history.has_gradient(param));
+            if used && state.options.may_leave_unused() {
                 state.used[param] = 1;
             }
             if ptr != arena.slot_ptr(param) && self.params[param].bytes() > 0 {
@@ -305,16 +346,31 @@ impl Reducer {
                     active.times[bucket].full = now;
                 }
             }
+            if state.options.reduction == Reduction::ByCaller {
+                return Ok(launch);
+            }
             active.queue.extend(launch);
             self.next(state)
         };
         self.perform(action);
-        Ok(())
+        Ok(0..0)
+    }
+
+    /// The caller has reduced a bucket that [`Reducer::mark_ready`] gave it. In plan order.
+    pub fn reduced_by_caller(&self) {
+        if let Some(active) = &mut self.state.lock().active {
+            active.reduced += 1;
+        }
+    }
+
+    /// The memory that slots lie in now; stays valid while the handle is held.
+    pub fn arena(&self) -> Arc<Arena> {
+        Arc::clone(&self.state.lock().layout.arena)
     }
 
     /// What the communicator should do now (RED-2: one operation at a time, none after an error).
     fn next(&self, state: &mut State) -> Action {
-        let State { active: Some(active), layout, .. } = state else { return Action::Nothing };
+        let State { active: Some(active), layout, options, .. } = state else { return Action::Nothing };
         if active.in_flight || active.error.is_some() {
             return Action::Nothing;
         }
@@ -325,24 +381,25 @@ impl Reducer {
             }
             let planned = &layout.plan.buckets()[bucket];
             // A gradient that is not in its slot, because a tensor of the caller still refers to it, takes its whole
-            // bucket by way of the spare range. The range is free: one bucket is under way at a time. Copying under
-            // the lock keeps `abandon`, after which the gradient may be gone, out.
-            active.bounced = !active.elsewhere.is_empty()
-                && self.communicator.members().size() > 1
-                && planned.slots.iter().any(|slot| active.elsewhere.contains_key(&slot.param));
+            // bucket by way of the spare range, and so does compression. The range is free: one bucket is under way
+            // at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
+            let wire = options.wire_dtype(planned.dtype);
+            let is_elsewhere =
+                |bucket: &Bucket| bucket.slots.iter().any(|slot| active.elsewhere.contains_key(&slot.param));
+            active.bounced = self.communicator.members().size() > 1
+                && (wire != planned.dtype || (!active.elsewhere.is_empty() && is_elsewhere(planned)));
             let offset_bytes = if active.bounced { layout.plan.spare_offset_bytes() } else { planned.offset_bytes };
             if active.bounced {
                 // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
                 // spare range is as long as the largest bucket, and overlaps neither.
-                layout.each_spare(bucket, &active.elsewhere, |gradient, spare, bytes| unsafe {
-                    std::ptr::copy_nonoverlapping(gradient, spare, bytes);
-                });
+                unsafe { copy::carry_out(layout.to_spare(bucket, &active.elsewhere, wire)) };
             }
-            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes);
+            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, wire);
         }
         // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
         // then they have ended the step well, and what this rank said would end their next one.
-        let others_wait = active.reduced < layout.plan.buckets().len() || active.more_follows;
+        let wait_for_buckets = active.reduced < layout.plan.buckets().len() && options.reduction != Reduction::ByCaller;
+        let others_wait = wait_for_buckets || active.more_follows;
         match active.giving_up.take().filter(|_| others_wait) {
             Some(message) => {
                 active.in_flight = true;
@@ -361,7 +418,7 @@ impl Reducer {
                 // Whatever the answer is, the others know or are gone; this rank reports its own reason.
                 self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
             }
-            Action::Reduce(id, bucket, layout, offset_bytes) => {
+            Action::Reduce(id, bucket, layout, offset_bytes, dtype) => {
                 let planned = &layout.plan.buckets()[bucket];
                 if planned.elems() == 0 || self.communicator.members().size() == 1 {
                     return self.answered(id, Some(bucket), Ok(()));
@@ -370,7 +427,7 @@ impl Reducer {
                     window: Arc::clone(layout.arena.window()),
                     offset_bytes,
                     elems: planned.elems(),
-                    dtype: planned.dtype,
+                    dtype,
                     op: ReduceOp::Average,
                 };
                 let reducer = Arc::clone(self);
@@ -390,10 +447,10 @@ impl Reducer {
                 Ok(()) => {
                     active.reduced += 1;
                     if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
+                        let wire = state.options.wire_dtype(state.layout.plan.buckets()[bucket].dtype);
+                        let back = state.layout.to_spare(bucket, &active.elsewhere, wire).map(Move::reversed);
                         // SAFETY: as in `next`; the step has not ended and is not abandoned.
-                        state.layout.each_spare(bucket, &active.elsewhere, |gradient, spare, bytes| unsafe {
-                            std::ptr::copy_nonoverlapping(spare, gradient, bytes);
-                        });
+                        unsafe { copy::carry_out(back) };
                     }
                 }
                 Err(error) => {
@@ -434,15 +491,39 @@ impl Reducer {
         self.state.lock().active.as_ref().map_or_else(Vec::new, |active| active.step.missing())
     }
 
-    /// Ends a backward: waits until every bucket is reduced. Returns which parameters got a gradient on any rank if
-    /// `find_unused_parameters` was chosen, and nothing otherwise, when all of them must.
+    /// At the end of a backward: the parameters of [`Reducer::missing`] in the order in which the caller marks them
+    /// ready, with the gradient that they have or with a stand-in. `frozen` are those of them that require none by now.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the parameters that got no gradient; what the communicator reports.
+    /// [`Error::InvalidArgument`] naming the parameters that should have got a gradient, on every member.
+    pub fn stand_ins(self: &Arc<Self>, frozen: &[usize]) -> Result<Vec<usize>> {
+        let (without, order) = {
+            let state = self.state.lock();
+            let Some(active) = &state.active else { return Ok(Vec::new()) };
+            let missing = active.step.missing();
+            match &state.history {
+                Some(history) if !history.is_learned() => (Vec::new(), history.order()),
+                Some(history) => (history.incomplete(&missing), missing),
+                None if state.options.find_unused_parameters => (Vec::new(), missing),
+                None => {
+                    let without = missing.iter().copied().filter(|&param| !self.params[param].delayed).collect();
+                    (without, missing)
+                }
+            }
+        };
+        if without.is_empty() { Ok(order) } else { Err(self.give_up(self.unused_message(&without, frozen))) }
+    }
+
+    /// Ends a backward: waits until every bucket is reduced. Returns which parameters got a gradient on any rank if
+    /// they need not get one, and nothing otherwise.
+    ///
+    /// # Errors
+    /// What the communicator reports.
     pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
         let missing = self.missing();
         if !missing.is_empty() {
-            return Err(self.give_up(self.unused_message(&missing)));
+            // The caller has not asked for `stand_ins`: the wait would not end.
+            return Err(self.give_up(self.unused_message(&missing, &[])));
         }
         let state = &mut self.state.lock();
         let mut interrupted = false;
@@ -471,18 +552,30 @@ impl Reducer {
         }
         state.active = None;
         result?;
-        let used = self.options.find_unused_parameters.then(|| {
-            let mine = vec![0; self.params.len()];
-            std::mem::replace(&mut state.used, mine)
+        if let Some(history) = &mut state.history
+            && !history.is_learned()
+            && history.is_begun()
+        {
+            history.learn();
+        }
+        let used_always = state.used_always.clone();
+        let ask = state.options.may_leave_unused() && used_always.is_none();
+        let mine = ask.then(|| {
+            let unknown = vec![0; self.params.len()];
+            std::mem::replace(&mut state.used, unknown)
         });
-        let rebuild = !state.rebuilt;
-        MutexGuard::unlocked(state, || {
-            let used = used.map(|used| self.used_anywhere(used)).transpose()?;
+        let (rebuild, is_static) = (!state.rebuilt, state.options.static_graph);
+        let used = MutexGuard::unlocked(state, || {
+            let used = mine.map(|mine| self.used_anywhere(mine)).transpose()?;
             if rebuild {
                 self.rebuild(&layout, order)?;
             }
-            Ok(used)
-        })
+            Ok::<_, Error>(used.or(used_always))
+        })?;
+        if is_static {
+            state.used_always.clone_from(&used);
+        }
+        Ok(used)
     }
 
     fn used_anywhere(&self, mut used: Vec<u8>) -> Result<Vec<bool>> {
@@ -499,7 +592,7 @@ impl Reducer {
         let data = unsafe { TensorView::new(order.as_mut_ptr().cast(), order.len(), DType::Int64, Device::Cpu, 0) }?;
         self.communicator.run(&Request::Broadcast { data, root: 0 })?;
         let order: Vec<usize> = order.into_iter().map(|param| param as usize).collect();
-        let plan = Plan::new(&self.params, &order, &self.options);
+        let plan = Plan::new(&self.params, &order, &self.options());
         let layout = if plan == *layout.plan {
             layout.clone()
         } else {
@@ -512,17 +605,25 @@ impl Reducer {
         Ok(())
     }
 
-    fn unused_message(&self, missing: &[usize]) -> String {
+    fn unused_message(&self, missing: &[usize], frozen: &[usize]) -> String {
         const NAMED: usize = 20;
         let mut names: Vec<String> =
             missing.iter().take(NAMED).map(|&param| format!("`{}`", self.params[param].name)).collect();
         if missing.len() > NAMED {
             names.push(format!("{} more", missing.len() - NAMED));
         }
+        let cause = if missing.iter().all(|param| frozen.contains(param)) {
+            "they were frozen (`requires_grad_(False)`) after DistributedDataParallel wrapped them: freeze before \
+             wrapping, wrap again, or pass `find_unused_parameters=True`"
+        } else if self.options().static_graph {
+            "the first backward gave them one, so the graph is not static: pass `static_graph=False` and, if the loss \
+             does not always depend on them, `find_unused_parameters=True` to DistributedDataParallel"
+        } else {
+            "if the loss does not depend on them, pass `find_unused_parameters=True` to DistributedDataParallel or \
+             freeze them with `requires_grad_(False)` before wrapping"
+        };
         format!(
-            "{} of {} parameters got no gradient in this backward on rank {}: {}; if the loss does not depend on them, \
-             pass `find_unused_parameters=True` to DistributedDataParallel or freeze them with `requires_grad_(False)` \
-             before wrapping",
+            "{} of {} parameters got no gradient in this backward on rank {}: {}; {cause}",
             missing.len(),
             self.params.len(),
             self.my_rank(),
@@ -547,7 +648,7 @@ impl Reducer {
     }
 
     /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
-    /// `message`. `more_follows` says whether the caller would have called [`Reducer::run`] after
+    /// `message`. `more_follows` says whether the caller would have run more on the communicator after
     /// [`Reducer::finish`], as the others will. Does nothing if no backward is under way.
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
         let action = {
@@ -582,13 +683,14 @@ impl Layout {
         Ok(Self { plan: Arc::new(plan), arena })
     }
 
-    /// Calls `copy(gradient, place in the spare range, bytes)` for every slot of a bucket.
-    fn each_spare(&self, bucket: usize, elsewhere: &HashMap<usize, *mut u8>, copy: impl Fn(*mut u8, *mut u8, usize)) {
+    /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
+    fn to_spare(&self, bucket: usize, elsewhere: &HashMap<usize, *mut u8>, wire: DType) -> impl Iterator<Item = Move> {
         let bucket = &self.plan.buckets()[bucket];
-        for slot in &bucket.slots {
-            let gradient = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena.slot_ptr(slot.param));
-            let offset_bytes = self.plan.spare_offset_bytes() + (slot.offset_bytes - bucket.offset_bytes);
-            copy(gradient, self.arena.at(offset_bytes), slot.bytes);
-        }
+        bucket.slots.iter().map(move |slot| {
+            let from = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena.slot_ptr(slot.param));
+            let before = (slot.offset_bytes - bucket.offset_bytes) / bucket.dtype.size() * wire.size();
+            let to = self.arena.at(self.plan.spare_offset_bytes() + before);
+            Move { from, from_dtype: bucket.dtype, to, to_dtype: wire, elems: slot.bytes / bucket.dtype.size() }
+        })
     }
 }

@@ -82,9 +82,8 @@ mod tests {
     use crate::reducer::{Options, ParamSpec};
 
     fn plan(num_params: usize, per_bucket: usize) -> Plan {
-        let params: Vec<ParamSpec> = (0..num_params)
-            .map(|i| ParamSpec { name: format!("p{i}"), shape: vec![16], dtype: DType::Float32 })
-            .collect();
+        let params: Vec<ParamSpec> =
+            (0..num_params).map(|i| ParamSpec::dense(format!("p{i}"), [16], DType::Float32)).collect();
         let bytes = per_bucket * 64;
         Plan::initial(&params, &Options { bucket_bytes: bytes, first_bucket_bytes: bytes, ..Options::default() })
     }

@@ -46,7 +46,7 @@ fn over_each_transport<T: Send>(
 }
 
 fn params() -> Vec<ParamSpec> {
-    (0..PARAMS).map(|i| ParamSpec { name: format!("p{i}"), shape: vec![ELEMS as u64], dtype: DType::Float32 }).collect()
+    (0..PARAMS).map(|i| ParamSpec::dense(format!("p{i}"), [ELEMS as u64], DType::Float32)).collect()
 }
 
 /// Two parameters a bucket.
@@ -62,7 +62,7 @@ fn backward(
     outside: &[usize],
     value: impl Fn(usize) -> f32,
 ) -> Result<Vec<f32>> {
-    assert!(reducer.begin()?);
+    assert!(reducer.begin(true)?);
     let mut leases = Vec::new();
     let mut others: Vec<(usize, Vec<f32>)> = outside.iter().map(|&param| (param, vec![value(param); ELEMS])).collect();
     for &param in order {
@@ -84,6 +84,7 @@ fn backward(
             return Err(error);
         }
     }
+    reducer.stand_ins(&[])?;
     reducer.finish()?;
     let mut reduced = vec![f32::NAN; PARAMS];
     for (param, lease) in &leases {
@@ -189,13 +190,13 @@ fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
         let mut outcomes = Vec::new();
         for ready in 0..PARAMS {
             if me == 0 {
-                assert!(reducer.begin().unwrap());
+                assert!(reducer.begin(true).unwrap());
                 let mut leases = Vec::new();
                 let mut result = Ok(());
                 for &param in &order[..ready] {
                     leases.extend(reducer.take_slot(param));
                     // SAFETY: the leases live until `abandon` has returned.
-                    result = result.and(unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) });
+                    result = result.and(unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.map(drop));
                 }
                 reducer.abandon("it raised", false);
                 outcomes.push(result.map(|()| Vec::new()));

@@ -7,40 +7,33 @@ module checks arguments and says which tensors take part.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from smdistributed._common import errors, shims
 from smdistributed.dataparallel.exceptions import CLASSES, SMDDPNotInitializedError
+from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 
 # PyTorch first, through the loader: it says what is missing.
 shims.load_torch()
 
 import torch  # noqa: E402
+from torch.distributed.algorithms.join import Joinable  # noqa: E402
+from torch.distributed.utils import _to_kwargs  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-_MIB = 1024 * 1024
-_DEFAULT_BUCKET_CAP_MB = 25
+from smdistributed.dataparallel.torch.parallel import arguments, comm_hooks, groups, join, registrations  # noqa: E402
+from smdistributed.dataparallel.torch.parallel.precision import MixedPrecision  # noqa: E402
+
+_TorchDDP = torch.nn.parallel.DistributedDataParallel
+
 # A small first bucket lets the reduction start while backward is young.
-_FIRST_BUCKET_BYTES = _MIB
-# Collectives work on chunks of this size, so a bucket's size is a multiple.
-_BUCKET_MULTIPLE_BYTES = 128
-
-# Keywords of torch's DistributedDataParallel that change what it does and that this one does not know, with the values
-# that ask for nothing.
-_UNSUPPORTED = {
-    "dim": 0,
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
-    "device_mesh": None,
-    "skip_all_reduce_unused_params": False,
-}
+_FIRST_BUCKET_BYTES = 1024 * 1024
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(_TorchDDP):
     """Wraps ``module`` so that the gradients of all ranks are averaged during backward.
 
     At construction all ranks get the parameters and buffers of rank 0. Gradients are reduced in buckets while backward
@@ -48,33 +41,49 @@ class DistributedDataParallel(torch.nn.Module):
     bitwise the same on each. Gradients live in memory that the ranks of a host share; a gradient that the script keeps
     a reference to is not overwritten by later steps.
 
-    Every rank runs the same number of backwards. If a rank cannot, the others get an error that names it.
+    Every rank runs the same number of backwards, except under :meth:`join`. If a rank cannot, the others get an error
+    that names it.
+
+    It is a ``torch.nn.parallel.DistributedDataParallel`` for everybody who asks, so that libraries treat it as one, but
+    has nothing of its reducer: whoever reaches for that gets an ``AttributeError``. Where the module holds another
+    DistributedDataParallel, of either kind, the parameters of that one are left to it.
 
     Args:
         module: The model. Its parameters must be the same on all ranks, in the same order, and must not be added,
             removed or frozen differently afterwards.
         device_ids: At most one CUDA device, for a module that is on it; ``None`` or empty for modules on the CPU.
-        output_device: Where outputs go; ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``.
+            Inputs are moved there.
+        output_device: ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``. For torch's sake:
+            outputs stay where the module makes them.
         broadcast_buffers: Whether buffers follow rank 0's: they do after every reduced backward, and before a training
             forward if there was another one since. A forward in eval mode communicates nothing, so that a single rank
             may evaluate.
-        process_group: The ranks that take part; ``None`` or ``group.WORLD`` for all.
+        process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
+            ours or the one of ``torch.distributed``.
         bucket_cap_mb: Size of a bucket in MiB, 25 if ``None``; as bytes a multiple of 128.
+        dim: For torch's sake: inputs are not scattered.
+        init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
             no rank used keeps the gradient that it had. Costs one small collective a step.
-        gradient_as_bucket_view: Accepted for torch's sake: gradients are always made in the buckets where possible.
-        static_graph: Accepted for torch's sake: nothing depends on it.
-        init_sync: Whether to broadcast parameters and buffers at construction.
+        check_reduction: Without effect, as in torch.
+        gradient_as_bucket_view: For torch's sake: gradients are always made in the buckets where possible.
+        static_graph: Whether every backward does what the first one does. Gradients may then come in several parts
+            (re-entrant checkpoints that share parameters), and parameters without a gradient are known after the
+            first step, which is reduced at its end.
+        delay_all_reduce_named_params: Parameters by name that are reduced after all others; they may stay without a
+            gradient and then get zeros.
+        param_to_hook_all_reduce: The parameter whose gradient they wait for; goes with the argument before.
+        mixed_precision: torch's ``_MixedPrecision``: the module computes in ``param_dtype``, gradients travel in
+            ``reduce_dtype``, and parameters and gradients keep their type.
+        device_mesh: A mesh of one dimension, instead of ``process_group``.
+        skip_all_reduce_unused_params: As ``find_unused_parameters``.
         gradient_accumulation_steps: Reduce in every n-th backward only; the others accumulate locally. Deprecated in
             favour of :meth:`no_sync`.
-        **torch_options: Other keywords of torch's class; a value other than torch's default raises
-            ``NotImplementedError``.
 
     Raises:
         SMDDPNotInitializedError: ``init_process_group()`` was not called.
         MismatchError: Parameters or options differ between ranks; names the parameter and the ranks.
         ValueError: An argument is not acceptable.
-        NotImplementedError: A parameter is not on the CPU, or an option is not supported.
     """
 
     def __init__(
@@ -83,189 +92,412 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         broadcast_buffers: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Any = None,
         bucket_cap_mb: float | None = None,
         *,
+        dim: int = 0,
+        init_sync: bool = True,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        init_sync: bool = True,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
         gradient_accumulation_steps: int = 1,
-        **torch_options: Any,
     ) -> None:
-        super().__init__()
+        # Not torch's own constructor: it would make its reducer.
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
         if not dist.is_initialized():
             raise SMDDPNotInitializedError("DistributedDataParallel needs `init_process_group()` first")
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"`module` is a {type(module).__name__}, not a torch.nn.Module")
-        check_torch_options(torch_options)
+        if check_reduction:
+            warnings.warn("`check_reduction` has no effect", FutureWarning, stacklevel=2)
         self.module = module
-        self.process_group = process_group
+        self.process_group = groups.resolve(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.dim = dim
         self.broadcast_buffers = bool(broadcast_buffers)
-        self.find_unused_parameters = bool(find_unused_parameters)
+        self.find_unused_parameters = bool(find_unused_parameters or skip_all_reduce_unused_params)
+        self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
         self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
         self.static_graph = bool(static_graph)
-        self.bucket_bytes_cap = bucket_bytes(bucket_cap_mb)
-        self.gradient_accumulation_steps = checked_accumulation_steps(gradient_accumulation_steps)
-        self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.device_ids, self.output_device = checked_devices(module, device_ids, output_device)
+        self.bucket_bytes_cap = arguments.bucket_bytes(bucket_cap_mb)
+        self.bucket_bytes_cap_default = bucket_cap_mb is None
+        self.gradient_accumulation_steps = arguments.accumulation_steps(gradient_accumulation_steps)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delayed = self._checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._module_parameters = self._parameters_of_module()
+        if not any(parameter.requires_grad for parameter in self._module_parameters):
+            raise RuntimeError(
+                "no parameter of the module requires a gradient: there is nothing for DistributedDataParallel to do"
+            )
+        for name, parameter in self._named_parameters():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    f"parameter `{name}` has no shape yet: run a forward of the module before it is wrapped"
+                )
+        self.device_ids, self.output_device = arguments.devices(self._module_parameters, device_ids, output_device)
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
+        arguments.check_sync_batch_norm(module, self.device_type)
+        self.mixed_precision = mixed_precision
+        self._precision = None if mixed_precision is None else MixedPrecision(mixed_precision, module)
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.logger = None
+        self._comm_hook: comm_hooks.CommHook | None = None
+        self._comm_hook_name: str | None = None
+        self._reduction = comm_hooks.AVERAGE if self._precision is None else self._precision.reduction
+        self._divide_by_initial_world_size = True
+        # What torch's methods look at.
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._use_python_reducer = False
         self._start(init_sync)
+
+    def _checked_delayed(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
+    ) -> frozenset[str]:
+        if (named is None) != (trigger is None):
+            raise ValueError(
+                "`delay_all_reduce_named_params` and `param_to_hook_all_reduce` go together: one is missing"
+            )
+        known = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, parameter in named or ():
+            if known.get(name) is not parameter:
+                raise ValueError(f"`delay_all_reduce_named_params` has `{name}`, which is no parameter of the module")
+        if trigger is not None and not any(parameter is trigger for parameter in known.values()):
+            raise ValueError("`param_to_hook_all_reduce` is no parameter of the module")
+        return frozenset(name for name, _ in named or ())
 
     def _start(self, init_sync: bool) -> None:
         """Makes the reducer. Collective."""
-        named = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
-        if not named:
-            raise ValueError(
-                "no parameter of the module requires a gradient: there is nothing for DistributedDataParallel to do"
-            )
+        named = self._named_parameters()
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        sparse = self._sparse_parameters()
+        self._registrations = registrations.count()
+        self._known = {id(parameter) for _, parameter in named}
         with errors.translated(CLASSES):
             self._reducer = torch.classes.smd.Reducer(
-                [parameter for _, parameter in named],
-                [name for name, _ in named],
-                self.bucket_bytes_cap,
-                min(_FIRST_BUCKET_BYTES, self.bucket_bytes_cap),
-                self.find_unused_parameters,
-                self.gradient_accumulation_steps,
-                dist._id(self.process_group),
+                [parameter for _, parameter in trained],
+                [name for name, _ in trained],
+                [index for index, (_, parameter) in enumerate(trained) if id(parameter) in sparse],
+                [index for index, (name, _) in enumerate(trained) if name in self._delayed],
+                [parameter for _, parameter in frozen],
+                [name for name, _ in frozen],
+                groups.ranks(self.process_group),
+                self._settings(),
             )
             if init_sync:
-                self._reducer.broadcast([*self._parameters_of_module(), *self._buffers_of_module()], 0)
+                parameters = [parameter.detach() for parameter in self._module_parameters]
+                self._reducer.broadcast([*parameters, *self._buffers_of_module()], 0)
+        # The ranks of the group, in order with the reducer's own operations.
+        self._own_group = dist.ProcessGroup(self._reducer.group(), None)
 
-    def _parameters_of_module(self) -> list[torch.Tensor]:
+    def _settings(self) -> dict[str, int]:
+        return {
+            "bucket_bytes": self.bucket_bytes_cap,
+            "first_bucket_bytes": min(_FIRST_BUCKET_BYTES, self.bucket_bytes_cap),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "static_graph": int(self.static_graph),
+            "accumulation_steps": self.gradient_accumulation_steps,
+            "reduction": self._reduction,
+            "comm_hook": -1 if self._comm_hook is None else self._comm_hook.number,
+        }
+
+    def _configure(self) -> None:
+        """Tells the reducer what was chosen after construction. Collective."""
+        with errors.translated(CLASSES):
+            self._reducer.configure(self._settings())
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those that this object takes care of, each once, in the order of registration."""
+        left_to_others = {
+            id(parameter)
+            for module in self.module.modules()
+            if isinstance(module, _TorchDDP)
+            for parameter in module.parameters()
+        }
+        named = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name not in self.parameters_to_ignore and id(parameter) not in left_to_others:
+                named.setdefault(id(parameter), (name, parameter))
+        return list(named.values())
+
+    def _parameters_of_module(self) -> list[torch.nn.Parameter]:
         """Also frozen ones: replicas start out equal."""
-        named = self.module.named_parameters()
-        return [parameter.detach() for name, parameter in named if name not in self.parameters_to_ignore]
+        return [parameter for _, parameter in self._named_parameters()]
 
     def _buffers_of_module(self) -> list[torch.Tensor]:
         named = self.module.named_buffers()
         return [buffer.detach() for name, buffer in named if name not in self.parameters_to_ignore]
 
+    def _sparse_parameters(self) -> set[int]:
+        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return {
+            id(module.weight) for module in self.module.modules() if isinstance(module, embeddings) and module.sparse
+        }
+
+    @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on this rank's share of the batch."""
-        if self.training and self.broadcast_buffers:
+        has_graph = torch.is_grad_enabled()
+        sync = has_graph and self.require_backward_grad_sync
+        if has_graph and registrations.count() != self._registrations:
+            self._check_parameters()
+        with_buffers = self.training and self.broadcast_buffers
+        if self._join_config.enable:
+            self._go_on_with_others(sync, with_buffers)
+        elif with_buffers and not self._has_buffer_hook():
             buffers = self._buffers_of_module()
             if buffers:
                 with errors.translated(CLASSES):
-                    self._reducer.sync_buffers(buffers)
-        outputs = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self._reducer.watch([leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)])
+                    self._reducer.sync_buffers(buffers, self.require_backward_grad_sync)
+        if self.device_ids:
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), False)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        self._run_buffer_hook(before=True)
+        # The compiler asks for the active model, to cut graphs where buckets end.
+        _TorchDDP._active_ddp_module = self
+        try:
+            if self._precision is None:
+                outputs = self.module(*inputs, **kwargs)
+            else:
+                outputs = self._precision.run(self.module, inputs, kwargs)
+        finally:
+            _TorchDDP._active_ddp_module = None
+        self._run_buffer_hook(before=False)
+        if has_graph:
+            self._reducer.watch([leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)], sync)
         return outputs
+
+    def _check_parameters(self) -> None:
+        """Something was registered somewhere: looks for parameters that nobody would reduce.
+
+        Raises:
+            RuntimeError: There is one.
+        """
+        self._registrations = registrations.count()
+        for name, parameter in self._named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"parameter `{name}` was added after DistributedDataParallel wrapped the model, so its gradient "
+                    "would not be reduced: wrap the model again"
+                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that run inside accumulate gradients locally; the next one outside reduces the sum."""
+        """Backwards of forwards that run inside accumulate gradients locally; the next one of a forward outside reduces
+        the sum."""
         before = self.require_backward_grad_sync
-        self._set_sync(False)
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._set_sync(before)
-
-    def _set_sync(self, sync: bool) -> None:
-        self.require_backward_grad_sync = sync
-        self._reducer.set_sync(sync)
+            self.require_backward_grad_sync = before
 
     def describe_buckets(self) -> str:
         """Which parameters are reduced together, one bucket a line, in the order of reduction."""
         return self._reducer.describe_plan()
 
+    # Communication hooks.
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Lets ``hook(state, bucket)`` reduce buckets, as torch's method of this name. Collective.
+
+        torch's own hooks that average in a narrow type are done by the core. Sparse gradients pass hooks by.
+
+        Args:
+            state: Passed to the hook.
+            hook: Gets an object with the methods of ``torch.distributed.GradBucket``; returns a
+                ``torch.futures.Future`` of the bucket's new values.
+
+        Raises:
+            RuntimeError: There is a hook already.
+            TypeError: The hook cannot be called.
+            MismatchError: Ranks registered different hooks.
+        """
+        comm_hooks.check(hook)
+        self._register(
+            getattr(hook, "__qualname__", type(hook).__qualname__),
+            comm_hooks.reduction_of(state, hook, self.process_group),
+            comm_hooks.CommHook(state, hook),
+        )
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Chooses how the core reduces: ``torch.distributed.BuiltinCommHookType``. Collective."""
+        self._register(str(comm_hook_type), comm_hooks.builtin_reduction(comm_hook_type), None)
+
+    def _register(self, name: str, reduction: int | None, hook: comm_hooks.CommHook | None) -> None:
+        if self._comm_hook_name is not None:
+            raise RuntimeError(f"communication hook `{self._comm_hook_name}` is registered already")
+        if reduction is None:
+            self._comm_hook = hook
+        else:
+            self._reduction = reduction
+        self._configure()
+        self._comm_hook_name = name
+
+    def _set_static_graph(self) -> None:
+        """As the argument ``static_graph``. Collective."""
+        if self.static_graph:
+            warnings.warn("`static_graph` is True already", stacklevel=2)
+            return
+        self.static_graph = True
+        self._configure()
+
+    # Buffers.
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that are not ignored, by name."""
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """Buffers that are not ignored."""
+        return list(self.named_module_buffers.values())
+
+    def _assign_modules_buffers(self) -> None:
+        """For torch's sake: buffers are looked up when they are needed."""
+
+    def _has_buffer_hook(self) -> bool:
+        return "buffer_hook" in self.__dict__
+
+    def _run_buffer_hook(self, before: bool) -> None:
+        if not self._has_buffer_hook():
+            return
+        location = type(self.buffer_hook.buffer_comm_hook_location)
+        wanted = location.PRE_FORWARD if before else location.POST_FORWARD
+        if self.buffer_hook.buffer_comm_hook_location != wanted or not self.will_sync_module_buffers():
+            return
+        futures = self.buffer_hook.buffer_comm_hook(self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers)
+        for future in futures or ():
+            future.wait()
+
+    # Uneven inputs.
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Any:
+        """A context manager around a training loop in which ranks may run out of inputs at different times.
+
+        A rank that leaves the loop takes part in the others' reductions with zeros until all have left it. Then every
+        rank gets the model of one that stayed longest.
+
+        Args:
+            divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, or of those that
+                still have inputs.
+            enable: Whether to do any of this.
+            throw_on_early_termination: Whether every rank raises ``RuntimeError`` instead when the first one leaves.
+        """
+        return join.join(
+            self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> join.DDPJoinHook:
+        """For ``torch.distributed.algorithms.join.Join``."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return join.DDPJoinHook(self)
+
+    def _go_on_with_others(self, sync: bool, with_buffers: bool) -> None:
+        """Before a forward of a rank that has inputs."""
+        join.notify(self)
+        ranks = self._agree_on_step(1, sync, with_buffers)
+        by_present = sync and not self._divide_by_initial_world_size
+        self._reducer.scale_next(torch.tensor(self._group_size / ranks) if by_present else None)
+
+    def _shadow_step(self) -> None:
+        """The same of a rank that has none, and the backward that may follow."""
+        if self._agree_on_step(0, False, False):
+            with errors.translated(CLASSES):
+                self._reducer.shadow()
+
+    def _agree_on_step(self, present: int, sync: bool, with_buffers: bool) -> float:
+        """Every rank hears what those with inputs do. Returns, to them, how many they are; to others, whether a backward
+        is reduced."""
+        said = torch.tensor([float(present), float(sync), float(with_buffers)])
+        with errors.translated(CLASSES):
+            dist.all_reduce(said, op=ReduceOp.SUM, group=self._own_group)
+            ranks, syncing, with_buffers_anywhere = said.tolist()
+            if with_buffers_anywhere:
+                self._reducer.broadcast(self._buffers_of_module(), self._last_rank(bool(present)))
+        return ranks if present else syncing
+
+    def _take_final_model(self, is_last_joiner: bool) -> None:
+        root = self._last_rank(is_last_joiner)
+        parameters = [parameter.detach() for parameter in self._module_parameters]
+        with errors.translated(CLASSES):
+            self._reducer.broadcast([*parameters, *self._buffers_of_module()], root)
+        self._reducer.scale_next(None)
+
+    def _last_rank(self, candidate: bool) -> int:
+        """The last candidate, as a rank inside the group."""
+        root = torch.tensor([self._group_rank if candidate else -1])
+        dist.all_reduce(root, op=ReduceOp.MAX, group=self._own_group)
+        return int(root.item())
+
+    @property
+    def join_device(self) -> torch.device:
+        """For ``torch.distributed.algorithms.join.Join``."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For ``torch.distributed.algorithms.join.Join``."""
+        return self.process_group
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._group_rank
+
+    @property
+    def _group_rank(self) -> int:
+        """This rank inside the group."""
+        if groups.is_torch_group(self.process_group):
+            return torch.distributed.get_rank(self.process_group)
+        return dist.get_rank(self.process_group)
+
+    @property
+    def _group_size(self) -> int:
+        if groups.is_torch_group(self.process_group):
+            return torch.distributed.get_world_size(self.process_group)
+        return dist.get_world_size(self.process_group)
+
+    # Copies.
+
     def __getstate__(self) -> dict[str, Any]:
-        # The reducer belongs to this process and this job.
-        state = self.__dict__.copy()
-        del state["_reducer"]
-        state["process_group"] = None if self.process_group is dist.group.WORLD else self.process_group
-        if state["process_group"] is not None:
+        if not groups.is_default(self.process_group):
             raise TypeError("a DistributedDataParallel of a group other than the world cannot be copied or pickled")
-        return state
+        # The reducer belongs to this process and this job, and so does a hook.
+        state = self.__dict__.copy()
+        for name in ("_reducer", "_own_group", "process_group", "device_mesh", "_known", "_comm_hook"):
+            state.pop(name, None)
+        return state | {"_comm_hook_name": None, "_comm_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Collective, as the constructor: every rank makes its copy."""
-        super().__setstate__(state)
+        """Collective, as the constructor: every rank makes its copy. A communication hook is not copied."""
+        torch.nn.Module.__setstate__(self, state)
         if not dist.is_initialized():
             raise SMDDPNotInitializedError(
                 "a copy of a DistributedDataParallel needs `init_process_group()` first; to save a model, save "
                 "`model.module` or `model.state_dict()`"
             )
+        self.process_group = groups.resolve(None, None)
+        self._comm_hook = None
         self.require_backward_grad_sync = True
+        self._module_parameters = self._parameters_of_module()
         self._start(init_sync=False)
 
-
-def bucket_bytes(bucket_cap_mb: float | None) -> int:
-    """The size of a bucket in bytes.
-
-    Args:
-        bucket_cap_mb: In MiB; ``None`` means 25.
-
-    Raises:
-        ValueError: It is not positive, or not a multiple of 128 bytes.
-    """
-    if bucket_cap_mb is None:
-        bucket_cap_mb = _DEFAULT_BUCKET_CAP_MB
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
-        raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")
-    size = bucket_cap_mb * _MIB
-    if not 0 < size < 2**62:
-        raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")
-    if size % _BUCKET_MULTIPLE_BYTES != 0:
-        raise ValueError(
-            f"`bucket_cap_mb` is {bucket_cap_mb!r}, which is {size:g} bytes: expected a multiple of "
-            f"{_BUCKET_MULTIPLE_BYTES} bytes"
-        )
-    return int(size)
-
-
-def checked_accumulation_steps(steps: int) -> int:
-    """Checks ``gradient_accumulation_steps``; warns if it is used."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
-        raise ValueError(f"`gradient_accumulation_steps` is {steps!r}: expected a whole number of at least 1")
-    if steps > 1:
-        warnings.warn(
-            f"gradient_accumulation_steps={steps}: gradients are reduced in every {steps}th backward only; the keyword "
-            "is deprecated, use `no_sync()`",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return steps
-
-
-def check_torch_options(options: dict[str, Any]) -> None:
-    """Refuses keywords of torch's class that would change what this one does."""
-    for name, value in options.items():
-        if name == "check_reduction":
-            continue  # without effect in torch, too
-        if name not in _UNSUPPORTED:
-            raise TypeError(f"DistributedDataParallel has no argument `{name}`")
-        if value != _UNSUPPORTED[name]:
-            raise NotImplementedError(f"DistributedDataParallel does not support `{name}={value!r}` so far")
-
-
-def checked_devices(
-    module: torch.nn.Module,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[None, None]:
-    """Checks ``device_ids`` and ``output_device`` by the rules of torch's class.
-
-    Raises:
-        ValueError: They do not fit each other or the module.
-        NotImplementedError: They name a CUDA device.
-    """
-    if not device_ids:
-        if output_device is not None:
-            raise ValueError(f"`output_device` is {output_device!r}: expected None without `device_ids`")
-        return None, None
-    if len(device_ids) > 1:
-        raise ValueError(f"`device_ids` is {list(device_ids)}: expected at most one device, or None")
-    types = sorted({parameter.device.type for parameter in module.parameters()})
-    if types == ["cpu"]:
-        raise ValueError(
-            f"`device_ids` is {list(device_ids)}, but the module is on the CPU: expected None, or a module that was "
-            "moved to the device before"
-        )
-    raise NotImplementedError(f"modules on {' and '.join(types)}: only CPU modules are supported so far")
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Goes on with other ranks, which all call this."""
+        self.process_group = groups.resolve(new_process_group, None)
+        self._start(init_sync=False)

@@ -1,0 +1,102 @@
+"""Checks the arguments of ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+
+_MIB = 1024 * 1024
+_DEFAULT_BUCKET_CAP_MB = 25
+# Collectives work on chunks of this size, so a bucket's size is a multiple.
+_BUCKET_MULTIPLE_BYTES = 128
+
+
+def bucket_bytes(bucket_cap_mb: float | None) -> int:
+    """The size of a bucket in bytes.
+
+    Args:
+        bucket_cap_mb: In MiB; ``None`` means 25.
+
+    Raises:
+        ValueError: It is not positive, or not a multiple of 128 bytes.
+    """
+    if bucket_cap_mb is None:
+        bucket_cap_mb = _DEFAULT_BUCKET_CAP_MB
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+        raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")
+    size = bucket_cap_mb * _MIB
+    if not 0 < size < 2**62:
+        raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")
+    if size % _BUCKET_MULTIPLE_BYTES != 0:
+        raise ValueError(
+            f"`bucket_cap_mb` is {bucket_cap_mb!r}, which is {size:g} bytes: expected a multiple of "
+            f"{_BUCKET_MULTIPLE_BYTES} bytes"
+        )
+    return int(size)
+
+
+def accumulation_steps(steps: int) -> int:
+    """Checks ``gradient_accumulation_steps``; warns if it is used."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
+        raise ValueError(f"`gradient_accumulation_steps` is {steps!r}: expected a whole number of at least 1")
+    if steps > 1:
+        warnings.warn(
+            f"gradient_accumulation_steps={steps}: gradients are reduced in every {steps}th backward only; the keyword "
+            "is deprecated, use `no_sync()`",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return steps
+
+
+def devices(
+    parameters: Iterable[torch.Tensor],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[int] | None, int | None]:
+    """Checks ``device_ids`` and ``output_device`` by the rules of torch's class; returns them as indices.
+
+    Raises:
+        ValueError: They do not fit each other or the module.
+    """
+    places = {parameter.device for parameter in parameters}
+    types = sorted({place.type for place in places})
+    if len(types) > 1:
+        raise ValueError(f"the module's parameters are on {' and '.join(types)}: expected one type of device")
+    if not device_ids:
+        if output_device is not None:
+            raise ValueError(f"`output_device` is {output_device!r}: expected None without `device_ids`")
+        return None, None
+    if len(device_ids) > 1:
+        raise ValueError(f"`device_ids` is {list(device_ids)}: expected at most one device, or None")
+    if types == ["cpu"]:
+        raise ValueError(
+            f"`device_ids` is {list(device_ids)}, but the module is on the CPU: expected None, or a module that was "
+            "moved to the device before"
+        )
+    if len(places) > 1:
+        raise ValueError(f"`device_ids` is {list(device_ids)}, but the module is on several devices: expected None")
+    index = torch.device(types[0], device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    output = index if output_device is None else output_device
+    return [index.index], output if isinstance(output, int) else torch.device(output).index
+
+
+def check_sync_batch_norm(module: torch.nn.Module, device_type: str) -> None:
+    """Checks that ``torch.nn.SyncBatchNorm`` layers will do what their name says.
+
+    Raises:
+        ValueError: The module is on the CPU, where torch's layer does not work.
+        RuntimeError: ``torch.distributed`` is not initialized, so that the layers would see their own rank only.
+    """
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    if not layers:
+        return
+    if device_type == "cpu":
+        raise ValueError(f"`{layers[0]}` is a torch.nn.SyncBatchNorm, which works on GPUs only: use a BatchNorm layer")
+    if not torch.distributed.is_initialized():
+        raise RuntimeError(
+            f"`{layers[0]}` is a torch.nn.SyncBatchNorm, which needs `torch.distributed`: call "
+            '`torch.distributed.init_process_group(backend="smddp")` first'
+        )

@@ -1,0 +1,116 @@
+"""Communication hooks: the user's functions that reduce a bucket, in the form that torch's DistributedDataParallel takes.
+
+Hooks that only say in which type gradients travel need no Python: the core does what they ask for in its own pass over
+the bucket (``rust-core/src/reducer``). Any other is called from autograd's thread (``torch_ext/comm_hook.cc``), through
+the operations that are implemented here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from smdistributed._common import shims
+
+# PyTorch first, through the loader: it says what is missing.
+shims.load_torch()
+
+import torch  # noqa: E402
+from torch.distributed import GradBucket  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
+
+#: The core's reductions (``smd::Reduction`` of the bridge).
+AVERAGE, FLOAT16, BFLOAT16 = 0, 1, 2
+
+_BY_CORE = {
+    default_hooks.allreduce_hook: AVERAGE,
+    default_hooks.fp16_compress_hook: FLOAT16,
+    default_hooks.bf16_compress_hook: BFLOAT16,
+}
+
+#: Hooks by the number under which C++ knows them.
+_hooks: weakref.WeakValueDictionary[int, CommHook] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class CommHook:
+    """A function with its state; registered for as long as the object lives."""
+
+    def __init__(self, state: object, function: Callable[..., Any]) -> None:
+        self.state = state
+        self.function = function
+        self.name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.futures: dict[int, torch.futures.Future[Any]] = {}
+        self.number = next(_numbers)
+        _hooks[self.number] = self
+
+    def start(self, bucket: Any) -> None:
+        """Lets the function work on a bucket."""
+        future = self.function(self.state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"communication hook `{self.name}` returned a {type(future).__name__}: expected a torch.futures.Future"
+            )
+        self.futures[bucket.index()] = future
+
+    def result(self, bucket: int) -> torch.Tensor:
+        """What the function made of the bucket."""
+        value = self.futures.pop(bucket).wait()
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the future of communication hook `{self.name}` has a {type(value).__name__}: expected a tensor"
+            )
+        return value
+
+
+def reduction_of(state: object, hook: Callable[..., Any], process_group: object) -> int | None:
+    """The core's reduction that does what ``hook`` does, if there is one."""
+    own_group = state is None or state is process_group
+    return _BY_CORE.get(hook) if own_group and inspect.isfunction(hook) else None
+
+
+def builtin_reduction(comm_hook_type: Any) -> int:
+    """The core's reduction for a ``torch.distributed.BuiltinCommHookType``."""
+    kinds = torch.distributed.BuiltinCommHookType
+    reductions = {kinds.ALLREDUCE: AVERAGE, kinds.FP16_COMPRESS: FLOAT16}
+    if comm_hook_type not in reductions:
+        raise ValueError(f"`comm_hook_type` is {comm_hook_type!r}: expected a torch.distributed.BuiltinCommHookType")
+    return reductions[comm_hook_type]
+
+
+def check(hook: Callable[..., Any]) -> None:
+    """Checks what can be known of a hook before it runs, by the rules of torch's class.
+
+    Raises:
+        TypeError: It cannot be called.
+        ValueError: It is annotated as something else.
+    """
+    if not callable(hook):
+        raise TypeError(f"the communication hook is a {type(hook).__name__}, which cannot be called")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+        raise ValueError(f"the communication hook's `bucket` is a {bucket.annotation}: expected dist.GradBucket")
+    returned = signature.return_annotation
+    expected = torch.futures.Future[torch.Tensor]
+    if not isinstance(returned, str) and returned not in (inspect.Signature.empty, expected):
+        raise ValueError(f"the communication hook returns {returned}: expected torch.futures.Future[torch.Tensor]")
+
+
+def _start(number: int, bucket: Any) -> None:
+    _hooks[number].start(bucket)
+
+
+def _await(number: int, bucket: int) -> torch.Tensor:
+    return _hooks[number].result(bucket)
+
+
+_library = torch.library.Library("smd", "IMPL")
+# The operations take no tensor, which would say where they belong.
+_library.impl("start_comm_hook", _start, "CompositeImplicitAutograd")
+_library.impl("await_comm_hook", _await, "CompositeImplicitAutograd")

@@ -1,0 +1,81 @@
+"""Uneven inputs: ranks that have run out of them take part in the others' steps until all have.
+
+The protocol is that of ``torch.distributed.algorithms.join``, so that a DistributedDataParallel stands beside torch's
+other joinable classes. Where a script uses no ``torch.distributed``, the same runs over our own groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.dataparallel.torch.parallel import groups
+
+
+class OwnJoin(Join):
+    """torch's context manager over a group of ours."""
+
+    def _extract_dist_info(self) -> None:
+        first = self._joinables[0]
+        if any(joinable.join_process_group is not first.join_process_group for joinable in self._joinables):
+            raise ValueError("all joinables must have the same process group")
+        self._process_group = first.join_process_group
+        self._device = first.join_device
+        self._rank = dist.get_rank()
+
+    def _get_num_nonjoined_procs(self) -> int:
+        return int(_sum(self._process_group, 0))
+
+    def _notify_procs_to_terminate(self) -> None:
+        _sum(self._process_group, 1)
+        raise RuntimeError(f"rank {self._rank} has no more inputs")
+
+
+class DDPJoinHook(JoinHook):
+    """What a rank without inputs does for one model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Takes part in one step of the others."""
+        self._model._shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes the model of a rank that had inputs to the end."""
+        self._model._take_final_model(is_last_joiner)
+
+
+def join(joinable: Joinable, enable: bool, throw_on_early_termination: bool, **options: Any) -> Join:
+    """The context manager for one joinable."""
+    kind = Join if groups.is_torch_group(joinable.join_process_group) else OwnJoin
+    return kind([joinable], enable, throw_on_early_termination, **options)
+
+
+def notify(joinable: Joinable) -> None:
+    """Tells ranks without inputs that this one has some.
+
+    Raises:
+        RuntimeError: A rank has none, and the script wants to hear of it.
+    """
+    if groups.is_torch_group(joinable.join_process_group):
+        work = Join.notify_join_context(joinable)
+        if work is not None:
+            work.wait()
+        return
+    config = joinable._join_config
+    if not (config.enable and config.is_first_joinable):
+        return
+    _sum(joinable.join_process_group, 1)
+    if config.throw_on_early_termination and _sum(joinable.join_process_group, 0):
+        raise RuntimeError("a rank has no more inputs; every rank raises this")
+
+
+def _sum(group: Any, value: int) -> float:
+    total = torch.tensor([float(value)])
+    dist.all_reduce(total, op=ReduceOp.SUM, group=group)
+    return total.item()

@@ -1,0 +1,137 @@
+//! What the first backward of a static graph did, which every later one repeats.
+//!
+//! A gradient may come in parts: re-entrant checkpointing runs a backward of its own for every checkpoint, and a
+//! parameter that several of them use is accumulated into once in each. Only the last part completes the gradient. The
+//! first backward finds out how many parts there are, and so reduces at its end; later ones reduce as they go.
+//!
+//! A value; no threads, no memory.
+
+/// See the module's text.
+#[derive(Clone, Debug)]
+pub struct History {
+    /// Parts so far in this backward, by parameter.
+    parts: Vec<u32>,
+    /// Parameters in the order in which their parts came in this backward; only while nothing is learned.
+    order: Vec<usize>,
+    /// Parts in the first backward.
+    learned: Option<Vec<u32>>,
+}
+
+/// What a part of a gradient is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The last one.
+    Last,
+    /// More follow, or nobody knows yet.
+    NotLast,
+    /// More than in the first backward, which had so many.
+    TooMany(u32),
+}
+
+impl History {
+    /// Nothing is known.
+    pub fn new(num_params: usize) -> Self {
+        Self { parts: vec![0; num_params], order: Vec::new(), learned: None }
+    }
+
+    /// A backward begins.
+    pub fn start(&mut self) {
+        self.parts.fill(0);
+        self.order.clear();
+    }
+
+    /// A part of the gradient of `param` has come.
+    pub fn accumulated(&mut self, param: usize) -> Part {
+        self.parts[param] += 1;
+        let Some(learned) = &self.learned else {
+            self.order.push(param);
+            return Part::NotLast;
+        };
+        match self.parts[param].cmp(&learned[param]) {
+            std::cmp::Ordering::Less => Part::NotLast,
+            std::cmp::Ordering::Equal => Part::Last,
+            std::cmp::Ordering::Greater => Part::TooMany(learned[param]),
+        }
+    }
+
+    /// Whether a part of the gradient of `param` has come in this backward.
+    pub fn has_gradient(&self, param: usize) -> bool {
+        self.parts[param] > 0
+    }
+
+    /// Whether this backward has made any gradient.
+    pub fn is_begun(&self) -> bool {
+        self.parts.iter().any(|&parts| parts > 0)
+    }
+
+    /// Whether the first backward has ended.
+    pub fn is_learned(&self) -> bool {
+        self.learned.is_some()
+    }
+
+    /// Of `params`, those whose gradients have fewer parts than in the first backward.
+    pub fn incomplete(&self, params: &[usize]) -> Vec<usize> {
+        let learned = self.learned.as_deref().unwrap_or_default();
+        params
+            .iter()
+            .copied()
+            .filter(|&param| learned.get(param).is_some_and(|&parts| parts > self.parts[param]))
+            .collect()
+    }
+
+    /// Every parameter: first those with a gradient, in the order in which they became complete, then the others.
+    pub fn order(&self) -> Vec<usize> {
+        let mut order = Vec::with_capacity(self.parts.len());
+        let mut seen = vec![false; self.parts.len()];
+        for &param in self.order.iter().rev() {
+            if !std::mem::replace(&mut seen[param], true) {
+                order.push(param);
+            }
+        }
+        order.reverse();
+        order.extend((0..self.parts.len()).filter(|&param| !seen[param]));
+        order
+    }
+
+    /// The first backward has ended: this is what all others will do.
+    pub fn learn(&mut self) {
+        self.learned = Some(self.parts.clone());
+        self.order = Vec::new();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_backward_teaches_which_part_is_the_last() {
+        let mut history = History::new(4);
+        history.start();
+        for param in [2, 0, 2, 1] {
+            assert_eq!(history.accumulated(param), Part::NotLast);
+        }
+        assert!(!history.is_learned());
+        assert_eq!(history.order(), [0, 2, 1, 3]);
+        history.learn();
+
+        history.start();
+        assert_eq!(history.accumulated(2), Part::NotLast);
+        assert_eq!(history.accumulated(0), Part::Last);
+        assert_eq!(history.incomplete(&[1, 2, 3]), [1, 2]);
+        assert_eq!(history.accumulated(2), Part::Last);
+        assert_eq!(history.accumulated(2), Part::TooMany(2));
+        assert_eq!(history.accumulated(3), Part::TooMany(0));
+        assert!(history.has_gradient(2) && !history.has_gradient(1));
+    }
+
+    #[test]
+    fn a_first_backward_that_failed_teaches_nothing() {
+        let mut history = History::new(2);
+        history.start();
+        history.accumulated(0);
+        history.start();
+        assert_eq!(history.accumulated(1), Part::NotLast);
+        assert_eq!(history.order(), [1, 0]);
+    }
+}
