@@ -43,14 +43,15 @@ class CommHook:
         self.state = state
         self.function = function
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
-        self.futures: dict[int, torch.futures.Future[Any]] = {}
+        self.futures: dict[int, torch._C.Future] = {}
         self.number = next(_numbers)
         _hooks[self.number] = self
 
     def start(self, bucket: Any) -> None:
         """Lets the function work on a bucket."""
         future = self.function(self.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        # The base of torch.futures.Future, which operations of torch.distributed return.
+        if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"communication hook `{self.name}` returned a {type(future).__name__}: expected a torch.futures.Future"
             )

@@ -36,7 +36,7 @@ _FIRST_BUCKET_BYTES = 1024 * 1024
 class DistributedDataParallel(_TorchDDP):
     """Wraps ``module`` so that the gradients of all ranks are averaged during backward.
 
-    At construction all ranks get the parameters and buffers of rank 0. Gradients are reduced in buckets while backward
+    At construction all ranks get the parameters and, with ``broadcast_buffers``, the buffers of rank 0. Gradients are reduced in buckets while backward
     goes on, without Python; when ``backward()`` returns, ``.grad`` of every parameter is the average over the ranks,
     bitwise the same on each. Gradients live in memory that the ranks of a host share; a gradient that the script keeps
     a reference to is not overwritten by later steps.
@@ -55,7 +55,7 @@ class DistributedDataParallel(_TorchDDP):
             Inputs are moved there.
         output_device: ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``. For torch's sake:
             outputs stay where the module makes them.
-        broadcast_buffers: Whether buffers follow rank 0's: they do after every reduced backward, and before a training
+        broadcast_buffers: Whether buffers follow rank 0's: they do at construction, after every reduced backward, and before a training
             forward if there was another one since. A forward in eval mode communicates nothing, so that a single rank
             may evaluate.
         process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
@@ -196,8 +196,7 @@ class DistributedDataParallel(_TorchDDP):
                 self._settings(),
             )
             if init_sync:
-                parameters = [parameter.detach() for parameter in self._module_parameters]
-                self._reducer.broadcast([*parameters, *self._buffers_of_module()], 0)
+                self._broadcast_state(0)
         # The ranks of the group, in order with the reducer's own operations.
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
 
@@ -434,10 +433,14 @@ class DistributedDataParallel(_TorchDDP):
 
     def _take_final_model(self, is_last_joiner: bool) -> None:
         root = self._last_rank(is_last_joiner)
-        parameters = [parameter.detach() for parameter in self._module_parameters]
         with errors.translated(CLASSES):
-            self._reducer.broadcast([*parameters, *self._buffers_of_module()], root)
+            self._broadcast_state(root)
         self._reducer.scale_next(None)
+
+    def _broadcast_state(self, root: int) -> None:
+        parameters = [parameter.detach() for parameter in self._module_parameters]
+        buffers = self._buffers_of_module() if self.broadcast_buffers else []
+        self._reducer.broadcast([*parameters, *buffers], root)
 
     def _last_rank(self, candidate: bool) -> int:
         """The last candidate, as a rank inside the group."""
