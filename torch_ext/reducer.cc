@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -31,6 +32,15 @@ constexpr std::size_t kPackBytes = 1 << 20;
 
 bool is_packed(const at::Tensor& tensor) {
   return tensor.nbytes() < kPackBytes || !tensor.is_non_overlapping_and_dense();
+}
+
+// The same memory for a tensor that may be resized, which some hooks do; it then gets memory of its own.
+at::Tensor resizable_view(const at::Tensor& tensor) {
+  const auto keep = [](void* kept) { delete static_cast<at::Tensor*>(kept); };
+  c10::DataPtr data(tensor.data_ptr(), new at::Tensor(tensor), keep, tensor.device());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(), std::move(data),
+                       c10::GetAllocator(tensor.device().type()), /*resizable=*/true);
+  return at::empty({0}, tensor.options()).set_(std::move(storage), 0, tensor.sizes(), tensor.strides());
 }
 
 ReducerOptions options_from(const Reducer::Settings& settings) {
@@ -101,7 +111,9 @@ class Reducer::Backward {
 // A bucket that the hook works on.
 struct Reducer::Hooked {
   c10::intrusive_ptr<GradBucket> bucket;
+  // What the hook gets, and where its values belong: the same memory, unless the hook gives its tensor another one.
   at::Tensor buffer;
+  at::Tensor home;
   // Gradients that are not in their slots, and their places in the buffer.
   std::vector<std::pair<at::Tensor, at::Tensor>> elsewhere;
 };
@@ -383,8 +395,14 @@ void Reducer::run_comm_hooks() {
       const auto& gradient = gradients_[param];
       in_place &= !gradient.defined() || gradient.numel() == 0 || gradient.data_ptr() == (*core_)->slot_ptr(param);
     }
-    hooked.buffer = in_place ? at::from_blob((*arena)->at(plan.offset_bytes), {elems}, [arena](void*) {}, options)
-                             : at::empty({elems}, options);
+    if (in_place) {
+      auto* data = (*arena)->at(plan.offset_bytes);
+      hooked.home = at::from_blob(data, {elems}, [arena](void*) {}, options);
+      hooked.buffer = resizable_view(hooked.home);
+    } else {
+      hooked.home = at::empty({elems}, options);
+      hooked.buffer = resizable_view(hooked.home);
+    }
     std::vector<GradBucket::Slot> slots;
     for (std::size_t i = 0; i < plan.params.size(); ++i) {
       const auto& watched = watched_[plan.params[i]];
@@ -392,7 +410,7 @@ void Reducer::run_comm_hooks() {
       if (!watched.parameter.sparse) slots.push_back({watched.parameter.tensor, start, watched.strides});
       if (in_place || watched.parameter.sparse) continue;
       const at::NoGradGuard no_grad;
-      auto place = hooked.buffer.as_strided(watched.sizes, watched.strides, start);
+      auto place = hooked.home.as_strided(watched.sizes, watched.strides, start);
       place.copy_(gradients_[plan.params[i]]);
       hooked.elsewhere.emplace_back(gradients_[plan.params[i]], std::move(place));
     }
@@ -410,11 +428,11 @@ void Reducer::take_hooked() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto next = results.begin();
-  for (auto& [bucket, buffer, elsewhere] : hooked_) {
+  for (auto& [bucket, buffer, home, elsewhere] : hooked_) {
     const auto& result = *next++;
-    TORCH_CHECK_VALUE(result.numel() == buffer.numel(), "the communication hook made ", result.numel(),
-                      " elements of bucket ", bucket->index(), ", which has ", buffer.numel());
-    if (result.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(result.view({-1}));
+    TORCH_CHECK_VALUE(result.numel() == home.numel(), "the communication hook made ", result.numel(),
+                      " elements of bucket ", bucket->index(), ", which has ", home.numel());
+    if (result.const_data_ptr() != home.const_data_ptr()) home.copy_(result.view({-1}));
     for (auto& [gradient, place] : elsewhere) gradient.copy_(place);
     (*core_)->reduced_by_caller();
   }

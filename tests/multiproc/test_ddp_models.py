@@ -39,7 +39,9 @@ def _resnet(torch):
             self.bn2 = nn.BatchNorm2d(outputs)
             self.shortcut = nn.Identity()
             if stride != 1 or inputs != outputs:
-                self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+                self.shortcut = nn.Sequential(
+                    nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+                )
 
         def forward(self, x):
             y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))

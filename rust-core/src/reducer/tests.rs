@@ -163,7 +163,7 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
         backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
         for _ in 0..50 {
             if me == 0 {
-                assert!(reducer.begin().unwrap());
+                assert!(reducer.begin(true).unwrap());
                 let leases: Vec<_> = order.iter().map(|&param| reducer.take_slot(param).unwrap()).collect();
                 for &param in &order {
                     // SAFETY: the leases live until `abandon` has returned.
