@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex};
 use super::call::{Call, Kind};
 use super::courier::Courier;
 use super::cuda::{self, Cuda};
+use super::kernels::copy::Publisher;
 use super::window::Window;
 use super::{Group, Request, algorithms, arrival};
 use crate::error::{Error, Result};
@@ -55,6 +56,7 @@ struct Shared {
     broken: OnceLock<Error>,
     /// The last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
+    publisher: Publisher,
     /// Operations and windows so far: the same on all members.
     operations: AtomicU64,
     windows: AtomicU64,
@@ -91,6 +93,7 @@ impl Communicator {
             closed,
             broken: OnceLock::new(),
             unsettled: AtomicBool::new(false),
+            publisher: Publisher::default(),
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
@@ -395,6 +398,7 @@ impl Shared {
             memory: self.transport.shared(),
             hosts: self.transport.hosts(),
             members,
+            publisher: &self.publisher,
             wait,
             id: self.id,
             operation: self.operations.fetch_add(1, Ordering::Relaxed),

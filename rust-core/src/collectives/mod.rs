@@ -16,6 +16,7 @@ use crate::buffer::{DType, TensorView};
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport, Wait};
+use kernels::copy::Publisher;
 
 mod algorithms;
 mod arrival;
@@ -23,7 +24,7 @@ mod call;
 pub mod communicator;
 mod courier;
 mod cuda;
-mod kernels;
+pub(crate) mod kernels;
 pub mod reference;
 pub mod window;
 
@@ -180,6 +181,7 @@ pub(crate) struct Group<'a> {
     /// Who is where, and the memory that the members of this host see, if the members are on several.
     hosts: Option<&'a Hosts>,
     members: &'a Members,
+    publisher: &'a Publisher,
     wait: Wait<'a>,
     id: u64,
     /// Operations of the group before this one; the same on all members.

@@ -4,6 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::buffer::DType;
+use crate::collectives::kernels::copy::stream;
 
 /// Below this many bytes the copy stays in the cache, where the reduction finds it.
 const STREAM_BYTES: usize = 1 << 20;
@@ -20,38 +21,12 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
         // An empty tensor has no address.
         return;
     }
-    #[cfg(target_arch = "x86_64")]
-    if bytes >= STREAM_BYTES && (to as usize).is_multiple_of(64) && std::arch::is_x86_feature_detected!("avx") {
-        // SAFETY: the caller's promise; the processor has AVX, and `to` is aligned.
-        return unsafe { stream(to, from, bytes) };
+    if bytes >= STREAM_BYTES {
+        // SAFETY: the caller's promise.
+        return unsafe { stream(from, to, bytes) };
     }
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
-}
-
-/// # Safety
-/// As [`copy`]; `to` is a multiple of 64.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx")]
-unsafe fn stream(to: *mut u8, from: *const u8, bytes: usize) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
-
-    let whole = bytes / 64 * 64;
-    let mut at = 0;
-    while at < whole {
-        // SAFETY: `at + 64 <= bytes`, so both lines lie inside; `to + at` is a multiple of 32.
-        unsafe {
-            let (source, target) = (from.add(at).cast::<__m256i>(), to.add(at).cast::<__m256i>());
-            let (low, high) = (_mm256_loadu_si256(source), _mm256_loadu_si256(source.add(1)));
-            _mm256_stream_si256(target, low);
-            _mm256_stream_si256(target.add(1), high);
-        }
-        at += 64;
-    }
-    // Streaming stores are not ordered with the stores that announce them.
-    _mm_sfence();
-    // SAFETY: the rest lies inside.
-    unsafe { std::ptr::copy_nonoverlapping(from.add(whole), to.add(whole), bytes - whole) }
 }
 
 /// A gradient that goes to another place and may change its element type on the way.

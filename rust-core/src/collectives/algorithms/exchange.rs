@@ -4,7 +4,7 @@
 use super::{Algorithm, Steps, copy};
 use crate::buffer::TensorView;
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::copy::{publish, stream};
+use crate::collectives::kernels::copy::stream;
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -61,7 +61,7 @@ impl Algorithm for Exchange {
                 let length = block.bytes().saturating_sub(start).min(lane);
                 // SAFETY: the range lies inside the block; the lanes fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
-                unsafe { publish(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
+                unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
             };
             match plan.gives {
                 Gives::Nothing => {}

@@ -44,7 +44,7 @@ impl Algorithm for OneShot {
             let region = memory.reserve(chunk);
             // SAFETY: the chunk lies inside the input and is as long as the region; the region is this member's to
             // write until the synchronisation (SHM-2).
-            unsafe { kernels::copy::publish(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
+            unsafe { group.publisher.publish(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
             steps.sync()?;
             if !wants {
                 continue;

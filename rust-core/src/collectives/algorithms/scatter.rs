@@ -1,6 +1,6 @@
 //! Reduce-scatter: everyone publishes what is not its own, everyone folds its own block.
 
-use super::{Algorithm, Steps, copy};
+use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, Part};
 use crate::collectives::{Group, Request};
@@ -38,7 +38,7 @@ impl Algorithm for ReduceScatter {
                 let length = input.bytes().saturating_sub(start).min(lane);
                 // SAFETY: the range lies inside the block; `size` lanes fit the region, which is this member's to
                 // write until the synchronisation (SHM-2).
-                unsafe { copy(input.ptr().wrapping_add(start), arena.add(rank * lane), length) };
+                unsafe { group.publisher.publish(input.ptr().wrapping_add(start), arena.add(rank * lane), length) };
             }
             steps.sync()?;
             let length = output.bytes().saturating_sub(start).min(lane);

@@ -21,8 +21,8 @@ use crate::error::Result;
 /// See the module's text.
 pub(super) struct TwoShot;
 
-/// Bytes of a chunk, over all members' shards.
-const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of a chunk, over all members' shards: what moves then fits the second-level cache, also if members share one.
+const CHUNK_BYTES: usize = 256 << 10;
 
 impl Algorithm for TwoShot {
     fn name(&self) -> &'static str {
@@ -64,7 +64,7 @@ impl Algorithm for TwoShot {
                     // this member's to write until the synchronisation (SHM-2).
                     unsafe {
                         let to = arena.add(range.start - step * chunk_bytes);
-                        kernels::copy::publish(input.ptr().add(range.start), to, range.len());
+                        group.publisher.publish(input.ptr().add(range.start), to, range.len());
                     }
                 }
             }
@@ -78,13 +78,20 @@ impl Algorithm for TwoShot {
                         memory.arena(rank, inside).cast_const()
                     };
                 }
-                let outputs = [memory.results(me, inside), output.ptr().wrapping_add(range.start)];
+                let (results, own) = (memory.results(me, inside), output.ptr().wrapping_add(range.start));
+                // Where ordinary stores to what peers have read are slow, the results are a second copy.
+                let streams = wants && group.publisher.streams();
+                let outputs: &[*mut u8] = match (wants, streams) {
+                    (false, _) => &[results],
+                    (true, false) => &[results, own],
+                    (true, true) => &[own],
+                };
                 let fold = Fold {
                     dtype: call.dtype,
                     op: *op,
                     sources: &sources,
                     part: Part::Whole,
-                    outputs: if wants { &outputs } else { &outputs[..1] },
+                    outputs,
                     elems: range.len() / call.dtype.size(),
                     soon: std::ptr::null(),
                 };
@@ -92,6 +99,10 @@ impl Algorithm for TwoShot {
                 // the own input; the outputs are the own tensor, at the same place as the input or apart from it, and
                 // the own results. Validation checked the op.
                 unsafe { kernels::fold(&fold) };
+                if streams {
+                    // SAFETY: the own result was just computed; the place for it in the results is as long.
+                    unsafe { kernels::copy::stream(own, results, range.len()) };
+                }
             }
             if let Some(chunk) = step.checked_sub(2)
                 && wants

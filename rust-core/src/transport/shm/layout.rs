@@ -7,7 +7,7 @@
 //! The arenas are sparse: pages that no algorithm touches are never allocated.
 
 /// Bytes of one arena, and of the results beside it.
-pub(crate) const ARENA_BYTES: usize = 4 << 20;
+pub(crate) const ARENA_BYTES: usize = 2 << 20;
 /// The longest text of a failing member.
 pub(crate) const MESSAGE_BYTES: usize = 2048;
 /// Words of a call's description.
