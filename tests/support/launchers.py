@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from support.hosts import Hosts
+
 LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
 #: These have no command: the ranks are started one by one with the variables of each.
 COMMANDLESS = ("slurm", "raw")
@@ -32,8 +34,10 @@ def needs(launcher: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
-def command(launcher: str, n: int, options: list[str]) -> list[str]:
+def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:
     """What starts `n` ranks of the Python file that is appended to it; not for those in `COMMANDLESS`."""
+    if isinstance(launcher, Hosts):
+        return launcher.command(n, options)
     if launcher == "smdrun":
         return [sys.executable, "-m", "smdistributed", "-n", str(n), *options]
     if launcher == "torchrun":

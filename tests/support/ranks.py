@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from support import launchers
+from support.hosts import Hosts
 from support.rank_main import BROKEN
 
 _MAIN = Path(__file__).with_name("rank_main.py")
@@ -102,7 +103,7 @@ def run_ranks(
     target: Callable[..., Any] | str | os.PathLike[str],
     n: int,
     *args: Any,
-    launcher: str = "smdrun",
+    launcher: str | Hosts = "smdrun",
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
@@ -113,7 +114,7 @@ def run_ranks(
         target: a module-level function, called with `args`; or a script, which gets `args` as texts.
         n: number of ranks.
         launcher: `smdrun`, `torchrun`, `mpirun`; or processes started one by one, with the variables that `srun` would
-            set (`slurm`) or with torch's (`raw`).
+            set (`slurm`) or with torch's (`raw`); or several hosts, with `mpirun` over them.
         options: for the launcher, before the script.
         env: variables on top of our own.
         timeout: seconds, for the whole job.
@@ -138,7 +139,7 @@ def start_ranks(
     target: Callable[..., Any] | str | os.PathLike[str],
     n: int,
     *args: Any,
-    launcher: str = "smdrun",
+    launcher: str | Hosts = "smdrun",
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
@@ -161,7 +162,7 @@ class Job:
         target: Callable[..., Any] | str | os.PathLike[str],
         n: int,
         args: tuple[Any, ...],
-        launcher: str,
+        launcher: str | Hosts,
         options: list[str],
         env: dict[str, str],
         timeout: float,

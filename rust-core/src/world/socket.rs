@@ -1,11 +1,19 @@
 //! Options of control sockets.
 
+use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use rustix::net::sockopt;
 
 use crate::error::{Error, Result};
+
+/// Whether a connection broke because the other host, or the way to it, is gone: a process that ends, for whatever
+/// reason, closes its connections.
+pub fn is_silence(kind: ErrorKind) -> bool {
+    use ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
+    matches!(kind, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
+}
 
 /// Small messages at once, and an end to connections whose other host has vanished: after `peer_timeout` of silence
 /// the kernel reports the connection as lost, whether we were sending or only listening.

@@ -85,6 +85,7 @@ pub struct Client {
     _guard: fork::Guard,
     address: String,
     served_by_rank_0: bool,
+    peer_timeout: Duration,
     monitor: Arc<Monitor>,
     writer: Mutex<Writer>,
     state: Mutex<State>,
@@ -108,6 +109,7 @@ impl Client {
             _guard: fork::Guard::new(&stream),
             address: address.clone(),
             served_by_rank_0: options.served_by_rank_0,
+            peer_timeout: options.peer_timeout,
             monitor,
             writer: Mutex::new(Writer { stream, sealer: Sealer::new(keys.send), buffer: Vec::new() }),
             state: Mutex::default(),
@@ -237,12 +239,16 @@ impl Client {
     /// The reader's thread.
     fn read(&self, _guard: fork::Guard, mut stream: TcpStream, mut opener: Opener) {
         let mut piece = [0; 1 << 14];
+        let mut silent = false;
         let why = 'connection: loop {
             match stream.read(&mut piece) {
                 Ok(0) => break "it was closed".to_owned(),
                 Ok(count) => opener.feed(&piece[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => break error.to_string(),
+                Err(error) => {
+                    silent = socket::is_silence(error.kind());
+                    break error.to_string();
+                }
             }
             loop {
                 let message = match opener.next() {
@@ -259,18 +265,21 @@ impl Client {
         let _ = stream.shutdown(Shutdown::Both);
         let mut state = self.state.lock();
         if !state.leaving && state.refused.is_none() {
-            self.lost(&why);
+            self.lost(&why, silent);
         }
         state.ended = true;
         self.changed.notify_all();
     }
 
     /// Without the rendezvous nobody would report the next death, so the session ends.
-    fn lost(&self, why: &str) {
+    fn lost(&self, why: &str, silent: bool) {
         let reason = format!("the connection to the rendezvous at {} was lost: {why}", self.address);
         tracing::debug!("{reason}");
         if self.served_by_rank_0 {
-            let detail = "its process, which served the rendezvous, ended without `shutdown()`".to_owned();
+            let detail = match silent {
+                true => format!("no sign of its host, which served the rendezvous, for {:.0?}", self.peer_timeout),
+                false => "its process, which served the rendezvous, ended without `shutdown()`".to_owned(),
+            };
             self.monitor.report(0, Departure::Died { detail });
         }
         self.monitor.close(&reason);

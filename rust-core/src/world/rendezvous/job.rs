@@ -155,6 +155,23 @@ impl Job {
         self.tick(now);
     }
 
+    /// The host at the other end of a connection has not answered for `silence`: all of its ranks count as dead.
+    pub fn host_lost(&mut self, connection: ConnectionId, silence: Duration) {
+        let Some((id, rank)) = self.forget_connection(connection) else { return };
+        let Some(session) = self.sessions.get(&id) else { return };
+        let lost = session.joins[rank].as_ref().expect("a connection's rank has joined");
+        let is_there = |rank: &usize| {
+            session.joins[*rank].as_ref().is_some_and(|join| join.host == lost.host) && !session.departed[*rank]
+        };
+        let ranks: Vec<usize> = (0..self.size).filter(is_there).collect();
+        let detail = format!("no sign of host {}, where ranks {ranks:?} ran, for {silence:.0?}", lost.hostname);
+        for rank in ranks {
+            let departure = Departure::Died { detail: detail.clone() };
+            self.note_gone(rank, &departure);
+            self.depart(id, rank, departure);
+        }
+    }
+
     /// Somebody who watches the processes saw the one of `rank` end.
     pub fn report_death(&mut self, rank: usize, detail: &str) {
         let departure = Departure::Died { detail: shorten(detail) };

@@ -49,6 +49,25 @@ fn a_lost_connection_is_a_death_that_all_others_hear_of() {
 }
 
 #[test]
+fn a_silent_host_takes_all_of_its_ranks_along() {
+    let mut job = Job::new(4, NO_PATIENCE, 1);
+    for rank in 0..4 {
+        let ToServer::Join(mut join) = join(rank, 4) else { unreachable!() };
+        join.host = format!("host {}", rank / 2);
+        join.hostname = format!("node-{}", rank / 2);
+        job.receive(u64::from(rank), ToServer::Join(join)).unwrap();
+    }
+    job.take_outbox();
+    job.host_lost(3, Duration::from_secs(10));
+    let death = "died (no sign of host node-1, where ranks [2, 3] ran, for 10s)";
+    let news: Vec<String> = told(&mut job).into_iter().filter(|news| news.starts_with(['0', '1'])).collect();
+    let expected = |to: usize| [2, 3].map(|rank| format!("{to}: rank {rank} {death}"));
+    assert_eq!(news, [expected(0)[0].clone(), expected(1)[0].clone(), expected(0)[1].clone(), expected(1)[1].clone()]);
+    job.host_lost(2, Duration::from_secs(10));
+    assert!(told(&mut job).is_empty());
+}
+
+#[test]
 fn the_launcher_knows_better_why() {
     let now = Instant::now();
     let patience = Duration::from_millis(200);

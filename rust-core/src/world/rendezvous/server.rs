@@ -362,7 +362,7 @@ impl Loop {
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return self.drop_connection(token, &format!("was lost: {error}")),
+                Err(error) => return self.lose_connection(token, &error),
             }
         }
         if connection.deadline.is_none() {
@@ -407,11 +407,22 @@ impl Loop {
                     return;
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return self.drop_connection(token, &format!("was lost: {error}")),
+                Err(error) => return self.lose_connection(token, &error),
             }
         }
         connection.out.clear();
         connection.sent = 0;
+    }
+
+    /// Ends a connection on which the system reports an error.
+    fn lose_connection(&mut self, token: Token, error: &std::io::Error) {
+        let joined =
+            self.connections.get(&token).is_some_and(|it| matches!(it.stage, Stage::Open { .. }) && !it.closing);
+        if joined && socket::is_silence(error.kind()) {
+            self.close(token);
+            return self.job.host_lost(token.0 as u64, self.options.peer_timeout);
+        }
+        self.drop_connection(token, &format!("was lost: {error}"));
     }
 
     /// Ends a connection that did not end in good order.

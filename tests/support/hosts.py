@@ -1,0 +1,140 @@
+"""Network namespaces as hosts: what runs in one of them shares the processors and the disk with the others, and
+nothing that the library takes for a host's mark.
+
+    with Hosts(2) as hosts:
+        run_ranks(body, 4, launcher=hosts)      # mpirun: ranks 0 and 1 on the first host, 2 and 3 on the second one
+        hosts.cut(1)                            # the second host's link goes down
+
+A switch (a bridge in a namespace of its own) joins them; nothing of it is visible outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_NETWORK = "10.213.7"
+_PREFIX = "smd-"
+
+#: Runs a command on a host: what ssh is to mpirun elsewhere. Its arguments are options, the address, the command.
+_REMOTE_SHELL = """#!/bin/sh
+while case "$1" in -*) true ;; *) false ;; esac; do shift; done
+host=$(($(echo "$1" | sed 's/.*[.]//') - 10)); shift
+exec {on_host} "$host" sh -c "$*"
+"""
+
+#: Runs a command on the host with the number `$1`.
+_ON_HOST = """#!/bin/sh
+host=$1; shift
+exec ip netns exec {name}-$host unshare --uts sh -c 'hostname "$0"; exec "$@"' smd-host-$host "$@"
+"""
+
+
+class Hosts:
+    """`count` hosts, from `with` on until its end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.name = f"{_PREFIX}{os.getpid()}"
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Hosts:
+        _remove_leftovers()
+        self._folder = tempfile.TemporaryDirectory(prefix="smd-hosts-")
+        switch = f"{self.name}-switch"
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge", "up")
+            for host in range(self.count):
+                self._add(host, switch)
+        except BaseException:
+            self.__exit__()
+            raise
+        self._script("on-host", _ON_HOST.format(name=self.name))
+        self._script("remote-shell", _REMOTE_SHELL.format(on_host=self._path("on-host")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*(f"{self.name}-{host}" for host in range(self.count)), f"{self.name}-switch"):
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+        if self._folder:
+            self._folder.cleanup()
+
+    def command(self, n: int, options: list[str]) -> list[str]:
+        """What starts `n` ranks of the Python file that is appended to it, one host after the other."""
+        slots = -(-n // self.count)
+        network = f"{_NETWORK}.0/24"
+        return [
+            *self.on(0),
+            *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(n)),
+            *("--host", ",".join(f"{address(host)}:{slots}" for host in range(self.count))),
+            *("--mca", "plm_rsh_agent", self._path("remote-shell"), "--mca", "orte_keep_fqdn_hostnames", "1"),
+            *("--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network),
+            *options,
+            sys.executable,
+        ]
+
+    def on(self, host: int) -> list[str]:
+        """What runs on `host` the command that is appended to it."""
+        return [self._path("on-host"), str(host)]
+
+    def cut(self, host: int) -> None:
+        """Takes the link of `host` down: it neither sends nor gets anything any more."""
+        _ip("-n", f"{self.name}-{host}", "link", "set", "eth0", "down")
+
+    def _add(self, host: int, switch: str) -> None:
+        name, port = f"{self.name}-{host}", f"port{host}"
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+        _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", "eth0")
+        _ip("-n", name, "link", "set", "eth0", "up")
+        _ip("-n", name, "link", "set", "lo", "up")
+
+    def _path(self, name: str) -> str:
+        assert self._folder, "hosts exist inside `with`"
+        return str(Path(self._folder.name) / name)
+
+    def _script(self, name: str, text: str) -> None:
+        path = Path(self._path(name))
+        path.write_text(text)
+        path.chmod(0o700)
+
+
+def address(host: int) -> str:
+    """The address of a host in the network of all of them."""
+    return f"{_NETWORK}.{10 + host}"
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no hosts here; None if there can."""
+    for tool, package in (("mpirun", "openmpi-bin"), ("mpicc", "libopenmpi-dev"), ("ip", "iproute2")):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (package {package})"
+    try:
+        with Hosts(1):
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        return f"network namespaces cannot be made here: {said.strip()}"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of processes that were killed before they could remove them."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in Path("/run/netns").iterdir():
+            words = path.name.removeprefix(_PREFIX).split("-")
+            if path.name.startswith(_PREFIX) and words[0].isdigit() and not Path("/proc", words[0]).exists():
+                subprocess.run(["ip", "netns", "del", path.name], check=False, stderr=subprocess.DEVNULL)
