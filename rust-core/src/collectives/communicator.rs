@@ -391,6 +391,7 @@ impl Shared {
             deadline: start + timeout.unwrap_or(self.timeout),
             monitor: &self.monitor,
             members: self.transport.depends_on().unwrap_or(&members.ranks),
+            last_words: self.transport.last_words(),
             closed: &self.closed,
         };
         let group = Group {

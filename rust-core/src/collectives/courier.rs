@@ -144,7 +144,8 @@ impl Shared {
         let (monitor, closed) = (&*self.monitor, &*self.closed);
         let members = self.transport.depends_on().unwrap_or(partners);
         let deadline = start + timeout.unwrap_or(self.timeout);
-        Wait { during, start, deadline, monitor, members, closed }
+        let last_words = self.transport.last_words();
+        Wait { during, start, deadline, monitor, members, last_words, closed }
     }
 
     fn post(&self, request: &Request) -> Result<Message> {

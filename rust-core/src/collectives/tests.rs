@@ -231,7 +231,7 @@ fn all_reduce_every_size(make: Make, sizes: &[usize]) {
 }
 
 fn every_exchange(make: Make, scale: usize) {
-    for size in [1, 2, 3, 5] {
+    for size in [1, 2, 3, 4, 5] {
         let job = job(make, size, TIMEOUT);
         for (round, dtype) in DType::ALL.into_iter().enumerate() {
             let mut random = Random(round as u64);

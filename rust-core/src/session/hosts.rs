@@ -22,6 +22,9 @@ pub(super) enum Between {
     Nothing(Error),
 }
 
+/// A rank leaves after this time, whatever is still to be sent.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+
 /// Where the ranks of a job agree on whether MPI can be used.
 const PREFIX: &str = "mpi/";
 const VERDICT: &str = "mpi/verdict";
@@ -111,6 +114,15 @@ impl Session {
             monitor: &self.monitor,
         };
         Ok(HostsTransport::join(plan, &*self.store(), timeout)?)
+    }
+}
+
+impl Between {
+    /// What this rank has sent is on its way when the others hear that it left.
+    pub(super) fn flush(&self) {
+        if let Self::Mpi(engine) = self {
+            engine.flush(Instant::now() + FLUSH_TIME);
+        }
     }
 }
 

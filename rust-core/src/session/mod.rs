@@ -3,7 +3,7 @@
 //! There is one session per process at a time; Python, the PyTorch ops and the TensorFlow ops all see it through
 //! [`current`].
 //!
-//! - SES-1: [`shutdown`] never waits for other ranks. A process that serves the rendezvous goes on serving it until
+//! - SES-1: [`shutdown`] does not wait for other ranks to come to theirs. A process that serves the rendezvous goes on serving it until
 //!   [`finish`], which a process calls last.
 //! - SES-2: a forked child has no session: every call says so, and nothing it does reaches the job.
 //! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
@@ -274,6 +274,9 @@ impl Session {
         let reason = "`shutdown()` was called";
         self.monitor.close(reason);
         self.groups.close(reason);
+        if let Some(between) = self.between.get() {
+            between.flush();
+        }
         if let Control::Connected(client) = &self.control {
             client.leave();
         }

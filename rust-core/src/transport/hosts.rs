@@ -129,6 +129,9 @@ pub struct Hosts {
     pub(crate) memory: Arc<SharedMemory>,
 }
 
+/// A member that leaves says so when MPI has taken all that it sent ([`Engine::flush`]). This is for the way from there.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// See the module's text.
 pub struct HostsTransport {
     members: Members,
@@ -285,6 +288,10 @@ impl Transport for HostsTransport {
 
     fn depends_on(&self) -> Option<&[usize]> {
         Some(&self.everybody)
+    }
+
+    fn last_words(&self) -> Duration {
+        LAST_WORDS
     }
 }
 

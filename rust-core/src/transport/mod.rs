@@ -61,6 +61,8 @@ pub struct Wait<'a> {
     pub monitor: &'a Monitor,
     /// Global ranks whose departure ends the wait.
     pub members: &'a [usize],
+    /// See [`Transport::last_words`].
+    pub last_words: Duration,
     /// Filled with the reason when the communicator is closed under the wait.
     pub closed: &'a OnceLock<String>,
 }
@@ -71,7 +73,8 @@ impl Wait<'_> {
     /// peer may have done its part and then left.
     ///
     /// A member that died or failed ends the wait at once, since others will stop because of it. A member that
-    /// left in good order ends it only if it is `missing`: it may have done its part before.
+    /// left in good order ends it only if it is `missing`, since it may have done its part before, and if what it sent
+    /// before must have come.
     ///
     /// # Errors
     /// [`Error::PeerFailed`], [`Error::Closed`], [`Error::Interrupted`], or [`Error::Timeout`] naming `missing`
@@ -85,7 +88,10 @@ impl Wait<'_> {
                 let stopped: Vec<usize> = (self.members.iter().copied())
                     .filter(|rank| match self.monitor.departure(*rank) {
                         None => false,
-                        Some(Departure::Left) => missing.contains(rank),
+                        Some(Departure::Left) => {
+                            let heard = self.monitor.heard(*rank).unwrap_or(now);
+                            missing.contains(rank) && now.saturating_duration_since(heard) >= self.last_words
+                        }
                         Some(_) => true,
                     })
                     .collect();
@@ -143,6 +149,11 @@ pub trait Transport: Send + Sync {
     /// Global ranks without whom nothing moves, if they are more than the partners of an operation.
     fn depends_on(&self) -> Option<&[usize]> {
         None
+    }
+    /// How long after the news that a member left in good order something may come that it sent before: the news and
+    /// the messages go different ways.
+    fn last_words(&self) -> Duration {
+        Duration::ZERO
     }
     /// Whether it can move anything at all; asked before every operation.
     ///

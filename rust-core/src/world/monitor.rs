@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -68,8 +69,8 @@ pub struct Monitor {
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// By rank: how many departed before it, and how it did.
-    departed: BTreeMap<usize, (usize, Departure)>,
+    /// By rank: how many departed before it, how it did, and when this was heard.
+    departed: BTreeMap<usize, (usize, Departure, Instant)>,
     /// Why nothing can be waited for any more.
     closed: Option<String>,
 }
@@ -96,7 +97,7 @@ impl Monitor {
         let mut seen = self.seen.lock();
         let order = seen.departed.len();
         if let Entry::Vacant(entry) = seen.departed.entry(rank) {
-            entry.insert((order, departure));
+            entry.insert((order, departure, Instant::now()));
             self.generation.fetch_add(1, Ordering::Release);
             self.changed.notify_all();
         }
@@ -127,7 +128,8 @@ impl Monitor {
         }
         let seen = self.seen.lock();
         let departed = members.iter().filter_map(|rank| Some((*rank, seen.departed.get(rank)?)));
-        if let Some((rank, (_, how))) = departed.min_by_key(|(_, (order, how))| (*how == Departure::Left, *order)) {
+        if let Some((rank, (_, how, _))) = departed.min_by_key(|(_, (order, how, _))| (*how == Departure::Left, *order))
+        {
             return Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me, during: during.to_owned() });
         }
         match &seen.closed {
@@ -138,11 +140,16 @@ impl Monitor {
 
     /// What is known of `rank`, if it departed.
     pub fn departure(&self, rank: usize) -> Option<Departure> {
-        self.seen.lock().departed.get(&rank).map(|(_, how)| how.clone())
+        self.seen.lock().departed.get(&rank).map(|(_, how, _)| how.clone())
+    }
+
+    /// When it was heard that `rank` departed, if it did.
+    pub fn heard(&self, rank: usize) -> Option<Instant> {
+        self.seen.lock().departed.get(&rank).map(|(_, _, heard)| *heard)
     }
 
     /// Blocks until the generation differs from `seen` or `timeout` has passed.
-    pub fn wait_change(&self, seen: u64, timeout: std::time::Duration) {
+    pub fn wait_change(&self, seen: u64, timeout: Duration) {
         let mut lock = self.seen.lock();
         if self.generation() == seen {
             self.changed.wait_for(&mut lock, timeout);

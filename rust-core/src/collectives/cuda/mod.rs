@@ -189,6 +189,7 @@ impl Cuda {
             deadline: start + self.timeout,
             monitor: &self.monitor,
             members: &self.members.ranks,
+            last_words: Duration::ZERO,
             closed: &self.closed,
         };
         let number = self.made.fetch_add(1, Ordering::Relaxed);

@@ -242,6 +242,16 @@ impl Engine {
         }
     }
 
+    /// Waits until MPI has taken all that groups gave to the engine, for as long as it works and the deadline has not come.
+    pub(crate) fn flush(&self, deadline: Instant) {
+        while self.shared.ended.get().is_none() && Instant::now() < deadline {
+            if self.shared.outbox.lock().pending.values().all(|pending| *pending == 0) {
+                return;
+            }
+            std::thread::sleep(LONG_PAUSE);
+        }
+    }
+
     /// Ends MPI: waits until the other processes end it too, for as long as nobody has died and the deadline has not come.
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
@@ -449,8 +459,16 @@ impl Shared {
 }
 
 /// What MPI works on: buffers by slot, receives first.
+///
+/// Frames of one process stay in order: MPI matches messages with receives in the order in which both were started.
+/// It reports them in another one (by slot, and a long message later than a short one that came after it), so a receive
+/// that is done waits in its slot until all that were started before it are done.
 struct Slots {
     receives: Vec<Vec<u8>>,
+    /// Slots of receives, oldest first.
+    started: VecDeque<usize>,
+    /// By slot of a receive: that it is done, with the sender and the length.
+    arrived: [Option<(usize, usize)>; RECV_SLOTS],
     sends: Vec<Option<(usize, Vec<u8>)>>,
     free: Vec<usize>,
 }
@@ -459,6 +477,8 @@ impl Slots {
     fn new() -> Self {
         Self {
             receives: (0..RECV_SLOTS).map(|_| Vec::new()).collect(),
+            started: VecDeque::with_capacity(RECV_SLOTS),
+            arrived: [None; RECV_SLOTS],
             sends: (0..MAX_SEND_SLOTS).map(|_| None).collect(),
             free: (0..MAX_SEND_SLOTS).collect(),
         }
@@ -480,9 +500,7 @@ impl Slots {
             for Completed { slot, source, bytes } in done.drain(..) {
                 moved = true;
                 if slot < RECV_SLOTS {
-                    let frame = std::mem::take(&mut self.receives[slot]);
-                    self.receive(slot, shared.recv_buffers.take(), wire)?;
-                    touched.extend(shared.take(source, frame, bytes));
+                    self.arrived[slot] = Some((source, bytes));
                 } else if let Some((to, buffer)) = self.sends[slot - RECV_SLOTS].take() {
                     self.free.push(slot - RECV_SLOTS);
                     shared.send_buffers.put(buffer);
@@ -490,6 +508,14 @@ impl Slots {
                     outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
                     touched.extend(outbox.refused.drain());
                 }
+            }
+            while let Some(slot) = self.started.front().copied()
+                && let Some((source, bytes)) = self.arrived[slot].take()
+            {
+                self.started.pop_front();
+                let frame = std::mem::take(&mut self.receives[slot]);
+                self.receive(slot, shared.recv_buffers.take(), wire)?;
+                touched.extend(shared.take(source, frame, bytes));
             }
             shared.bring_on(touched.drain());
             if moved {
@@ -540,6 +566,7 @@ impl Slots {
     fn receive(&mut self, slot: usize, mut buffer: Vec<u8>, wire: &mut dyn Wire) -> Result<(), Failure> {
         buffer.resize(FRAME_BYTES, 0);
         self.receives[slot] = buffer;
+        self.started.push_back(slot);
         // SAFETY: as in `send_waiting`.
         unsafe { wire.recv(slot, &mut self.receives[slot]) }
     }
@@ -555,8 +582,12 @@ pub(crate) mod loopback {
     pub(crate) struct Loopback {
         sent: VecDeque<(usize, Vec<u8>)>,
         open: VecDeque<(usize, *mut u8, usize)>,
-        done: Vec<usize>,
+        /// What the next `poll` reports.
+        late: Vec<Completed>,
     }
+
+    /// Longer messages are reported late, as those are that MPI moves in several steps.
+    const LONG_BYTES: usize = 4096;
 
     // SAFETY: the pointers are receive buffers of the engine, which keeps them until they are done.
     unsafe impl Send for Loopback {}
@@ -574,17 +605,24 @@ pub(crate) mod loopback {
             Ok(())
         }
         fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure> {
-            done.extend(self.done.drain(..).map(|slot| Completed { slot, source: 0, bytes: 0 }));
+            let first = done.len();
+            done.append(&mut self.late);
             while !self.sent.is_empty() && !self.open.is_empty() {
                 let (from, bytes) = self.sent.pop_front().expect("it is not empty");
                 let (slot, data, room) = self.open.pop_front().expect("it is not empty");
                 assert!(bytes.len() <= room);
                 // SAFETY: the buffer has `room` bytes and is this wire's until it is done.
                 unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), data, bytes.len()) };
-                done.push(Completed { slot, source: 0, bytes: bytes.len() });
+                let received = Completed { slot, source: 0, bytes: bytes.len() };
+                if bytes.len() > LONG_BYTES {
+                    self.late.push(received)
+                } else {
+                    done.push(received)
+                }
                 // A send is done a little later than its receive, as with a network.
-                self.done.push(from);
+                self.late.push(Completed { slot: from, source: 0, bytes: 0 });
             }
+            done[first..].sort_by_key(|completed| completed.slot);
             Ok(())
         }
         fn finish(&mut self) -> Result<(), Failure> {

@@ -116,6 +116,7 @@ impl SharedMemory {
             deadline: start + timeout,
             monitor,
             members: &members.ranks,
+            last_words: Duration::ZERO,
             closed: &closed,
         };
         memory.sync(&wait)?;
