@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 
-from support import hosts, launchers, run_ranks, start_ranks
+from support import hosts, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or ""),
@@ -55,9 +49,8 @@ def test_each_host_has_its_local_ranks(two, n, options, local):
 
 def suite(names):
     """The contract of the collectives as tests of one host have it: equal bit by bit to the fold in rank order."""
-    from multiproc import test_torch_collectives as one_host
-
     import smdistributed.dataparallel.torch.distributed as dist
+    from multiproc import test_torch_collectives as one_host
 
     for name in names:
         getattr(one_host, name)()
