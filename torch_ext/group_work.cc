@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -75,6 +76,19 @@ std::vector<at::Tensor> aliases(const std::vector<at::Tensor>& tensors) {
   // A sparse tensor has no alias.
   for (const auto& tensor : tensors) result.push_back(tensor.layout() == at::kStrided ? at::alias(tensor) : tensor);
   return result;
+}
+
+// What a future of the operation holds. That of an all-gather holds one tensor with a dimension more, as with NCCL:
+// communication hooks of PyTorch count on it.
+c10::IValue value_of(c10d::OpType type, const std::vector<at::Tensor>& outputs) {
+  const auto like_first = [&](const at::Tensor& output) {
+    return output.layout() == at::kStrided && output.sizes() == outputs.front().sizes();
+  };
+  if (type != c10d::OpType::ALLGATHER || outputs.empty() || !std::all_of(outputs.begin(), outputs.end(), like_first)) {
+    return outputs;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return std::vector<at::Tensor>{at::stack(outputs)};
 }
 
 std::exception_ptr exception_of(const std::string& report) {
@@ -151,11 +165,11 @@ void GroupWork::part_done(const std::string& error, std::int64_t source) noexcep
   }
   finish(failure);
   if (!future) return;
-  Callbacks::instance().post([future = std::move(future), failure, outputs = outputs_] {
+  Callbacks::instance().post([future = std::move(future), failure, type = opType_, outputs = outputs_] {
     if (failure) {
       future->setErrorIfNeeded(failure);
     } else {
-      future->markCompleted(c10::IValue(outputs));
+      future->markCompleted(value_of(type, outputs));
     }
   });
 }
@@ -198,7 +212,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
   if (error_) {
     future->setErrorIfNeeded(error_);
   } else {
-    future->markCompleted(c10::IValue(outputs_));
+    future->markCompleted(value_of(opType_, outputs_));
   }
   return future;
 }

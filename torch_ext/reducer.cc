@@ -43,11 +43,9 @@ at::Tensor resizable_view(const at::Tensor& tensor) {
   return at::empty({0}, tensor.options()).set_(std::move(storage), 0, tensor.sizes(), tensor.strides());
 }
 
-ReducerOptions options_from(const Reducer::Settings& settings) {
-  const auto size = [&](const char* name) { return static_cast<std::size_t>(settings.at(name)); };
+ReducerOptions options_from(const std::vector<int64_t>& bucket_bytes, const Reducer::Settings& settings) {
   ReducerOptions options;
-  options.bucket_bytes = size("bucket_bytes");
-  options.first_bucket_bytes = size("first_bucket_bytes");
+  for (const auto bytes : bucket_bytes) options.bucket_bytes.push_back(static_cast<std::size_t>(bytes));
   options.find_unused_parameters = settings.at("find_unused_parameters") != 0;
   options.accumulation_steps = static_cast<std::uint32_t>(settings.at("accumulation_steps"));
   options.static_graph = settings.at("static_graph") != 0;
@@ -121,7 +119,8 @@ struct Reducer::Hooked {
 c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                           const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
                                           std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
-                                          const std::vector<int64_t>& ranks, const Settings& settings) {
+                                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
+                                          const Settings& settings) {
   TORCH_CHECK_VALUE(parameters.size() == names.size() && frozen.size() == frozen_names.size(),
                     "every parameter needs a name");
   Parameters named;
@@ -148,7 +147,8 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
   }
   const std::vector<std::size_t> members(ranks.begin(), ranks.end());
   auto core = checked([&] {
-    return new_reducer({members.data(), members.size()}, {described.data(), described.size()}, options_from(settings));
+    return new_reducer({members.data(), members.size()}, {described.data(), described.size()},
+                       options_from(bucket_bytes, settings));
   });
   auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(named_frozen), std::move(core), settings);
   for (std::size_t i = 0; i < reducer->watched_.size(); ++i) {
@@ -162,7 +162,8 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
     : frozen_(std::move(frozen)),
       core_(std::make_shared<rust::Box<smd::Reducer>>(std::move(core))),
       comm_hook_(settings.at("comm_hook")),
-      static_graph_(settings.at("static_graph") != 0) {
+      static_graph_(settings.at("static_graph") != 0),
+      may_leave_unused_(settings.at("find_unused_parameters") != 0) {
   for (auto& parameter : parameters) {
     has_sparse_ |= parameter.sparse;
     Watched watched;
@@ -179,20 +180,63 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
   }
 }
 
-Reducer::~Reducer() {
+Reducer::~Reducer() { remove_hooks(); }
+
+void Reducer::remove_hooks() {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(has_hooks_, false)) return;
   for (const auto& watched : watched_) watched.accumulator->del_post_hook(watched.hook);
 }
 
-void Reducer::configure(const Settings& settings) {
+void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings& settings) {
   const std::lock_guard lock(mutex_);
-  checked([&] { (*core_)->configure(options_from(settings)); });
+  checked([&] { (*core_)->configure(options_from(bucket_bytes, settings)); });
   comm_hook_ = settings.at("comm_hook");
   static_graph_ = settings.at("static_graph") != 0;
+  may_leave_unused_ = settings.at("find_unused_parameters") != 0;
+}
+
+void Reducer::await_step() {
+  checked([&] { (*core_)->await_step(); });
 }
 
 int64_t Reducer::group() const { return static_cast<int64_t>((*core_)->group()); }
 
 std::string Reducer::describe_plan() const { return std::string((*core_)->describe_plan()); }
+
+std::vector<std::vector<int64_t>> Reducer::buckets() const {
+  std::vector<std::vector<int64_t>> buckets;
+  for (std::size_t index = 0, end = 1; index < end; ++index) {
+    const auto bucket = (*core_)->bucket(index);
+    buckets.emplace_back(bucket.params.begin(), bucket.params.end());
+    end = bucket.num_buckets;
+  }
+  return buckets;
+}
+
+c10::Dict<std::string, int64_t> Reducer::statistics() {
+  const std::lock_guard lock(mutex_);
+  const auto record = (*core_)->record();
+  auto statistics = times_.sampled();
+  statistics.insert("has_rebuilt_buckets", static_cast<int64_t>(record.rebuilt));
+  statistics.insert("unused_parameter_size", static_cast<int64_t>(record.unused_bytes));
+  return statistics;
+}
+
+std::vector<int64_t> Reducer::last_order() const {
+  const auto order = (*core_)->record().order;
+  return {order.begin(), order.end()};
+}
+
+void Reducer::set_sample_rate(int64_t rate) {
+  const std::lock_guard lock(mutex_);
+  times_.set_sample_rate(rate);
+}
+
+void Reducer::expect_sync() {
+  const std::lock_guard lock(mutex_);
+  must_sync_ = true;
+}
 
 void Reducer::sync_buffers(std::vector<at::Tensor> buffers, bool sync) {
   const std::lock_guard lock(mutex_);
@@ -203,8 +247,10 @@ void Reducer::sync_buffers(std::vector<at::Tensor> buffers, bool sync) {
   buffers_stale_ = true;
 }
 
-void Reducer::watch(const std::vector<at::Tensor>& outputs, bool sync) {
+void Reducer::watch(const std::vector<at::Tensor>& outputs, bool sync, int64_t started) {
+  if (!has_hooks_) return;
   sync_ = sync;
+  if (sync) times_.forward_started(started);
   for (const auto& watched : watched_) {
     // Data of another type or device gets another accumulator, which has no hook.
     TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(watched.parameter.tensor) == watched.accumulator,
@@ -260,23 +306,32 @@ void Reducer::enter(bool sync) {
     return;
   }
   wants_sync_ = sync;
+  // What is to be executed is listed only if not everything is.
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  accumulates_ = executed != nullptr && executed->empty();
+  times_.backward_started();
   auto backward = std::make_shared<Backward>(c10::intrusive_ptr<Reducer>::reclaim_copy(this));
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   mode_ = Mode::Entered;
   lend_on_this_thread(core_);
 }
 
+void Reducer::begin() {
+  mode_ = checked([&] { return (*core_)->begin(wants_sync_ || must_sync_); }) ? Mode::Reduced : Mode::Local;
+  if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+}
+
 void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
   const std::lock_guard lock(mutex_);
   if (mode_ == Mode::Outside) enter(sync_);
   if (mode_ == Mode::Entered) {
-    mode_ = checked([&] { return (*core_)->begin(wants_sync_); }) ? Mode::Reduced : Mode::Local;
-    if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+    begin();
   }
   if (mode_ == Mode::Local) {
     (*core_)->note_local(index);
     return;
   }
+  times_.gradient_made();
   if (static_graph_ && !checked([&] { return (*core_)->accumulated(index); })) return;
   {
     const at::NoGradGuard no_grad;
@@ -308,9 +363,15 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
                    gradient.sizes(), " on ", gradient.device(), ", but the parameter was a ",
                    c10::typeMetaToScalarType(options.dtype()), " tensor of shape ", at::IntArrayRef(sizes), " on ",
                    options.device(), " when it was wrapped");
-  TORCH_CHECK_NOT_IMPLEMENTED(!gradient.requires_grad(), "the gradient of `", parameter.name,
-                              "` has a graph of its own: DistributedDataParallel does not support "
-                              "`backward(create_graph=True)`");
+  if (gradient.requires_grad()) {
+    TORCH_WARN_ONCE("the gradient of `", parameter.name,
+                    "` has a graph of its own (`backward(create_graph=True)`): its values become the average over the "
+                    "ranks, but its graph stays that of this rank");
+    auto dense = at::empty_strided(sizes, strides, options);
+    dense.copy_(gradient);
+    copy_back_.emplace_back(gradient, dense);
+    return mark_ready(index, dense, incoming.defined());
+  }
   // Strides of dimensions of size 1 mean nothing, and an empty tensor has no layout at all.
   const auto fits = [&] {
     for (int64_t d = 0; d < gradient.dim(); ++d) {
@@ -478,6 +539,8 @@ void Reducer::average_sparse_gradients(const rust::Vec<std::uint8_t>& used) {
 
 void Reducer::finish() {
   const std::lock_guard lock(mutex_);
+  // This rank's loss depends on no parameter, but other ranks' may.
+  if (mode_ == Mode::Entered && accumulates_ && may_leave_unused_ && has_hooks_) begin();
   // Nothing was accumulated (`torch.autograd.grad`), or nothing is to be reduced.
   if (mode_ != Mode::Reduced) return;
   lend_on_this_thread(nullptr);
@@ -493,6 +556,8 @@ void Reducer::complete() {
   const auto used = checked([&] { return (*core_)->finish(); });
   average_sparse_gradients(used);
   if (mode_ == Mode::Reduced) {
+    const auto record = (*core_)->record();
+    times_.reduced(static_cast<int64_t>(record.communication_start), static_cast<int64_t>(record.communication_end));
     for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
     for (auto& [index, value] : zeros_) {
       // What no rank used keeps no gradient, so that optimizers pass it over.
@@ -540,6 +605,7 @@ void Reducer::leave(bool finished) {
   }
   lend_on_this_thread(nullptr);
   mode_ = Mode::Outside;
+  must_sync_ = false;
   copy_back_.clear();
   zeros_.clear();
   to_hook_.clear();
@@ -554,18 +620,26 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def(torch::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                           const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
                           std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
-                          const std::vector<int64_t>& ranks, const Reducer::Settings& settings) {
+                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
+                          const Reducer::Settings& settings) {
         return Reducer::make(std::move(parameters), std::move(names), sparse, delayed, std::move(frozen),
-                             std::move(frozen_names), ranks, settings);
+                             std::move(frozen_names), ranks, bucket_bytes, settings);
       }))
       .def("configure", &Reducer::configure)
       .def("group", &Reducer::group)
+      .def("await_step", &Reducer::await_step)
       .def("sync_buffers", &Reducer::sync_buffers)
       .def("watch", &Reducer::watch)
+      .def("expect_sync", &Reducer::expect_sync)
+      .def("remove_hooks", &Reducer::remove_hooks)
       .def("shadow", &Reducer::shadow)
       .def("scale_next", &Reducer::scale_next)
       .def("broadcast", &Reducer::broadcast)
-      .def("describe_plan", &Reducer::describe_plan);
+      .def("describe_plan", &Reducer::describe_plan)
+      .def("buckets", &Reducer::buckets)
+      .def("statistics", &Reducer::statistics)
+      .def("last_order", &Reducer::last_order)
+      .def("set_sample_rate", &Reducer::set_sample_rate);
 }
 
 }  // namespace smd::torch_ext

@@ -18,6 +18,7 @@
 #include "comm_hook.h"
 #include "lending.h"
 #include "smd/src/bridge.rs.h"
+#include "step_times.h"
 
 namespace smd::torch_ext {
 
@@ -41,24 +42,33 @@ class Reducer : public torch::CustomClassHolder {
   static c10::intrusive_ptr<Reducer> make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                           const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
                                           std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
-                                          const std::vector<int64_t>& ranks, const Settings& settings);
+                                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
+                                          const Settings& settings);
 
   Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core, const Settings& settings);
   ~Reducer() override;
 
   // Chooses settings anew, between backwards. Collective.
-  void configure(const Settings& settings);
+  void configure(const std::vector<int64_t>& bucket_bytes, const Settings& settings);
   // The communicator of these ranks that keeps its order with backwards.
   int64_t group() const;
+  // Throws if a backward is under way.
+  void await_step();
 
   // Before a training forward: makes `buffers` those of rank 0, unless nothing has happened to them since the last
   // reduced backward, which did so. `sync` is as for `watch`.
   void sync_buffers(std::vector<at::Tensor> buffers, bool sync);
 
   // After a forward: a backward from `outputs` is one of this model's, and is reduced or, without `sync`, accumulates
-  // locally. A backward from the outputs of several forwards is reduced if any of them wants it. Throws if a parameter
-  // has lost its hook, or requires a gradient only now.
-  void watch(const std::vector<at::Tensor>& outputs, bool sync);
+  // locally. A backward from the outputs of several forwards is reduced if any of them wants it. `started` is when the
+  // forward began, in nanoseconds of the monotonic clock. Throws if a parameter has lost its hook, or requires a
+  // gradient only now.
+  void watch(const std::vector<at::Tensor>& outputs, bool sync, int64_t started);
+
+  // The next backward is reduced, whatever its forwards said.
+  void expect_sync();
+  // Takes the model's hooks away: from now on its backwards are those of the module alone.
+  void remove_hooks();
 
   // Takes part in a backward of the other ranks, with zeros.
   void shadow();
@@ -69,6 +79,13 @@ class Reducer : public torch::CustomClassHolder {
   void broadcast(const std::vector<at::Tensor>& tensors, int64_t root);
 
   std::string describe_plan() const;
+  // The parameters of each bucket, by their places at construction.
+  std::vector<std::vector<int64_t>> buckets() const;
+  // How long the parts of a step took, and what else torch's logging data has of it.
+  c10::Dict<std::string, int64_t> statistics();
+  // Parameters in the order in which the last step's gradients came.
+  std::vector<int64_t> last_order() const;
+  void set_sample_rate(int64_t rate);
 
  private:
   struct Hook;
@@ -89,6 +106,7 @@ class Reducer : public torch::CustomClassHolder {
   // A backward of this model is running on this thread: from the first node that is known to be of this model, to
   // the end of the graph task that it belongs to.
   void enter(bool sync);
+  void begin();
   void on_gradient(std::size_t index, const torch::autograd::variable_list& incoming);
   void finish();
   void leave(bool finished);
@@ -113,6 +131,7 @@ class Reducer : public torch::CustomClassHolder {
   SharedReducer core_;
   int64_t comm_hook_ = -1;
   bool static_graph_ = false;
+  bool may_leave_unused_ = false;
   bool has_sparse_ = false;
 
   // Guards what follows: a model's backward may use several threads.
@@ -122,6 +141,11 @@ class Reducer : public torch::CustomClassHolder {
   // entered through an output.
   bool wants_sync_ = true;
   bool sync_ = true;
+  bool must_sync_ = false;
+  // Whether the backward that was entered is one that accumulates gradients, unlike `torch.autograd.grad`.
+  bool accumulates_ = false;
+  bool has_hooks_ = true;
+  StepTimes times_;
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
   // What parameters without a gradient get if another rank has one.

@@ -108,12 +108,21 @@ mod ffi {
     /// `smd_core::reducer::Options`.
     #[derive(Debug)]
     struct ReducerOptions {
-        bucket_bytes: usize,
-        first_bucket_bytes: usize,
+        bucket_bytes: Vec<usize>,
         find_unused_parameters: bool,
         accumulation_steps: u32,
         static_graph: bool,
         reduction: Reduction,
+    }
+
+    /// `smd_core::reducer::Record`.
+    #[derive(Debug)]
+    struct StepRecord {
+        order: Vec<usize>,
+        communication_start: u64,
+        communication_end: u64,
+        rebuilt: bool,
+        unused_bytes: usize,
     }
 
     /// Buckets `begin` to `end`, without the last.
@@ -253,6 +262,8 @@ mod ffi {
         fn finish(self: &Reducer) -> Result<Vec<u8>>;
         /// Ends a backward that cannot go on.
         fn abandon(self: &Reducer, message: &str, more_follows: bool);
+        /// What the last reduced step did.
+        fn record(self: &Reducer) -> StepRecord;
         /// The buckets, one a line.
         fn describe_plan(self: &Reducer) -> String;
 

@@ -57,8 +57,7 @@ pub fn new_reducer(
 
 fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
     Ok(reducer::Options {
-        bucket_bytes: options.bucket_bytes,
-        first_bucket_bytes: options.first_bucket_bytes,
+        bucket_bytes: options.bucket_bytes.clone(),
         find_unused_parameters: options.find_unused_parameters,
         accumulation_steps: options.accumulation_steps,
         static_graph: options.static_graph,
@@ -182,6 +181,12 @@ impl Reducer {
             self.inner.abandon(message, more_follows);
             Ok(())
         });
+    }
+
+    pub fn record(&self) -> ffi::StepRecord {
+        let reducer::Record { order, communication_start, communication_end, rebuilt, unused_bytes } =
+            self.inner.record();
+        ffi::StepRecord { order, communication_start, communication_end, rebuilt, unused_bytes }
     }
 
     pub fn describe_plan(&self) -> String {

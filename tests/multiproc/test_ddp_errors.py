@@ -55,7 +55,7 @@ def test_a_difference_at_wrap_is_named_on_every_rank():
     assert "`1.weight` has shape [4, 4] on rank 0 and [5, 4] on rank 1" in said["shape"][1]
     assert "`weight` is float32 on rank 0 and float64 on rank 1" in said["dtype"][1]
     assert "rank 0 has 4 parameters and rank 1 has 3: `1.bias` is only on rank 0" in said["count"][1]
-    assert "26214400 on rank 0 and 1048576 on rank 1" in said["options"][1]
+    assert "[1048576, 26214400] on rank 0 and [1048576, 1048576] on rank 1" in said["options"][1]
 
 
 def _unused_body(culprits):
@@ -199,8 +199,6 @@ def _gradient_body():
     said = {}
     model = ddp_class(torch.nn.Linear(4, 4))
     x = torch.ones(2, 4)
-    said["create_graph"] = _caught(lambda: model(x).square().sum().backward(create_graph=True))
-    model.zero_grad()
     model(x).sum().backward()
     embedding = ddp_class(torch.nn.Embedding(5, 4))
     embedding.module.sparse = True  # too late: the reducer has planned for a dense gradient
@@ -229,8 +227,6 @@ def _gradient_body():
 
 def test_gradients_that_cannot_be_reduced_are_named():
     for said in run_ranks(_gradient_body, 2):
-        assert "`weight`" in said["create_graph"][1] or "`bias`" in said["create_graph"][1]
-        assert "create_graph=True" in said["create_graph"][1]
         assert "`weight` has layout Sparse" in said["sparse"][1]
         assert "`sparse=True`" in said["sparse"][1]
         assert "`0.weight`, `0.bias`; they were frozen" in said["frozen"][1], said["frozen"]

@@ -129,8 +129,9 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
     if x.accumulation_steps != y.accumulation_steps {
         return differ("gradient_accumulation_steps", &x.accumulation_steps, &y.accumulation_steps);
     }
-    if (x.bucket_bytes, x.first_bucket_bytes) != (y.bucket_bytes, y.first_bucket_bytes) {
-        return differ("bucket size in bytes", &x.bucket_bytes, &y.bucket_bytes);
+    if x.bucket_bytes != y.bucket_bytes {
+        let (x, y) = (format!("{:?}", x.bucket_bytes), format!("{:?}", y.bucket_bytes));
+        return differ("list of bucket sizes in bytes", &x, &y);
     }
     None
 }
@@ -181,8 +182,8 @@ mod tests {
             "`reduction of a bucket` is the average on rank 0 and the average in float16 on rank 3"
         );
         assert_eq!(
-            with(&|d| d.options.bucket_bytes = 128),
-            "`bucket size in bytes` is 26214400 on rank 0 and 128 on rank 3"
+            with(&|d| d.options.bucket_bytes = vec![128]),
+            "`list of bucket sizes in bytes` is [1048576, 26214400] on rank 0 and [128] on rank 3"
         );
     }
 }

@@ -41,7 +41,7 @@ mod tests;
 
 pub use arena::{Arena, SlotLease};
 pub use plan::{Bucket, Plan, Slot};
-pub use runner::Reducer;
+pub use runner::{Record, Reducer};
 pub use step::Step;
 
 /// What the plan needs to know of a parameter.
@@ -101,10 +101,9 @@ impl std::fmt::Display for Reduction {
 /// What the caller chooses. All ranks choose the same.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Options {
-    /// Largest bucket, in bytes. A parameter that is larger gets a bucket of its own.
-    pub bucket_bytes: usize,
-    /// Largest first bucket, in bytes: a small one lets the reduction start early.
-    pub first_bucket_bytes: usize,
+    /// Largest size of the first bucket, the second, and so on, in bytes; the last one is also that of all others. A
+    /// parameter that is larger gets a bucket of its own. A small first bucket lets the reduction start early.
+    pub bucket_bytes: Vec<usize>,
     /// Whether a parameter may stay without a gradient. It then counts as zero.
     pub find_unused_parameters: bool,
     /// Reduce in every n-th backward only; the others accumulate locally.
@@ -123,9 +122,9 @@ impl Options {
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
-        if self.bucket_bytes == 0 || self.accumulation_steps == 0 {
+        if self.bucket_bytes.is_empty() || self.bucket_bytes.contains(&0) || self.accumulation_steps == 0 {
             return Err(Error::InvalidArgument(format!(
-                "a gradient reducer needs a bucket size and a number of accumulation steps above zero, not {} and {}",
+                "a gradient reducer needs bucket sizes and a number of accumulation steps above zero, not {:?} and {}",
                 self.bucket_bytes, self.accumulation_steps
             )));
         }
@@ -135,6 +134,11 @@ impl Options {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The largest size of a bucket that follows `full` others.
+    fn cap_of(&self, full: usize) -> usize {
+        self.bucket_bytes[full.min(self.bucket_bytes.len() - 1)]
     }
 
     /// Whether a parameter may stay without a gradient, so that ranks have to ask each other.
@@ -154,8 +158,7 @@ impl Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            bucket_bytes: Self::DEFAULT_BUCKET_BYTES,
-            first_bucket_bytes: Self::DEFAULT_FIRST_BUCKET_BYTES,
+            bucket_bytes: vec![Self::DEFAULT_FIRST_BUCKET_BYTES, Self::DEFAULT_BUCKET_BYTES],
             find_unused_parameters: false,
             accumulation_steps: 1,
             static_graph: false,

@@ -84,7 +84,7 @@ impl Plan {
         for &param in order {
             let ParamSpec { dtype, delayed, .. } = params[param];
             let bytes = params[param].bytes().next_multiple_of(align(dtype));
-            let cap = if full.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
+            let cap = options.cap_of(full.len());
             let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
             if let Some(index) = at.filter(|&index| open[index].bytes + bytes > cap) {
                 full.push(open.remove(index));
@@ -191,7 +191,7 @@ mod tests {
     }
 
     fn options(bucket_bytes: usize, first_bucket_bytes: usize) -> Options {
-        Options { bucket_bytes, first_bucket_bytes, ..Options::default() }
+        Options { bucket_bytes: vec![first_bucket_bytes, bucket_bytes], ..Options::default() }
     }
 
     #[test]
@@ -208,6 +208,18 @@ mod tests {
             "bucket 0: float32, 4000 bytes: fc.bias\n\
              bucket 1: float32, 2050048 bytes: fc.weight, conv.bias\n\
              bucket 2: float32, 9437184 bytes: conv.weight\n"
+        );
+    }
+
+    #[test]
+    fn every_bucket_may_have_a_size_of_its_own() {
+        let params: Vec<ParamSpec> = (0..6).map(|i| param(&format!("p{i}"), &[16], DType::Float32)).collect();
+        let options = Options { bucket_bytes: vec![64, 192, 128], ..Options::default() };
+        assert_eq!(
+            describe(&Plan::initial(&params, &options), &params),
+            "bucket 0: float32, 64 bytes: p5\n\
+             bucket 1: float32, 192 bytes: p4, p3, p2\n\
+             bucket 2: float32, 128 bytes: p1, p0\n"
         );
     }
 
@@ -260,7 +272,7 @@ mod tests {
             let mut last_filled = None;
             for (index, bucket) in plan.buckets().iter().enumerate() {
                 prop_assert!(bucket.offset_bytes >= end && bucket.offset_bytes % ALIGN == 0);
-                prop_assert!(bucket.slots.len() == 1 || bucket.bytes <= options.bucket_bytes.max(options.first_bucket_bytes), "PLAN-3");
+                prop_assert!(bucket.slots.len() == 1 || bucket.bytes <= cap.max(first), "PLAN-3");
                 prop_assert_eq!(bucket.bytes % bucket.dtype.size(), 0);
                 end = bucket.offset_bytes;
                 for slot in &bucket.slots {

@@ -56,6 +56,22 @@ struct State {
     used_always: Option<Vec<bool>>,
     lending: Lending,
     rebuilt: bool,
+    record: Record,
+}
+
+/// What the last reduced step did, for whoever looks for lost time.
+#[derive(Clone, Debug, Default)]
+pub struct Record {
+    /// Parameters in the order in which their gradients came.
+    pub order: Vec<usize>,
+    /// When the first bucket was ready to be reduced, on [`trace::now`]'s clock.
+    pub communication_start: u64,
+    /// When the last one was reduced.
+    pub communication_end: u64,
+    /// Whether the plan follows an observed order (RED-5).
+    pub rebuilt: bool,
+    /// Bytes of parameters that no rank used.
+    pub unused_bytes: usize,
 }
 
 /// A step that is under way.
@@ -78,6 +94,8 @@ struct Active {
     more_follows: bool,
     /// Whether the step is only kept until the communicator has answered.
     abandoned: bool,
+    /// From the first bucket that was full to the last one that was reduced.
+    communication: Range<u64>,
     times: Vec<BucketTimes>,
 }
 
@@ -127,6 +145,7 @@ impl Reducer {
                 options,
                 lending: Lending::new(params.iter().map(ParamSpec::bytes)),
                 rebuilt: false,
+                record: Record::default(),
             }),
             params: params.into(),
             changed: Condvar::new(),
@@ -215,6 +234,7 @@ impl Reducer {
             giving_up: None,
             more_follows: !state.rebuilt || (state.options.may_leave_unused() && state.used_always.is_none()),
             abandoned: false,
+            communication: 0..0,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
         Ok(true)
@@ -336,8 +356,11 @@ impl Reducer {
             if ptr != arena.slot_ptr(param) && self.params[param].bytes() > 0 {
                 active.elsewhere.insert(param, ptr);
             }
+            let now = if trace::enabled() || !launch.is_empty() { trace::now() } else { 0 };
+            if active.communication.start == 0 && !launch.is_empty() {
+                active.communication.start = now;
+            }
             if trace::enabled() {
-                let now = trace::now();
                 let times = &mut active.times[plan.bucket_of(param)];
                 if times.first_ready == 0 {
                     times.first_ready = now;
@@ -360,6 +383,7 @@ impl Reducer {
     pub fn reduced_by_caller(&self) {
         if let Some(active) = &mut self.state.lock().active {
             active.reduced += 1;
+            active.communication.end = trace::now();
         }
     }
 
@@ -446,6 +470,7 @@ impl Reducer {
             match result {
                 Ok(()) => {
                     active.reduced += 1;
+                    active.communication.end = trace::now();
                     if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
                         let wire = state.options.wire_dtype(state.layout.plan.buckets()[bucket].dtype);
                         let back = state.layout.to_spare(bucket, &active.elsewhere, wire).map(Move::reversed);
@@ -484,6 +509,11 @@ impl Reducer {
             action
         };
         self.perform(action);
+    }
+
+    /// What the last step that was reduced did.
+    pub fn record(&self) -> Record {
+        self.state.lock().record.clone()
     }
 
     /// Parameters that have no gradient in this backward so far.
@@ -550,8 +580,11 @@ impl Reducer {
             MutexGuard::unlocked(state, || self.abandon("it was interrupted", false));
             return Err(Error::Interrupted { during: "the reduction of gradients".to_owned() });
         }
-        state.active = None;
+        let communication = state.active.take().map_or(0..0, |active| active.communication);
         result?;
+        state.record.order.clone_from(&order);
+        state.record.communication_start = communication.start;
+        state.record.communication_end = communication.end;
         if let Some(history) = &mut state.history
             && !history.is_learned()
             && history.is_begun()
@@ -575,6 +608,14 @@ impl Reducer {
         if is_static {
             state.used_always.clone_from(&used);
         }
+        state.record.rebuilt = state.rebuilt;
+        state.record.unused_bytes = used
+            .iter()
+            .flatten()
+            .zip(&self.params[..])
+            .filter(|(used, _)| !**used)
+            .map(|(_, param)| param.bytes())
+            .sum();
         Ok(used)
     }
 

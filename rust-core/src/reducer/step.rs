@@ -85,7 +85,7 @@ mod tests {
         let params: Vec<ParamSpec> =
             (0..num_params).map(|i| ParamSpec::dense(format!("p{i}"), [16], DType::Float32)).collect();
         let bytes = per_bucket * 64;
-        Plan::initial(&params, &Options { bucket_bytes: bytes, first_bucket_bytes: bytes, ..Options::default() })
+        Plan::initial(&params, &Options { bucket_bytes: vec![bytes], ..Options::default() })
     }
 
     #[test]

@@ -51,7 +51,7 @@ fn params() -> Vec<ParamSpec> {
 
 /// Two parameters a bucket.
 fn options() -> Options {
-    Options { bucket_bytes: 512, first_bucket_bytes: 512, ..Options::default() }
+    Options { bucket_bytes: vec![512], ..Options::default() }
 }
 
 /// One backward with the gradients of `order`, each `value(param)`; those of `outside` are not in their slots. Returns

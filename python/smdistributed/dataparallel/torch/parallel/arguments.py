@@ -37,6 +37,11 @@ def bucket_bytes(bucket_cap_mb: float | None) -> int:
     return int(size)
 
 
+def bucket_bytes_list(bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
+    """The sizes of buckets in bytes, checked one by one as :func:`bucket_bytes` does."""
+    return [bucket_bytes(size) for size in bucket_cap_mb_list or ()]
+
+
 def accumulation_steps(steps: int) -> int:
     """Checks ``gradient_accumulation_steps``; warns if it is used."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
@@ -90,13 +95,16 @@ def check_sync_batch_norm(module: torch.nn.Module, device_type: str) -> None:
         ValueError: The module is on the CPU, where torch's layer does not work.
         RuntimeError: ``torch.distributed`` is not initialized, so that the layers would see their own rank only.
     """
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    named = module.named_modules()
+    layers = [
+        f"`{name}`" if name else "the module" for name, layer in named if isinstance(layer, torch.nn.SyncBatchNorm)
+    ]
     if not layers:
         return
     if device_type == "cpu":
-        raise ValueError(f"`{layers[0]}` is a torch.nn.SyncBatchNorm, which works on GPUs only: use a BatchNorm layer")
+        raise ValueError(f"{layers[0]} is a torch.nn.SyncBatchNorm, which works on GPUs only: use a BatchNorm layer")
     if not torch.distributed.is_initialized():
         raise RuntimeError(
-            f"`{layers[0]}` is a torch.nn.SyncBatchNorm, which needs `torch.distributed`: call "
+            f"{layers[0]} is a torch.nn.SyncBatchNorm, which needs `torch.distributed`: call "
             '`torch.distributed.init_process_group(backend="smddp")` first'
         )

@@ -95,7 +95,9 @@ def check(hook: Callable[..., Any]) -> None:
         raise TypeError(f"the communication hook is a {type(hook).__name__}, which cannot be called")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+    # An annotation that is text is not looked up.
+    known = (inspect.Parameter.empty, GradBucket)
+    if bucket is not None and not isinstance(bucket.annotation, str) and bucket.annotation not in known:
         raise ValueError(f"the communication hook's `bucket` is a {bucket.annotation}: expected dist.GradBucket")
     returned = signature.return_annotation
     expected = torch.futures.Future[torch.Tensor]

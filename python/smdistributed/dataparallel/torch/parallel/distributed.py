@@ -6,6 +6,7 @@ module checks arguments and says which tensors take part.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,17 @@ from torch.distributed.algorithms.join import Joinable  # noqa: E402
 from torch.distributed.utils import _to_kwargs  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from smdistributed.dataparallel.torch.parallel import arguments, comm_hooks, groups, join, registrations  # noqa: E402
+from smdistributed.dataparallel.torch.parallel import (  # noqa: E402
+    arguments,
+    comm_hooks,
+    groups,
+    in_backward,
+    join,
+    logging_data,
+    registrations,
+)
 from smdistributed.dataparallel.torch.parallel.precision import MixedPrecision  # noqa: E402
+from smdistributed.dataparallel.torch.parallel.reducer_face import ReducerFace  # noqa: E402
 
 _TorchDDP = torch.nn.parallel.DistributedDataParallel
 
@@ -44,8 +54,8 @@ class DistributedDataParallel(_TorchDDP):
     Every rank runs the same number of backwards, except under :meth:`join`. If a rank cannot, the others get an error
     that names it.
 
-    It is a ``torch.nn.parallel.DistributedDataParallel`` for everybody who asks, so that libraries treat it as one, but
-    has nothing of its reducer: whoever reaches for that gets an ``AttributeError``. Where the module holds another
+    It is a ``torch.nn.parallel.DistributedDataParallel`` for everybody who asks, so that libraries treat it as one; its
+    ``reducer`` has the methods that libraries call. Where the module holds another
     DistributedDataParallel, of either kind, the parameters of that one are left to it.
 
     Args:
@@ -77,6 +87,8 @@ class DistributedDataParallel(_TorchDDP):
             ``reduce_dtype``, and parameters and gradients keep their type.
         device_mesh: A mesh of one dimension, instead of ``process_group``.
         skip_all_reduce_unused_params: As ``find_unused_parameters``.
+        bucket_cap_mb_list: Sizes of the first bucket, the second, and so on, instead of ``bucket_cap_mb``; the last one
+            is also that of all others.
         gradient_accumulation_steps: Reduce in every n-th backward only; the others accumulate locally. Deprecated in
             favour of :meth:`no_sync`.
 
@@ -106,6 +118,7 @@ class DistributedDataParallel(_TorchDDP):
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
         # Not torch's own constructor: it would make its reducer.
@@ -127,8 +140,9 @@ class DistributedDataParallel(_TorchDDP):
         self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
         self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
         self.static_graph = bool(static_graph)
-        self.bucket_bytes_cap = arguments.bucket_bytes(bucket_cap_mb)
-        self.bucket_bytes_cap_default = bucket_cap_mb is None
+        self.bucket_bytes_cap_list = arguments.bucket_bytes_list(bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=arguments.bucket_bytes(bucket_cap_mb))
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not self.bucket_bytes_cap_list
         self.gradient_accumulation_steps = arguments.accumulation_steps(gradient_accumulation_steps)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delayed = self._checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -152,6 +166,8 @@ class DistributedDataParallel(_TorchDDP):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.logger = None
+        self._lazy_init_ran = False
+        self.use_side_stream_for_tensor_copies = False
         self._comm_hook: comm_hooks.CommHook | None = None
         self._comm_hook_name: str | None = None
         self._reduction = comm_hooks.AVERAGE if self._precision is None else self._precision.reduction
@@ -181,29 +197,33 @@ class DistributedDataParallel(_TorchDDP):
         named = self._named_parameters()
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self._trained = [parameter for _, parameter in trained]
         sparse = self._sparse_parameters()
         self._registrations = registrations.count()
         self._known = {id(parameter) for _, parameter in named}
         with errors.translated(CLASSES):
             self._reducer = torch.classes.smd.Reducer(
-                [parameter for _, parameter in trained],
+                self._trained,
                 [name for name, _ in trained],
                 [index for index, (_, parameter) in enumerate(trained) if id(parameter) in sparse],
                 [index for index, (name, _) in enumerate(trained) if name in self._delayed],
                 [parameter for _, parameter in frozen],
                 [name for name, _ in frozen],
                 groups.ranks(self.process_group),
+                self._bucket_sizes(),
                 self._settings(),
             )
             if init_sync:
                 self._broadcast_state(0)
+        self._first_buckets = self._reducer.buckets()
         # The ranks of the group, in order with the reducer's own operations.
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
 
+    def _bucket_sizes(self) -> list[int]:
+        return self.bucket_bytes_cap_list or [min(_FIRST_BUCKET_BYTES, self.bucket_bytes_cap), self.bucket_bytes_cap]
+
     def _settings(self) -> dict[str, int]:
         return {
-            "bucket_bytes": self.bucket_bytes_cap,
-            "first_bucket_bytes": min(_FIRST_BUCKET_BYTES, self.bucket_bytes_cap),
             "find_unused_parameters": int(self.find_unused_parameters),
             "static_graph": int(self.static_graph),
             "accumulation_steps": self.gradient_accumulation_steps,
@@ -214,7 +234,7 @@ class DistributedDataParallel(_TorchDDP):
     def _configure(self) -> None:
         """Tells the reducer what was chosen after construction. Collective."""
         with errors.translated(CLASSES):
-            self._reducer.configure(self._settings())
+            self._reducer.configure(self._bucket_sizes(), self._settings())
 
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that this object takes care of, each once, in the order of registration."""
@@ -247,10 +267,15 @@ class DistributedDataParallel(_TorchDDP):
     @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on this rank's share of the batch."""
+        started = time.monotonic_ns()
         has_graph = torch.is_grad_enabled()
         sync = has_graph and self.require_backward_grad_sync
-        if has_graph and registrations.count() != self._registrations:
-            self._check_parameters()
+        if has_graph:
+            if not self._lazy_init_ran:
+                in_backward.register(self)
+                self._lazy_init_ran = True
+            if registrations.count() != self._registrations:
+                self._check_parameters()
         with_buffers = self.training and self.broadcast_buffers
         if self._join_config.enable:
             self._go_on_with_others(sync, with_buffers)
@@ -274,7 +299,9 @@ class DistributedDataParallel(_TorchDDP):
             _TorchDDP._active_ddp_module = None
         self._run_buffer_hook(before=False)
         if has_graph:
-            self._reducer.watch([leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)], sync)
+            self._reducer.watch(
+                [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)], sync, started
+            )
         return outputs
 
     def _check_parameters(self) -> None:
@@ -305,6 +332,32 @@ class DistributedDataParallel(_TorchDDP):
     def describe_buckets(self) -> str:
         """Which parameters are reduced together, one bucket a line, in the order of reduction."""
         return self._reducer.describe_plan()
+
+    @property
+    def reducer(self) -> ReducerFace:
+        """What libraries call on torch's reducer."""
+        return ReducerFace(self)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return bool(self._reducer.statistics()["has_rebuilt_buckets"])
+
+    def _get_ddp_logging_data(self) -> dict[str, int | str]:
+        """How the model was wrapped, its buckets, and how long the parts of a step took; under torch's names.
+
+        Times are in nanoseconds, of one of the first ten steps or of every hundredth after them.
+        """
+        return logging_data.collect(self)
+
+    def _average(self, tensor: torch.Tensor) -> None:
+        """In place, over the ranks; in order with the reducer's own operations."""
+        with errors.translated(CLASSES):
+            dist.all_reduce(tensor, op=ReduceOp.AVERAGE, group=self._own_group)
+
+    def _drop_stepped_gradients(self) -> None:
+        for parameter in self._module_parameters:
+            if hasattr(parameter, "_in_backward_optimizers"):
+                parameter.grad = None
 
     # Communication hooks.
 
@@ -482,7 +535,7 @@ class DistributedDataParallel(_TorchDDP):
             raise TypeError("a DistributedDataParallel of a group other than the world cannot be copied or pickled")
         # The reducer belongs to this process and this job, and so does a hook.
         state = self.__dict__.copy()
-        for name in ("_reducer", "_own_group", "process_group", "device_mesh", "_known", "_comm_hook"):
+        for name in ("_reducer", "_own_group", "process_group", "device_mesh", "_known", "_trained", "_comm_hook"):
             state.pop(name, None)
         return state | {"_comm_hook_name": None, "_comm_hooks": []}
 

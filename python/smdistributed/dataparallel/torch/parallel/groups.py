@@ -51,6 +51,11 @@ def ranks(group: Any) -> list[int]:
     return [] if members == list(range(_core.size())) else members
 
 
+def backend_name(group: Any) -> str:
+    """What moves the group's bytes where the script says so."""
+    return torch.distributed.get_backend(group) if is_torch_group(group) else "smddp"
+
+
 def is_torch_group(group: Any) -> bool:
     """Whether ``torch.distributed`` made it."""
     return isinstance(group, torch.distributed.ProcessGroup) or (

@@ -1,0 +1,54 @@
+// How long the parts of a step take: what DistributedDataParallel's logging data tells.
+#pragma once
+
+#include <ATen/core/Dict.h>
+
+#include <cstdint>
+#include <string>
+
+namespace smd::torch_ext {
+
+// Times are nanoseconds of the monotonic clock, which is also the core's.
+class StepTimes {
+ public:
+  // Steps of the sample are the first ten, then every n-th.
+  void set_sample_rate(int64_t rate) { sample_rate_ = rate; }
+
+  void forward_started(int64_t at) { current_.forward_start = at; }
+  void backward_started();
+  void gradient_made();
+  // Everything is reduced. Communication went on from `start` to `end`.
+  void reduced(int64_t start, int64_t end);
+
+  // The last step of the sample, and averages over the sample, under torch's names.
+  c10::Dict<std::string, int64_t> sampled() const;
+
+ private:
+  struct Step {
+    int64_t forward_start = 0;
+    int64_t backward_start = 0;
+    int64_t backward_end = 0;
+    int64_t communication_start = 0;
+    int64_t communication_end = 0;
+  };
+  struct Durations {
+    int64_t forward = 0;
+    int64_t backward = 0;
+    int64_t communication = 0;
+    int64_t overlap = 0;
+  };
+
+  bool is_sampled() const;
+  static Durations durations(const Step& step);
+
+  int64_t sample_rate_ = 100;
+  // Of the step that is under way.
+  int64_t iteration_ = 0;
+  Step current_;
+  int64_t last_iteration_ = 0;
+  Step last_;
+  int64_t samples_ = 0;
+  Durations sums_;
+};
+
+}  // namespace smd::torch_ext
