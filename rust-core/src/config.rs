@@ -37,6 +37,12 @@ knobs! {
         "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it a key is derived from the launcher's variables.";
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",
         "`host:port` of a rendezvous that the launcher serves. Without it rank 0 serves one.";
+    P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
+        "Largest message between GPUs of one host, in bytes, that goes through kernels that read the peers' memory instead of through NCCL; 0 turns these off.";
+    AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
+        "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice.";
+    AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",
+        "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
     TIMELINE = "SMD_TIMELINE", ["HOROVOD_TIMELINE"], "",
         "Path of a Chrome trace to write; Perfetto opens it.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
@@ -88,6 +94,28 @@ impl Knob {
             Ok(bytes) if bytes > 0 && bytes.is_multiple_of(grain) => Ok(bytes),
             _ => Err(Error::Config(format!("`{}` is `{text}`: expected a multiple of {grain} bytes", self.name))),
         }
+    }
+
+    /// The value as a switch.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is neither 0 nor 1.
+    pub fn flag(&self) -> Result<bool> {
+        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        match text.as_str() {
+            "0" => Ok(false),
+            "1" => Ok(true),
+            _ => Err(Error::Config(format!("`{}` is `{text}`: expected 0 or 1", self.name))),
+        }
+    }
+
+    /// The value as a largest size in bytes, where 0 means none at all.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is no whole number.
+    pub fn most_bytes(&self) -> Result<usize> {
+        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        text.parse().map_err(|_| Error::Config(format!("`{}` is `{text}`: expected a number of bytes", self.name)))
     }
 }
 

@@ -21,12 +21,13 @@ use crate::error::{Error, Result};
 pub struct Source {
     /// As in the compiler's messages.
     pub name: &'static str,
-    /// The text; it may include `number.cuh`.
+    /// The text; it may include the headers beside it.
     pub text: &'static str,
 }
 
 /// What sources may include.
-const HEADERS: [(&CStr, &str); 1] = [(c"number.cuh", include_str!("kernels/number.cuh"))];
+const HEADERS: [(&CStr, &str); 2] =
+    [(c"number.cuh", include_str!("kernels/number.cuh")), (c"arena.cuh", include_str!("kernels/arena.cuh"))];
 
 /// Values of the preprocessor definitions that specialise a source.
 pub type Defines<'a> = &'a [(&'static str, &'a str)];
@@ -53,6 +54,18 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
+/// What is loaded, by device and name.
+struct Loaded {
+    kernels: Vec<(u16, String, &'static Kernel)>,
+    modules: Vec<(u16, String, Module)>,
+}
+
+/// The kernels of one source under one set of definitions.
+struct Module(sys::CUmodule);
+
+// SAFETY: a module may be used from any thread, and is never unloaded.
+unsafe impl Send for Module {}
+
 impl Kernel {
     /// The kernel `entry` of `source` under `defines`, compiled for the device of `context`; made once in a process.
     /// Compiling takes some 100 ms, so callers on a fast path keep the result.
@@ -65,23 +78,34 @@ impl Kernel {
         entry: &'static str,
         defines: Defines<'_>,
     ) -> Result<&'static Kernel> {
-        static KERNELS: Mutex<Vec<(u16, String, &'static Kernel)>> = Mutex::new(Vec::new());
+        static LOADED: Mutex<Loaded> = Mutex::new(Loaded { kernels: Vec::new(), modules: Vec::new() });
         let name = format!("{}:{entry}{}", source.name, label(defines));
         // Held while compiling, so that two threads that want the same kernel compile it once.
-        let mut kernels = KERNELS.lock();
+        let mut loaded = LOADED.lock();
+        let Loaded { kernels, modules } = &mut *loaded;
         let known = kernels.iter().find(|(device, known, _)| *device == context.device() && *known == name);
         if let Some((_, _, kernel)) = known {
             return Ok(kernel);
         }
-        let image = compile(source, defines, context.properties().compute)?;
+        let program = format!("{}{}", source.name, label(defines));
+        let loaded = modules.iter().find(|(device, known, _)| *device == context.device() && *known == program);
         let _entered = context.enter()?;
-        let mut module = std::ptr::null_mut();
-        relaxed(|| {
-            // SAFETY: `module` is valid for the write; the image is a whole one from the compiler, with a zero behind.
-            check(unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }, || {
-                format!("loading the kernel `{name}` on `cuda:{}`", context.device())
-            })
-        })?;
+        let module = match loaded {
+            Some((_, _, module)) => module.0,
+            None => {
+                let image = compile(source, defines, context.properties().compute)?;
+                let mut module = std::ptr::null_mut();
+                relaxed(|| {
+                    // SAFETY: `module` is valid for the write; the image is a whole one from the compiler, with a zero
+                    // behind.
+                    check(unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }, || {
+                        format!("loading the kernels of `{program}` on `cuda:{}`", context.device())
+                    })
+                })?;
+                modules.push((context.device(), program, Module(module)));
+                module
+            }
+        };
         let symbol = CString::new(entry).expect("names of kernels have no zero bytes");
         let mut function = std::ptr::null_mut();
         relaxed(|| {

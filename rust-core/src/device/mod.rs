@@ -28,4 +28,4 @@ pub use driver::{Context, Properties};
 pub use event::Event;
 pub use kernel::{Grid, Kernel, Source};
 pub use memory::{DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
-pub use stream::{Priority, Stream};
+pub use stream::{Capture, Priority, Stream};

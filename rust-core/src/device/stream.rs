@@ -15,6 +15,22 @@ pub enum Priority {
     High,
 }
 
+/// The handle of the legacy default stream is 0 or 1.
+const LEGACY: usize = 1;
+
+/// A capture of streams into a CUDA graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capture {
+    number: Option<u64>,
+}
+
+impl Capture {
+    /// Whether both are surely one capture.
+    pub fn is(&self, other: &Capture) -> bool {
+        self.number.is_some() && self.number == other.number
+    }
+}
+
 /// A stream of ours, which ends with the value, or one that somebody else owns.
 #[derive(Debug)]
 pub struct Stream {
@@ -86,16 +102,45 @@ impl Stream {
     /// [`crate::Error::Device`].
     pub fn is_capturing(&self) -> Result<bool> {
         // The legacy default stream cannot be captured, and asking would spoil a capture elsewhere.
-        if self.raw as usize <= 1 {
+        if self.raw as usize <= LEGACY {
             return Ok(false);
         }
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let _entered = self.context.enter()?;
         // SAFETY: `status` is valid for the write and the stream lives.
-        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || {
-            format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
-        })?;
+        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || self.asking())?;
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// The capture that [`Stream::is_capturing`] speaks of: streams with the same one become parts of one graph. Without
+    /// a number where the driver is too old to tell.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    pub fn capture(&self) -> Result<Option<Capture>> {
+        if !self.is_capturing()? {
+            return Ok(None);
+        }
+        // SAFETY: the driver is loaded, since there is a stream; the symbol is only looked for.
+        let known = unsafe { sys::culib().get::<*const ()>(b"cuStreamGetCaptureInfo_v3\0") }.is_ok();
+        if !known {
+            return Ok(Some(Capture { number: None }));
+        }
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let mut number = 0;
+        let _entered = self.context.enter()?;
+        // SAFETY: status and number are valid for the writes; the other answers are not asked for; the driver has the
+        // function.
+        let answer = unsafe {
+            use std::ptr::null_mut as none;
+            sys::cuStreamGetCaptureInfo_v3(self.raw, &mut status, &mut number, none(), none(), none(), none())
+        };
+        check(answer, || self.asking())?;
+        Ok(Some(Capture { number: Some(number) }))
+    }
+
+    fn asking(&self) -> String {
+        format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
     }
 
     /// Whether everything queued so far is done.

@@ -1,18 +1,24 @@
-//! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL.
+//! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL, or, small ones of one host, by
+//! kernels of ours ([`p2p`]).
 //!
 //! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
 //!   stream does afterwards sees the result.
 //! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
 //!   for them. A member uses one device; another one makes another part.
 //! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
-//!   would wait for the device. Only when an operation is stuck are the members' calls compared ([`watch`]).
+//!   would wait for the device. Only when an operation is stuck are the members' calls compared ([`watch`]), or when
+//!   kernels of ours find that they differ.
 //! - CUDA-4: a part that failed (a member is gone, NCCL reports an error, an operation is stuck) is aborted on every
 //!   member, so that no kernel spins for ever. What was queued has undefined results from then on, and every later call
 //!   says why.
-//! - CUDA-5: the order of summation is NCCL's: the same on all members, and from run to run on the same machines, but
-//!   not that of COL-1. Averages multiply by the reciprocal of the number of members before they add.
+//! - CUDA-5: where NCCL runs an operation, the order of summation is its own: the same on all members, and from run to
+//!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
+//!   they add. Kernels of ours keep COL-1.
 
+mod measure;
+mod p2p;
 mod queue;
+mod tune;
 mod watch;
 
 use std::collections::VecDeque;
@@ -25,11 +31,13 @@ use parking_lot::{Mutex, RwLock};
 use super::Request;
 use super::call::{self, Call};
 use crate::buffer::Device;
+use crate::config;
 use crate::device::nccl::{Comm, UniqueId};
 use crate::device::{Context, Event, Stream};
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP, Wait};
 use crate::world::{Monitor, Store, host};
+use p2p::Peers;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
 const COMPARED: usize = 64;
@@ -37,6 +45,8 @@ const COMPARED: usize = 64;
 const NEWS_TIME: Duration = Duration::from_secs(2);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+/// How long a member that is done keeps its memory for the others before it leaves it to the process's end.
+const RETIRE_LIMIT: Duration = Duration::from_secs(60);
 /// How long an abort waits for the thread that is inside an operation, before it goes ahead (NCL-2).
 const TURN_LIMIT: Duration = Duration::from_secs(1);
 
@@ -55,12 +65,16 @@ pub(super) struct Cuda {
     made: AtomicU64,
     /// CUDA-4.
     failed: OnceLock<Error>,
+    /// What suits a reducer, if it was measured.
+    bucket_bytes: OnceLock<usize>,
 }
 
 /// One device's communicator, and what is under way on it.
 pub(super) struct Part {
     number: u64,
     comm: Comm,
+    /// For small operations, where the members' devices reach each other.
+    peers: Option<Peers>,
     turn: Mutex<()>,
     flights: Mutex<Flights>,
 }
@@ -79,6 +93,8 @@ struct Flight {
     requests: Box<[Request]>,
     /// How many collectives were called before it.
     position: u64,
+    /// How many calls each of them made this member's peers see so far, where they are such calls.
+    peer_calls: Box<[u32]>,
     since: Instant,
     timeout: Duration,
     done: Event,
@@ -92,8 +108,8 @@ impl Cuda {
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
     ) -> Arc<Self> {
-        let (store, parts, making, made, failed) = Default::default();
-        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, failed })
+        let (store, parts, making, made, failed, bucket_bytes) = Default::default();
+        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, failed, bucket_bytes })
     }
 
     /// Where the members meet. Before the first operation.
@@ -154,17 +170,21 @@ impl Cuda {
         let (ended, end) = mpsc::channel::<()>();
         let own = self.clone();
         let work = move || {
+            let mut landed = Vec::new();
             for part in parts {
                 while own.failed.get().is_none() && !part.landed() {
                     // The watch does not know the part any more.
                     if watch::departed(&own).is_some() {
-                        part.comm.abort();
+                        part.abort_kernels();
                     }
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 part.comm.destroy();
+                landed.push(part);
             }
             drop(ended);
+            // Nobody waits for this: a process that ends frees everything.
+            landed.iter().for_each(|part| own.retire(part));
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
             // Ends with the sender's end; a process that ends earlier takes everything with it.
@@ -216,7 +236,18 @@ impl Cuda {
             context.device(),
             start.elapsed()
         );
-        let part = Arc::new(Part { number, comm, turn: Mutex::new(()), flights: Mutex::default() });
+        let board = Board { owner: self, number, wait: &wait };
+        let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &board)?;
+        let choice = tune::agree(me, size, &context.properties().name, &board, |calls| {
+            measure::measure(calls, &comm, peers.as_ref(), &wait, &|| self.others())
+        })?;
+        if let (Some(peers), Some(tuning)) = (&peers, choice.and_then(|choice| choice.peers)) {
+            peers.set_tuning(tuning);
+        }
+        if let Some(choice) = choice {
+            let _ = self.bucket_bytes.set(choice.bucket_bytes);
+        }
+        let part = Arc::new(Part { number, comm, peers, turn: Mutex::new(()), flights: Mutex::default() });
         self.parts.write().push(part.clone());
         watch::add(self)?;
         Ok(part)
@@ -225,7 +256,7 @@ impl Cuda {
     /// The unique id of part `number`, after a look at the members' devices.
     fn meet(&self, number: u64, context: &'static Context, wait: &Wait<'_>) -> Result<UniqueId> {
         let (ranks, me) = (&self.members.ranks, self.members.me);
-        let key = |what: &str, rank: usize| format!("cuda/{:x}/{number}/{what}/{rank}", self.id);
+        let key = |what: &str, rank: usize| self.key(number, what, rank);
         if me == 0 {
             self.store()?.set(&key("id", 0), UniqueId::new()?.bytes())?;
         }
@@ -249,6 +280,26 @@ impl Cuda {
             }
         }
         UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?)
+    }
+
+    /// Frees what the members read of each other, once all of them have nothing under way any more.
+    fn retire(&self, part: &Part) {
+        let Some(peers) = &part.peers else { return };
+        let (ranks, me) = (&self.members.ranks, self.members.me);
+        let read = |store: &Arc<dyn Store>, at: usize| {
+            store.get(&self.key(part.number, "retired", at), &[ranks[at]], RETIRE_LIMIT).is_ok()
+        };
+        if let Ok(store) = self.store()
+            && store.set(&self.key(part.number, "retired", me), &[]).is_ok()
+            && (0..ranks.len()).all(|at| read(store, at))
+        {
+            peers.set_unread();
+        }
+    }
+
+    /// Where member `at` writes down `what` for the others.
+    fn key(&self, number: u64, what: &str, at: usize) -> String {
+        format!("cuda/{:x}/{number}/{what}/{at}", self.id)
     }
 
     fn store(&self) -> Result<&Arc<dyn Store>> {
@@ -333,25 +384,35 @@ impl Part {
         let (me, size) = (owner.members.me, owner.members.size());
         let _turn = self.turn.lock();
         let _entered = stream.context().enter()?;
-        // SAFETY: `run` has checked the requests, and that all views are on this device and its stream.
-        let one = |request: &Request| unsafe { queue::queue(&self.comm, request, me, size, stream) };
-        match requests {
-            [request] => one(request)?,
-            several => self.comm.group(|| several.iter().try_for_each(one))?,
+        let mut peer_calls = Vec::new();
+        let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
+        if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
+            for request in requests {
+                // SAFETY: as below.
+                peer_calls.push(unsafe { peers.queue(request, stream) }?);
+            }
+        } else {
+            // SAFETY: `run` has checked the requests, and that all views are on this device and its stream.
+            let one = |request: &Request| unsafe { queue::queue(&self.comm, request, me, size, stream) };
+            match requests {
+                [request] => one(request)?,
+                several => self.comm.group(|| several.iter().try_for_each(one))?,
+            }
         }
         if capturing {
             // Nothing is under way before the graph is launched, and then nobody tells.
             return Ok(());
         }
-        let mut flights = self.flights.lock();
-        let done = match flights.events.pop() {
-            Some(event) => event,
-            None => Event::new(stream.context())?,
-        };
+        // Not while the flights are locked: a device whose queue is full makes this wait, and the watch must see why.
+        let known = self.flights.lock().events.pop();
+        let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
         done.record(stream)?;
+        let mut flights = self.flights.lock();
         let position = flights.collectives;
         flights.collectives += requests.iter().filter(|request| !is_message(request)).count() as u64;
-        flights.queue.push_back(Flight { requests: requests.into(), position, since: Instant::now(), timeout, done });
+        let since = Instant::now();
+        let peer_calls = peer_calls.into();
+        flights.queue.push_back(Flight { requests: requests.into(), position, peer_calls, since, timeout, done });
         Ok(())
     }
 
@@ -361,6 +422,10 @@ impl Part {
         let mut flights = self.flights.lock();
         // What failed on the device is done as well, and told by CUDA to whoever asks next.
         while flights.queue.front().is_some_and(|flight| flight.done.is_done().unwrap_or(true)) {
+            // Its error will speak of a flight that is done.
+            if self.peers.as_ref().is_some_and(|peers| peers.mismatch().is_some()) {
+                return false;
+            }
             let Some(flight) = flights.queue.pop_front() else { break };
             if flights.events.len() < KEPT {
                 flights.events.push(flight.done);
@@ -370,8 +435,36 @@ impl Part {
     }
 
     fn abort(&self) {
+        if let Some(peers) = &self.peers {
+            peers.abort();
+        }
         let _turn = self.turn.try_lock_for(TURN_LIMIT);
         self.comm.abort();
+    }
+
+    /// As [`Part::abort`], by a thread that may not wait.
+    fn abort_kernels(&self) {
+        if let Some(peers) = &self.peers {
+            peers.abort();
+        }
+        self.comm.abort();
+    }
+}
+
+/// What the members of a part decide on, on the store.
+struct Board<'a> {
+    owner: &'a Cuda,
+    number: u64,
+    wait: &'a Wait<'a>,
+}
+
+impl p2p::Board for Board<'_> {
+    fn write(&self, what: &str, value: &[u8]) -> Result<()> {
+        self.owner.store()?.set(&self.owner.key(self.number, what, self.owner.members.me), value)
+    }
+
+    fn read(&self, what: &str, member: usize) -> Result<Vec<u8>> {
+        self.owner.read(&self.owner.key(self.number, what, member), self.owner.members.ranks[member], self.wait)
     }
 }
 

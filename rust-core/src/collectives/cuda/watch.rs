@@ -1,5 +1,6 @@
-//! One thread of the process that watches over what is under way on devices: departures of members, NCCL's errors, and
-//! operations that take too long.
+//! Two threads of the process that watch over what is under way on devices: one for departures of members, one for NCCL's
+//! errors and operations that take too long. The first never asks CUDA for anything: while kernels wait for a member that
+//! is gone, the device's queue may be full, and then a call of the driver does not come back before they are ended.
 //!
 //! When an operation has been under way for a part of its time limit, each member writes down on the store what it is
 //! waiting in; at the limit, each compares that with the others'. So a stuck operation ends with an error that names
@@ -36,16 +37,21 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     if !groups.iter().any(|known| known.ptr_eq(&Arc::downgrade(group))) {
         groups.push(Arc::downgrade(group));
     }
-    WATCH.added.notify_one();
+    WATCH.added.notify_all();
     drop(groups);
+    let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut Notes)| {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
+        thread.map(drop).map_err(|error| Error::io("starting a thread that watches over devices", error))
+    };
+    // Some stream of the process may be under capture, which must not mind what is asked.
     let start = || {
-        let thread = std::thread::Builder::new().name("smd-cuda".into());
-        thread.spawn(work).map(drop).map_err(|error| Error::io("starting the thread that watches over devices", error))
+        spawn("smd-cuda-news", |group, _| look_for_news(group))?;
+        spawn("smd-cuda", |group, notes| relaxed(|| look_at(group, notes)))
     };
     THREAD.get_or_init(start).clone()
 }
 
-fn work() {
+fn work(look: fn(&Arc<Cuda>, &mut Notes)) {
     let mut notes = Notes::default();
     loop {
         let groups: Vec<Arc<Cuda>> = {
@@ -56,22 +62,22 @@ fn work() {
             }
             groups.iter().filter_map(Weak::upgrade).collect()
         };
-        // Some stream of the process may be under capture, which must not mind what this thread asks.
-        relaxed(|| groups.iter().for_each(|group| look_at(group, &mut notes)));
         // All groups of a session have one monitor; a departure ends the nap.
-        let monitor = groups[0].monitor.clone();
+        let Some(monitor) = groups.first().map(|group| group.monitor.clone()) else { continue };
+        let seen = monitor.generation();
+        groups.iter().filter(|group| group.failed.get().is_none()).for_each(|group| look(group, &mut notes));
         drop(groups);
-        monitor.wait_change(monitor.generation(), NAP);
+        monitor.wait_change(seen, NAP);
+    }
+}
+
+fn look_for_news(group: &Arc<Cuda>) {
+    if let Some(error) = departed(group) {
+        fail(group, error);
     }
 }
 
 fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
-    if group.failed.get().is_some() {
-        return;
-    }
-    if let Some(error) = departed(group) {
-        return fail(group, error);
-    }
     let parts: Vec<Arc<Part>> = group.parts.read().clone();
     for part in parts {
         if let Some(error) = part.comm.async_error() {
@@ -80,6 +86,9 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
                 Some(flight) => group.explain(error, &flight.requests[0]),
                 None => error,
             };
+            return fail(group, error);
+        }
+        if let Some(error) = differing(group, &part) {
             return fail(group, error);
         }
         if part.landed() {
@@ -102,6 +111,35 @@ fn fail(group: &Arc<Cuda>, error: Error) {
             tracing::error!("operations on a device cannot be ended: no thread for it: {error}");
         }
     }
+}
+
+/// Kernels of two members found that their calls differ (PEER-2).
+fn differing(group: &Cuda, part: &Part) -> Option<Error> {
+    let mismatch = part.peers.as_ref()?.mismatch()?;
+    let (me, other) = (group.members.me, mismatch.member);
+    // Which one it was, unless calls of CUDA graphs came between.
+    let text = mismatch.call.and_then(|call| {
+        let flights = part.flights.lock();
+        flights.queue.iter().find_map(|flight| {
+            let reaches = |made: &u32| (made.wrapping_sub(call) as i32) >= 0;
+            let at = flight.peer_calls.iter().position(reaches)?;
+            Some(group.describe(&flight.requests[at]))
+        })
+    });
+    let text = text.unwrap_or_else(|| "an operation that is not known".to_owned());
+    let ranks = &group.members.ranks;
+    let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, part.number);
+    // That it cannot be written or read means that the job is ending, which has its own errors.
+    let theirs = group.store.get().and_then(|store| {
+        let _ = store.set(&key(me), text.as_bytes());
+        store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()
+    });
+    let theirs = theirs.map_or("something else".to_owned(), |text| String::from_utf8_lossy(&text).into_owned());
+    let (low, high) = if me < other { ((me, &text), (other, &theirs)) } else { ((other, &theirs), (me, &text)) };
+    Some(Error::Mismatch {
+        during: format!("{text} on CUDA tensors"),
+        detail: format!("rank {} called {}, rank {} called {}", ranks[low.0], low.1, ranks[high.0], high.1),
+    })
 }
 
 /// What ends operations because a member died or failed.

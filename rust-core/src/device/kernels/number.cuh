@@ -16,14 +16,14 @@ typedef double f64;
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct truth { u8 byte; };
-struct alignas(8) c64 { f32 re, im; };
-struct alignas(16) c128 { f64 re, im; };
+struct c64 { f32 re, im; };
+struct c128 { f64 re, im; };
 
 // What is 16 bytes but aligned to 8 only.
 struct Pair { u64 words[2]; };
 
 // 16 bytes that move as one.
-struct alignas(16) Vector { u32 words[4]; };
+typedef uint4 Vector;
 
 // From memory to the accumulation type and back, rounding to nearest, ties to even.
 template <typename T> struct Element {

@@ -1,0 +1,110 @@
+//! How members find out whether all of them reach each other's memory (PEER-6).
+
+use super::{HEADER_BYTES, half_bytes};
+use crate::device::{Context, DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
+use crate::error::{Error, Result};
+use crate::world::host;
+
+/// Where members tell each other what they decide on: values that each writes once.
+pub trait Board {
+    /// Writes this member's value.
+    fn write(&self, what: &str, value: &[u8]) -> Result<()>;
+    /// The value of a member, once it is there.
+    fn read(&self, what: &str, member: usize) -> Result<Vec<u8>>;
+}
+
+/// Writes a value as [`read`] reads it.
+pub fn write<T: serde::Serialize>(board: &dyn Board, what: &str, value: &T) -> Result<()> {
+    let bytes = postcard::to_stdvec(value)
+        .map_err(|error| Error::Internal(format!("`{what}` cannot be written down: {error}")))?;
+    board.write(what, &bytes)
+}
+
+/// The value that a member wrote.
+pub fn read<T: serde::de::DeserializeOwned>(board: &dyn Board, what: &str, member: usize) -> Result<T> {
+    postcard::from_bytes(&board.read(what, member)?)
+        .map_err(|error| Error::Internal(format!("`{what}` of member {member} cannot be read: {error}")))
+}
+
+/// What a member tells the others about itself.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Offer {
+    host: String,
+    process: u32,
+    pci: String,
+    bytes: u64,
+    handle: IpcHandle,
+}
+
+/// Memory that all members have mapped.
+pub(super) struct Shared {
+    pub(super) arena: DeviceBuffer,
+    pub(super) control: HostMapped,
+    /// Of the other members, in their order.
+    pub(super) mapped: Vec<PeerMemory>,
+    /// Largest message of all members: the smallest that one of them offered.
+    pub(super) bytes: usize,
+}
+
+/// Shares an arena for messages of `peer_bytes` with the other members, if all of them can and `ready` says that this
+/// one can. `None` for all of them if not, with the reason in the log.
+pub(super) fn share(
+    context: &'static Context,
+    me: usize,
+    size: usize,
+    peer_bytes: usize,
+    board: &dyn Board,
+    ready: impl FnOnce() -> Result<()>,
+) -> Result<Option<Shared>> {
+    // Every member says something in both rounds, so that none waits for one that gave up.
+    let own = ready().and_then(|()| offer(context, peer_bytes, size));
+    write(board, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
+    let offers: Vec<Result<Offer, String>> = (0..size).map(|rank| read(board, "offer", rank)).collect::<Result<_>>()?;
+    let shared = own.map_err(|error| error.text()).and_then(|(arena, control, _)| {
+        let offers: Vec<&Offer> =
+            offers.iter().map(|offer| offer.as_ref().map_err(String::clone)).collect::<Result<_, _>>()?;
+        let mapped = map(context, me, &offers)?;
+        let bytes = offers.iter().map(|offer| offer.bytes as usize).min().unwrap_or(0);
+        Ok(Shared { arena, control, mapped, bytes })
+    });
+    write(board, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
+    for rank in 0..size {
+        if let Err(why) = read::<Result<(), String>>(board, "mapped", rank)? {
+            tracing::info!("small messages between devices go through NCCL too: member {rank}: {why}");
+            return Ok(None);
+        }
+    }
+    shared.map(Some).map_err(Error::Internal)
+}
+
+fn offer(context: &'static Context, peer_bytes: usize, size: usize) -> Result<(DeviceBuffer, HostMapped, Offer)> {
+    let arena = DeviceBuffer::zeroed(context, HEADER_BYTES + 2 * half_bytes(peer_bytes, size))?;
+    let control = HostMapped::zeroed(context, 3)?;
+    let offer = Offer {
+        host: host::identity(),
+        process: std::process::id(),
+        pci: context.properties().pci.clone(),
+        bytes: peer_bytes as u64,
+        handle: arena.export()?,
+    };
+    Ok((arena, control, offer))
+}
+
+/// Maps the arenas of all other members, in their order, if they can be reached.
+fn map(context: &'static Context, me: usize, offers: &[&Offer]) -> Result<Vec<PeerMemory>, String> {
+    let own = offers[me];
+    let mut mapped = Vec::new();
+    for (rank, peer) in offers.iter().enumerate().filter(|(rank, _)| *rank != me) {
+        if peer.host != own.host {
+            return Err(format!("member {rank} is on another host"));
+        }
+        if peer.process == own.process {
+            return Err(format!("member {rank} is in the same process"));
+        }
+        if !context.reaches(&peer.pci).map_err(|error| error.text())? {
+            return Err(format!("the device at {} does not reach the one at {} of member {rank}", own.pci, peer.pci));
+        }
+        mapped.push(PeerMemory::open(context, &peer.handle).map_err(|error| error.text())?);
+    }
+    Ok(mapped)
+}

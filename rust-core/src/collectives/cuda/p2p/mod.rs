@@ -1,0 +1,452 @@
+//! Small operations between the devices of one host, without NCCL: one kernel a call, which writes to the peers' memory
+//! over NVLink or PCIe. It starts faster than NCCL's and folds as COL-1 says, so the result is bit by bit the CPU's (but
+//! for the payload of a NaN).
+//!
+//! Each member has an *arena* on its device, which its peers map: flags by which the kernels' blocks meet, and staging
+//! memory. `device/kernels/arena.cuh` says how kernels use it, and holds the invariants PEER-1 to PEER-5. On the host:
+//!
+//! - PEER-6: members decide together whether they have peers: all or none. Whoever cannot share its memory or reach
+//!   another's says so, and everybody uses NCCL.
+//! - PEER-7: calls of a member run one after the other, whichever streams they are queued into; in one CUDA graph too.
+//! - PEER-8: an arena is freed only when its owner knows that nobody reads it any more; otherwise it stays until the
+//!   process ends.
+
+mod meeting;
+mod ways;
+
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::buffer::{DType, TensorView};
+use crate::collectives::{ReduceOp, Request};
+use crate::config;
+use crate::device::{Capture, Context, DeviceBuffer, Event, HostMapped, Kernel, PeerMemory, Source, Stream, nccl};
+use crate::error::{Error, Result};
+pub use meeting::{Board, read, write};
+pub use ways::Tuning;
+use ways::{Way, block_bytes, half_bytes};
+
+const SOURCE: Source = Source { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
+
+/// Most members; mirrored by arena.cuh, as are the next ones.
+const MAX_RANKS: usize = 16;
+const MAX_BLOCKS: u32 = 128;
+const FINGERPRINT_BITS: u32 = 24;
+/// Bytes of an arena before its staging memory.
+const HEADER_BYTES: usize = MAX_BLOCKS as usize * (MAX_RANKS + 1) * 8 + 256;
+/// Bytes that move as one.
+const VECTOR: usize = 16;
+
+/// Words of the control block, which the host and the kernels see.
+const ABORT: usize = 0;
+const MISMATCH: usize = 1;
+const MISMATCH_CALL: usize = 2;
+
+/// `Peers` of arena.cuh.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PeersArgument {
+    arenas: [u64; MAX_RANKS],
+    control: u64,
+    half_bytes: u64,
+    me: u32,
+    fingerprint: u32,
+}
+
+/// `AllReduce` of reduce.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AllReduceArgument {
+    peers: PeersArgument,
+    input: u64,
+    output: u64,
+    elems: u64,
+}
+
+/// `ReduceScatter` of reduce.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ReduceScatterArgument {
+    peers: PeersArgument,
+    inputs: [u64; MAX_RANKS],
+    output: u64,
+    elems: u64,
+}
+
+/// The members of a group as devices that read each other's memory.
+pub struct Peers {
+    context: &'static Context,
+    me: usize,
+    size: usize,
+    /// PEER-8.
+    arena: ManuallyDrop<DeviceBuffer>,
+    mapped: ManuallyDrop<Vec<PeerMemory>>,
+    control: ManuallyDrop<HostMapped>,
+    arenas: [u64; MAX_RANKS],
+    half_bytes: usize,
+    tuning: Mutex<Tuning>,
+    turn: Mutex<Turn>,
+    /// Whether there were calls that a CUDA graph repeats.
+    captured: AtomicBool,
+    /// PEER-8.
+    unread: AtomicBool,
+}
+
+/// Two members whose calls differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// The other one.
+    pub member: usize,
+    /// Which call of this member's it was; `None` once calls were captured, since replays are not counted here.
+    pub call: Option<u32>,
+}
+
+struct Turn {
+    /// Calls so far, but for those that were captured.
+    calls: u32,
+    kernels: Vec<(&'static str, DType, ReduceOp, &'static Kernel)>,
+    /// PEER-7: the stream of the last call, and its capture.
+    last: Option<(usize, Option<Capture>)>,
+    done: Event,
+}
+
+impl Peers {
+    /// Finds out together with the other members whether they all reach each other, for messages of at most
+    /// `peer_bytes` (the smallest that a member says counts). `None` if not, with the reason in the log.
+    ///
+    /// # Errors
+    /// Those of `board`.
+    pub fn join(
+        context: &'static Context,
+        me: usize,
+        size: usize,
+        peer_bytes: usize,
+        board: &dyn Board,
+    ) -> Result<Option<Self>> {
+        if !(2..=MAX_RANKS).contains(&size) {
+            return Ok(None);
+        }
+        // The commonest reduction; shows that there is a compiler, and takes its time before anybody waits in a kernel.
+        let mut kernels = Vec::new();
+        let compile = || {
+            if peer_bytes == 0 {
+                return Err(Error::Unsupported(format!("`{}` is 0", config::P2P_MAX_BYTES.name)));
+            }
+            let (dtype, op) = (DType::Float32, ReduceOp::Sum);
+            let known = |entry| Ok((entry, dtype, op, kernel(context, entry, dtype, op, size)?));
+            kernels = ["one_shot", "two_shot"].into_iter().map(known).collect::<Result<_>>()?;
+            Ok(())
+        };
+        let Some(shared) = meeting::share(context, me, size, peer_bytes, board, compile)? else { return Ok(None) };
+        let mut arenas = [0; MAX_RANKS];
+        let others = (0..size).filter(|rank| *rank != me).zip(&shared.mapped);
+        others.for_each(|(rank, memory)| arenas[rank] = memory.ptr());
+        arenas[me] = shared.arena.ptr();
+        let done = Event::new(context)?;
+        Ok(Some(Self {
+            context,
+            me,
+            size,
+            arena: ManuallyDrop::new(shared.arena),
+            mapped: ManuallyDrop::new(shared.mapped),
+            control: ManuallyDrop::new(shared.control),
+            arenas,
+            half_bytes: half_bytes(shared.bytes, size),
+            tuning: Mutex::new(Tuning::usual(size, shared.bytes)),
+            turn: Mutex::new(Turn { calls: 0, kernels, last: None, done }),
+            captured: AtomicBool::new(false),
+            unread: AtomicBool::new(false),
+        }))
+    }
+
+    /// Where this member changes over from one way to the next.
+    pub fn tuning(&self) -> Tuning {
+        *self.tuning.lock()
+    }
+
+    /// Changes that; on all members, between the same calls.
+    pub fn set_tuning(&self, tuning: Tuning) {
+        *self.tuning.lock() = tuning;
+    }
+
+    /// Largest message that needs no pieces, in bytes.
+    pub fn piece_bytes(&self) -> usize {
+        self.half_bytes / 2
+    }
+
+    /// Whether an all-reduce of `bytes` would be made as `tuning` says, and in one piece.
+    pub fn takes(&self, bytes: usize, tuning: &Tuning) -> bool {
+        let one_shot = Way::all_reduce(bytes, self.size, self.half_bytes, tuning).entry == Way::ONE_SHOT;
+        bytes <= self.piece_bytes() && one_shot == (bytes <= tuning.one_shot_bytes)
+    }
+
+    /// Whether `request` is one for [`Peers::queue`]; the same on all members. What NCCL cannot reduce is, at any size.
+    pub fn accepts(&self, request: &Request) -> bool {
+        let most = self.tuning.lock().peer_bytes.min(self.piece_bytes());
+        match request {
+            Request::AllReduce { input, op, .. } => input.bytes() <= most || nccl::reduction(input, *op).is_err(),
+            Request::ReduceScatter { inputs, output, op } => {
+                let equal = inputs.iter().all(|input| input.elems() == output.elems());
+                let fits = output.bytes() <= block_bytes(most, self.size);
+                equal && (fits || nccl::reduction(output, *op).is_err())
+            }
+            _ => false,
+        }
+    }
+
+    /// Queues `request`, which [`Peers::accepts`], into `stream`: in pieces if it is larger than the staging memory.
+    /// How many calls this member has made then, as counted in [`Mismatch::call`].
+    ///
+    /// # Errors
+    /// [`Error::Device`]; those of [`Kernel::get`].
+    ///
+    /// # Safety
+    /// The views are as the request demands, on this device, until what is queued is done; `stream` is of this device.
+    pub unsafe fn queue(&self, request: &Request, stream: &Stream) -> Result<u32> {
+        let tuning = self.tuning();
+        let mut turn = self.turn.lock();
+        match request {
+            Request::AllReduce { input, output, op } => {
+                let dtype = input.dtype();
+                for (start, elems) in pieces(input.elems(), self.piece_bytes() / dtype.size()) {
+                    let (input, output) = (input.slice(start, elems), output.slice(start, elems));
+                    let argument = AllReduceArgument {
+                        peers: self.argument(&[1, dtype as u64, *op as u64, elems as u64]),
+                        input: input.ptr() as u64,
+                        output: output.ptr() as u64,
+                        elems: elems as u64,
+                    };
+                    let way = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
+                    // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the
+                    // caller's promise.
+                    unsafe { self.launch(&mut turn, way, dtype, *op, &argument, stream)? };
+                }
+            }
+            Request::ReduceScatter { inputs, output, op } => {
+                let dtype = output.dtype();
+                for (start, elems) in pieces(output.elems(), block_bytes(self.piece_bytes(), self.size) / dtype.size())
+                {
+                    let output = output.slice(start, elems);
+                    let argument = ReduceScatterArgument {
+                        peers: self.argument(&[2, dtype as u64, *op as u64, elems as u64]),
+                        inputs: addresses(inputs, start, elems),
+                        output: output.ptr() as u64,
+                        elems: elems as u64,
+                    };
+                    let way = Way::reduce_scatter(output.bytes(), &tuning);
+                    // SAFETY: as above.
+                    unsafe { self.launch(&mut turn, way, dtype, *op, &argument, stream)? };
+                }
+            }
+            _ => return Err(Error::Internal("an operation that peers do not have was queued for them".into())),
+        }
+        Ok(turn.calls)
+    }
+
+    /// Ends what waits in kernels now, and every later call: they return at once, without a result.
+    pub fn abort(&self) {
+        self.control.word(ABORT).store(1, Ordering::Release);
+    }
+
+    /// The member that called something else than this one did; the kernels of both have given up.
+    pub fn mismatch(&self) -> Option<Mismatch> {
+        let member = (self.control.word(MISMATCH).load(Ordering::Acquire) as usize).checked_sub(1)?;
+        let call = self.control.word(MISMATCH_CALL).load(Ordering::Acquire);
+        Some(Mismatch { member, call: (!self.captured.load(Ordering::Relaxed)).then_some(call) })
+    }
+
+    /// Says that no member has anything under way any more, so that the memory may be freed (PEER-8).
+    pub fn set_unread(&self) {
+        self.unread.store(true, Ordering::Release);
+    }
+
+    fn argument(&self, call: &[u64]) -> PeersArgument {
+        PeersArgument {
+            arenas: self.arenas,
+            control: self.control.device_ptr(),
+            half_bytes: self.half_bytes as u64,
+            me: self.me as u32,
+            fingerprint: fingerprint(call),
+        }
+    }
+
+    /// # Safety
+    /// As [`Kernel::launch`].
+    unsafe fn launch<T: Copy>(
+        &self,
+        turn: &mut Turn,
+        way: Way,
+        dtype: DType,
+        op: ReduceOp,
+        argument: &T,
+        stream: &Stream,
+    ) -> Result<()> {
+        let known = turn.kernels.iter().find(|known| (known.0, known.1, known.2) == (way.entry, dtype, op));
+        let kernel = match known {
+            Some((.., kernel)) => kernel,
+            None => {
+                let kernel = kernel(self.context, way.entry, dtype, op, self.size)?;
+                turn.kernels.push((way.entry, dtype, op, kernel));
+                kernel
+            }
+        };
+        let capture = stream.capture()?;
+        if let Some((last, last_capture)) = turn.last
+            && last != stream.raw()
+        {
+            // What is captured and what is run cannot wait for each other; a graph is ordered where it is launched.
+            let together = match (last_capture, capture) {
+                (None, None) => true,
+                (Some(last), Some(now)) => last.is(&now),
+                _ => false,
+            };
+            if together {
+                stream.wait(&turn.done)?;
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { kernel.launch(way.grid, argument, stream)? };
+        turn.done.record(stream)?;
+        turn.last = Some((stream.raw(), capture));
+        match capture {
+            None => turn.calls = turn.calls.wrapping_add(1),
+            Some(_) => self.captured.store(true, Ordering::Relaxed),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        if !*self.unread.get_mut() {
+            return;
+        }
+        // SAFETY: the value ends here, so the fields are not used again; nobody uses the memory any more (PEER-8).
+        unsafe {
+            ManuallyDrop::drop(&mut self.mapped);
+            ManuallyDrop::drop(&mut self.arena);
+            ManuallyDrop::drop(&mut self.control);
+        }
+    }
+}
+
+fn kernel(
+    context: &'static Context,
+    entry: &'static str,
+    dtype: DType,
+    op: ReduceOp,
+    size: usize,
+) -> Result<&'static Kernel> {
+    let ranks = size.to_string();
+    let defines = [("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks.as_str())];
+    Kernel::get(context, &SOURCE, entry, &defines)
+}
+
+/// `elems` elements as starts and lengths of at most `most`.
+fn pieces(elems: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..elems).step_by(most.max(1)).map(move |start| (start, most.min(elems - start)))
+}
+
+fn addresses(views: &[TensorView], start: usize, elems: usize) -> [u64; MAX_RANKS] {
+    let mut addresses = [0; MAX_RANKS];
+    addresses.iter_mut().zip(views).for_each(|(address, view)| *address = view.slice(start, elems).ptr() as u64);
+    addresses
+}
+
+/// PEER-2: FNV-1a, folded to the bits that a flag has room for.
+fn fingerprint(call: &[u64]) -> u32 {
+    let bytes = call.iter().flat_map(|word| word.to_le_bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let hash = (hash ^ (hash >> 32)) as u32;
+    (hash ^ (hash >> FINGERPRINT_BITS)) & ((1 << FINGERPRINT_BITS) - 1)
+}
+
+/// Types of number.cuh.
+fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::UInt8 => "u8",
+        DType::Int8 => "i8",
+        DType::Int16 => "i16",
+        DType::Int32 => "i32",
+        DType::Int64 => "i64",
+        DType::Float16 => "f16",
+        DType::BFloat16 => "bf16",
+        DType::Float32 => "f32",
+        DType::Float64 => "f64",
+        DType::Bool => "truth",
+        DType::Complex64 => "c64",
+        DType::Complex128 => "c128",
+    }
+}
+
+/// Operations of number.cuh.
+fn op_name(op: ReduceOp) -> &'static str {
+    match op {
+        ReduceOp::Sum => "Sum",
+        ReduceOp::Average => "Average",
+        ReduceOp::Min => "Min",
+        ReduceOp::Max => "Max",
+        ReduceOp::Product => "Product",
+        ReduceOp::BitAnd => "BitAnd",
+        ReduceOp::BitOr => "BitOr",
+        ReduceOp::BitXor => "BitXor",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collectives::kernels;
+    use crate::device::kernel::compile_for_test;
+
+    #[test]
+    fn kernels_compile_for_every_type() {
+        for dtype in DType::ALL {
+            let defines = [("TYPE", type_name(dtype)), ("OP", "Sum"), ("RANKS", "3")];
+            if compile_for_test(&SOURCE, &defines).is_none() {
+                return;
+            }
+        }
+    }
+
+    /// All reductions in one program, since each one's takes long.
+    #[test]
+    fn every_reduction_has_its_arithmetic() {
+        let mut text = "#include \"number.cuh\"\n".to_owned();
+        for dtype in DType::ALL {
+            for op in ReduceOp::ALL.into_iter().filter(|op| kernels::check(dtype, *op).is_ok()) {
+                let (dtype, op) = (type_name(dtype), op_name(op));
+                text += &format!(
+                    "extern \"C\" __global__ void {op}_{dtype}({dtype} *x) {{ typedef Element<{dtype}> E; \
+                     *x = E::narrow({op}::finish({op}::of(E::widen(x[0]), E::widen(x[1])), 3)); }}\n"
+                );
+            }
+        }
+        let source = Source { name: "reductions.cu", text: text.leak() };
+        compile_for_test(&source, &[]);
+    }
+
+    #[test]
+    fn calls_that_differ_have_other_fingerprints() {
+        let mut seen = std::collections::HashSet::new();
+        for dtype in 0..12 {
+            for op in 0..8 {
+                for elems in [1, 2, 3, 1000, 1001] {
+                    let print = fingerprint(&[1, dtype, op, elems]);
+                    assert!(print < 1 << FINGERPRINT_BITS);
+                    assert!(seen.insert(print), "dtype {dtype}, op {op}, {elems} elements");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_cover_everything_once() {
+        let all = |elems, most| pieces(elems, most).collect::<Vec<_>>();
+        assert_eq!(all(0, 4), []);
+        assert_eq!(all(4, 4), [(0, 4)]);
+        assert_eq!(all(9, 4), [(0, 4), (4, 4), (8, 1)]);
+    }
+}

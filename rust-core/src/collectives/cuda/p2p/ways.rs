@@ -1,0 +1,128 @@
+//! Which kernel runs a call, and how many blocks of it: decided from sizes alone, so alike on all members.
+
+use super::{MAX_BLOCKS, MAX_RANKS, VECTOR};
+use crate::device::Grid;
+
+/// Threads of a block; mirrored by the kernels' launch bounds.
+const THREADS: u32 = 512;
+
+/// Where members of a group change over from one way to the next; the same on all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Tuning {
+    /// Largest all-reduce that each member folds whole, in bytes; there must be room as well.
+    pub one_shot_bytes: usize,
+    /// Largest message that does not go to NCCL, in bytes.
+    pub peer_bytes: usize,
+    /// Most blocks of a launch; each meets one of every peer.
+    pub channels: u32,
+}
+
+impl Tuning {
+    /// What suits NVLink, for a group of `size`.
+    pub fn usual(size: usize, peer_bytes: usize) -> Self {
+        // One shot writes n - 1 times the bytes of a member; two write 2 (n - 1) / n times as many and meet once more.
+        // For two members that is the same number of bytes.
+        let one_shot_bytes = match size {
+            0..=2 => usize::MAX,
+            3..=4 => 512 << 10,
+            _ => 256 << 10,
+        };
+        Self { one_shot_bytes, peer_bytes, channels: 64 }
+    }
+}
+
+/// A kernel and its grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Way {
+    pub(super) entry: &'static str,
+    pub(super) grid: Grid,
+}
+
+impl Way {
+    pub(super) const ONE_SHOT: &'static str = "one_shot";
+
+    /// The way of an all-reduce of `bytes` bytes.
+    pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &Tuning) -> Self {
+        let vectors = bytes.div_ceil(VECTOR);
+        if bytes <= tuning.one_shot_bytes && vectors * VECTOR * size <= half_bytes {
+            Self::new(Self::ONE_SHOT, vectors, tuning)
+        } else {
+            Self::new("two_shot", vectors.div_ceil(size), tuning)
+        }
+    }
+
+    /// The way of a reduce-scatter to blocks of `bytes` bytes.
+    pub(super) fn reduce_scatter(bytes: usize, tuning: &Tuning) -> Self {
+        Self::new("reduce_scatter", bytes.div_ceil(VECTOR), tuning)
+    }
+
+    /// Blocks for a thread to each of `vectors` positions, as far as there are.
+    fn new(entry: &'static str, vectors: usize, tuning: &Tuning) -> Self {
+        let most = tuning.channels.clamp(1, MAX_BLOCKS) as usize;
+        let blocks = vectors.div_ceil(THREADS as usize).clamp(1, most) as u32;
+        Self { entry, grid: Grid { blocks, threads: THREADS } }
+    }
+}
+
+/// Bytes of a half of the staging memory, for messages of `bytes`: two shots need room for everybody's piece of a part,
+/// which begins at a whole vector, and for every part's result.
+pub(super) fn half_bytes(bytes: usize, size: usize) -> usize {
+    2 * bytes.next_multiple_of(VECTOR * size).next_multiple_of(256)
+}
+
+/// Bytes of each block of a reduce-scatter of `bytes` bytes in all.
+pub(super) fn block_bytes(bytes: usize, size: usize) -> usize {
+    bytes / size / VECTOR * VECTOR
+}
+
+const _: () = assert!(MAX_RANKS <= THREADS as usize, "each peer has a thread that meets it");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_messages_take_one_shot_and_few_blocks() {
+        let all_reduce = |bytes, size| {
+            let most = 8 << 20;
+            let way = Way::all_reduce(bytes, size, half_bytes(most, size), &Tuning::usual(size, most));
+            (way.entry, way.grid.blocks)
+        };
+        assert_eq!(all_reduce(1, 4), ("one_shot", 1));
+        assert_eq!(all_reduce(64 << 10, 4), ("one_shot", 8));
+        assert_eq!(all_reduce(512 << 10, 4), ("one_shot", 64));
+        assert_eq!(all_reduce((512 << 10) + 1, 4), ("two_shot", 17));
+        assert_eq!(all_reduce(8 << 20, 4), ("two_shot", 64));
+        assert_eq!(all_reduce(8 << 20, 2), ("one_shot", 64));
+    }
+
+    #[test]
+    fn one_shot_needs_room_for_everybody() {
+        let (half, tuning) =
+            (half_bytes(8 << 20, 4), Tuning { one_shot_bytes: usize::MAX, ..Tuning::usual(4, 8 << 20) });
+        assert_eq!(Way::all_reduce(4 << 20, 4, half, &tuning).entry, "one_shot");
+        assert_eq!(Way::all_reduce((4 << 20) + 1, 4, half, &tuning).entry, "two_shot");
+    }
+
+    #[test]
+    fn there_are_no_more_blocks_than_flags() {
+        for channels in [0, 1, 64, MAX_BLOCKS, 100_000] {
+            let tuning = Tuning { channels, ..Tuning::usual(2, 8 << 20) };
+            let blocks = Way::reduce_scatter(8 << 20, &tuning).grid.blocks;
+            assert!((1..=MAX_BLOCKS).contains(&blocks), "{blocks} blocks for {channels} channels");
+        }
+    }
+
+    #[test]
+    fn parts_of_every_member_fit_into_a_half() {
+        for size in 2..=MAX_RANKS {
+            for bytes in [1usize, 16, 17, 4096, 100_001, 8 << 20] {
+                let half = half_bytes(bytes, size);
+                let part = bytes.div_ceil(VECTOR).div_ceil(size) * VECTOR;
+                assert!(2 * part * size <= half, "{bytes} bytes for {size}");
+                assert!(block_bytes(half / 2, size) * size <= half, "{bytes} bytes for {size}");
+                assert!(block_bytes(half / 2, size) > 0, "{bytes} bytes for {size}");
+            }
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Choices that depend on the machine, from a short measurement when a group is used on devices first (`SMD_AUTOTUNE`).
+//!
+//! - TUN-1: all members choose the same: each measures, the times of a call count as the slowest member's, and the
+//!   choice follows from these times alone. Whether there is a measurement at all is member 0's to say.
+//! - TUN-2: a choice that was kept in a file serves groups of as many members on devices of the same name.
+
+use std::path::Path;
+
+use parking_lot::Mutex;
+
+use super::p2p::{Board, Tuning, read, write};
+use crate::config;
+use crate::error::{Error, Result};
+
+/// What was chosen for a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Choice {
+    /// For kernels between peers, where there are peers.
+    pub(super) peers: Option<Tuning>,
+    /// Bytes of gradients that a reducer sends at once.
+    pub(super) bucket_bytes: usize,
+}
+
+/// A way to all-reduce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) enum Way {
+    OneShot { channels: u32 },
+    TwoShot { channels: u32 },
+    Nccl,
+}
+
+/// How long a call took.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Sample {
+    pub(super) bytes: usize,
+    pub(super) way: Way,
+    pub(super) micros: f32,
+}
+
+/// A choice, as a file keeps it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Kept {
+    device: String,
+    members: usize,
+    #[serde(flatten)]
+    choice: Choice,
+}
+
+/// What member 0 decides for everybody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+enum Plan {
+    /// What is usual.
+    Usual,
+    /// What this process or an earlier one chose.
+    Known(Choice),
+    Measure,
+}
+
+/// Sizes that are measured for the changes between ways.
+const SIZES: [usize; 9] = [4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20];
+/// Sizes that are measured for the bucket.
+const BUCKETS: [usize; 8] = [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20];
+const CHANNELS: [u32; 4] = [16, 32, 64, 128];
+/// More channels must be this much faster: they take multiprocessors from the computation beside them.
+const CHANNELS_GAIN: f64 = 1.03;
+/// A bucket is as small as it can be with this share of the greatest bandwidth: larger ones begin later.
+const BANDWIDTH_SHARE: f64 = 0.9;
+
+/// What members of a group of `size` on devices called `device` choose together; `None` for what is usual. `measure`
+/// times calls of these sizes, and ways between peers only where there are.
+pub(super) fn agree(
+    me: usize,
+    size: usize,
+    device: &str,
+    board: &dyn Board,
+    measure: impl FnOnce(&[(usize, Way)]) -> Result<Vec<Sample>>,
+) -> Result<Option<Choice>> {
+    /// Choices of this process's groups.
+    static KNOWN: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+    let file = config::AUTOTUNE_FILE.text();
+    if me == 0 {
+        let plan = plan(&KNOWN.lock(), file.as_deref().map(Path::new), config::AUTOTUNE.flag()?, device, size)?;
+        write(board, "plan", &plan)?;
+    }
+    match read(board, "plan", 0)? {
+        Plan::Usual => return Ok(None),
+        Plan::Known(choice) => return Ok(Some(choice)),
+        Plan::Measure => {}
+    }
+    let own = measure(&calls())?;
+    write(board, "samples", &own)?;
+    let all: Vec<Vec<Sample>> = (0..size).map(|member| read(board, "samples", member)).collect::<Result<_>>()?;
+    let samples = slowest(&all)?;
+    samples.iter().for_each(|Sample { bytes, way, micros }| tracing::debug!("{bytes} bytes, {way:?}: {micros:.1} us"));
+    let choice = choose(&samples)?;
+    if me == 0 {
+        let kept = Kept { device: device.to_owned(), members: size, choice };
+        eprintln!("opensmd: autotune: {}", describe(&kept));
+        if let Some(file) = file {
+            keep(Path::new(&file), &kept)?;
+        }
+        KNOWN.lock().push(kept);
+    }
+    Ok(Some(choice))
+}
+
+fn plan(known: &[Kept], file: Option<&Path>, measure: bool, device: &str, size: usize) -> Result<Plan> {
+    let fits = |kept: &&Kept| kept.device == device && kept.members == size;
+    if let Some(kept) = known.iter().find(fits) {
+        return Ok(Plan::Known(kept.choice));
+    }
+    if let Some(file) = file
+        && let Some(kept) = load(file)?.iter().find(fits)
+    {
+        return Ok(Plan::Known(kept.choice));
+    }
+    Ok(if measure { Plan::Measure } else { Plan::Usual })
+}
+
+/// Every call that is measured, small ones first.
+fn calls() -> Vec<(usize, Way)> {
+    let mut calls = Vec::new();
+    for bytes in SIZES {
+        for channels in CHANNELS {
+            calls.push((bytes, Way::OneShot { channels }));
+            calls.push((bytes, Way::TwoShot { channels }));
+        }
+        calls.push((bytes, Way::Nccl));
+    }
+    calls.extend(BUCKETS.iter().filter(|bytes| !SIZES.contains(bytes)).map(|bytes| (*bytes, Way::Nccl)));
+    calls
+}
+
+/// TUN-1.
+fn slowest(members: &[Vec<Sample>]) -> Result<Vec<Sample>> {
+    let (first, rest) = members.split_first().ok_or_else(|| Error::Internal("a group without members".into()))?;
+    let mut slowest = first.clone();
+    for samples in rest {
+        let alike = samples.len() == slowest.len()
+            && samples.iter().zip(&slowest).all(|(a, b)| (a.bytes, a.way) == (b.bytes, b.way));
+        if !alike {
+            return Err(Error::Internal("members measured different calls".into()));
+        }
+        slowest.iter_mut().zip(samples).for_each(|(all, one)| all.micros = all.micros.max(one.micros));
+    }
+    Ok(slowest)
+}
+
+fn choose(samples: &[Sample]) -> Result<Choice> {
+    let time = |bytes: usize, way: Way| {
+        samples.iter().find(|sample| sample.bytes == bytes && sample.way == way).map(|sample| f64::from(sample.micros))
+    };
+    let one = |bytes, channels| time(bytes, Way::OneShot { channels });
+    let two = |bytes, channels| time(bytes, Way::TwoShot { channels });
+    // For large messages of many members there is no room for one shot.
+    let best = |bytes, channels| [one(bytes, channels), two(bytes, channels)].into_iter().flatten().reduce(f64::min);
+    // The mean over sizes of a call's logarithm: each size counts alike.
+    let score = |channels: u32| {
+        let logs: Vec<f64> = SIZES.iter().filter_map(|bytes| best(*bytes, channels)).map(f64::ln).collect();
+        (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+    };
+    let least = CHANNELS.into_iter().filter_map(score).fold(f64::INFINITY, f64::min);
+    let channels = CHANNELS.into_iter().find(|channels| score(*channels).is_some_and(|s| s <= least * CHANNELS_GAIN));
+    let up_to = |holds: &dyn Fn(usize) -> Option<bool>| {
+        SIZES.into_iter().take_while(|bytes| holds(*bytes) == Some(true)).last().unwrap_or(0)
+    };
+    let peers = channels.map(|channels| {
+        let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
+        let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, Way::Nccl)?));
+        Tuning { one_shot_bytes: one_shot, peer_bytes, channels }
+    });
+    let bandwidth = |bytes: usize| {
+        let nccl = time(bytes, Way::Nccl)?;
+        let peers = channels.and_then(|channels| best(bytes, channels)).unwrap_or(nccl);
+        Some(bytes as f64 / nccl.min(peers))
+    };
+    let greatest = BUCKETS.into_iter().filter_map(bandwidth).fold(0.0, f64::max);
+    let bucket_bytes = BUCKETS
+        .into_iter()
+        .find(|bytes| bandwidth(*bytes).is_some_and(|bandwidth| bandwidth >= greatest * BANDWIDTH_SHARE))
+        .ok_or_else(|| Error::Internal("no call was measured".into()))?;
+    Ok(Choice { peers, bucket_bytes })
+}
+
+fn describe(kept: &Kept) -> String {
+    let Kept { device, members, choice } = kept;
+    let size = |bytes: usize| match bytes {
+        0 => "never".to_owned(),
+        bytes if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),
+        bytes => format!("{} KiB", bytes >> 10),
+    };
+    let peers = match choice.peers {
+        Some(Tuning { one_shot_bytes, peer_bytes, channels }) => format!(
+            "one shot up to {}, between peers up to {}, {channels} channels",
+            size(one_shot_bytes),
+            size(peer_bytes)
+        ),
+        None => "no direct way between peers".to_owned(),
+    };
+    format!("{members} x {device}: {peers}, buckets of {}", size(choice.bucket_bytes))
+}
+
+fn load(file: &Path) -> Result<Vec<Kept>> {
+    let during = || format!("reading `{}` (`{}`)", file.display(), config::AUTOTUNE_FILE.name);
+    match std::fs::read_to_string(file) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(Error::io(during(), error)),
+        Ok(text) => serde_json::from_str(&text).map_err(|error| Error::Config(format!("{}: {error}", during()))),
+    }
+}
+
+/// Adds to what is in the file, or replaces what was there for such groups.
+fn keep(file: &Path, kept: &Kept) -> Result<()> {
+    let mut all = load(file)?;
+    all.retain(|known| (&known.device, known.members) != (&kept.device, kept.members));
+    all.push(kept.clone());
+    let text = serde_json::to_string_pretty(&all)
+        .map_err(|error| Error::Internal(format!("choices cannot be written down: {error}")))?;
+    let during = || format!("writing `{}` (`{}`)", file.display(), config::AUTOTUNE_FILE.name);
+    let beside = file.with_extension(format!("{}.tmp", std::process::id()));
+    std::fs::write(&beside, text + "\n")
+        .and_then(|()| std::fs::rename(&beside, file))
+        .map_err(|error| Error::io(during(), error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A start of `us` microseconds, and then `gigabytes` a second.
+    fn line(us: f64, gigabytes: f64, bytes: usize) -> f32 {
+        (us + bytes as f64 / gigabytes / 1e3) as f32
+    }
+
+    fn machine(peers: bool) -> Vec<Sample> {
+        let time = |(bytes, way): (usize, Way)| {
+            let micros = match way {
+                // More channels help large messages up to 64.
+                Way::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
+                Way::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
+                Way::Nccl => line(36.0, 350.0, bytes),
+            };
+            Sample { bytes, way, micros }
+        };
+        calls().into_iter().filter(|(_, way)| peers || *way == Way::Nccl).map(time).collect()
+    }
+
+    #[test]
+    fn ways_change_where_their_lines_cross() {
+        let choice = choose(&machine(true)).unwrap();
+        // 8 + b/128 = 12 + b/256 at 1.02 MB; 12 + b/256 = 36 + b/350 at 22.9 MB, which is more than is measured.
+        let peers = Tuning { one_shot_bytes: 512 << 10, peer_bytes: 8 << 20, channels: 64 };
+        assert_eq!(choice.peers, Some(peers));
+        // 36 us and b/350 is nine tenths of the bandwidth of 128 MiB at some 100 MB.
+        assert_eq!(choice.bucket_bytes, 64 << 20);
+    }
+
+    #[test]
+    fn a_group_without_peers_has_a_bucket_all_the_same() {
+        let choice = choose(&machine(false)).unwrap();
+        assert_eq!(choice, Choice { peers: None, bucket_bytes: 64 << 20 });
+        assert!(choose(&[]).is_err());
+    }
+
+    #[test]
+    fn nccl_may_always_win() {
+        let mut samples = machine(true);
+        samples.iter_mut().filter(|sample| sample.way == Way::Nccl).for_each(|sample| sample.micros = 1.0);
+        assert_eq!(choose(&samples).unwrap().peers.unwrap().peer_bytes, 0);
+    }
+
+    #[test]
+    fn one_shot_may_lack_the_room() {
+        let mut samples = machine(true);
+        samples.retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.way, Way::OneShot { .. }));
+        let peers = Tuning { one_shot_bytes: 256 << 10, peer_bytes: 8 << 20, channels: 64 };
+        assert_eq!(choose(&samples).unwrap().peers, Some(peers));
+    }
+
+    #[test]
+    fn the_slowest_member_counts() {
+        let (fast, mut slow) = (machine(true), machine(true));
+        slow.iter_mut().filter(|sample| sample.bytes > 1 << 20).for_each(|sample| sample.micros *= 2.0);
+        assert_eq!(slowest(&[fast.clone(), slow.clone()]).unwrap(), slow);
+        assert_eq!(slowest(&[slow.clone(), fast.clone()]).unwrap(), slow);
+        slow.pop();
+        assert!(slowest(&[fast, slow]).is_err());
+    }
+
+    #[test]
+    fn choices_survive_a_file_and_fit_their_groups_only() {
+        let file = std::env::temp_dir().join(format!("smd-tuned-{}.json", std::process::id()));
+        let known = |device: &str, size| plan(&[], Some(&file), false, device, size).unwrap();
+        assert_eq!(known("A", 2), Plan::Usual);
+        assert_eq!(plan(&[], Some(&file), true, "A", 2).unwrap(), Plan::Measure);
+        let choice = choose(&machine(true)).unwrap();
+        let other = choose(&machine(false)).unwrap();
+        let kept = |device: &str, members, choice| Kept { device: device.into(), members, choice };
+        for one in [kept("A", 2, choice), kept("A", 4, choice), kept("A", 2, other)] {
+            keep(&file, &one).unwrap();
+        }
+        assert_eq!(known("A", 2), Plan::Known(other));
+        assert_eq!(known("A", 4), Plan::Known(choice));
+        assert_eq!(known("B", 4), Plan::Usual);
+        std::fs::write(&file, "[{").unwrap();
+        let text = plan(&[], Some(&file), true, "A", 2).unwrap_err().to_string();
+        std::fs::remove_file(&file).unwrap();
+        assert!(text.contains("smd-tuned-") && text.contains("SMD_AUTOTUNE_FILE"), "{text}");
+    }
+
+    #[test]
+    fn a_choice_is_one_line() {
+        let line = |members, choice| describe(&Kept { device: "NVIDIA H200".into(), members, choice });
+        assert_eq!(
+            line(4, choose(&machine(true)).unwrap()),
+            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, buckets of 64 MiB"
+        );
+        assert_eq!(
+            line(16, choose(&machine(false)).unwrap()),
+            "16 x NVIDIA H200: no direct way between peers, buckets of 64 MiB"
+        );
+    }
+}

@@ -1,0 +1,281 @@
+"""Reductions between peers' GPUs without NCCL: the same bits as on the CPU, in any order of calls, and never stuck."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from support import run_ranks, start_ranks
+from support.devices import NUM_DEVICES, needs_two
+
+pytestmark = [pytest.mark.timeout(120), needs_two]
+
+#: Less than a vector, whole ones and not, one block and many, one shot and two.
+SIZES = (0, 1, 7, 1000, 4096, 65_537, 700_001)
+CASES = [
+    ("float32", "sum"),
+    ("float32", "average"),
+    ("float32", "min"),
+    ("bfloat16", "sum"),
+    ("bfloat16", "average"),
+    ("float16", "product"),
+    ("float64", "average"),
+    ("uint8", "sum"),
+    ("int64", "average"),
+    ("int32", "bit_xor"),
+    ("int16", "max"),
+    ("bool", "sum"),
+    ("complex64", "product"),
+]
+several = pytest.mark.parametrize(
+    "n", [n if n <= NUM_DEVICES else pytest.param(n, marks=pytest.mark.skip(f"needs {n} GPUs")) for n in (2, 4)]
+)
+
+
+def _start():
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+
+    dist.init_process_group()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch, dist, dist.get_rank(), dist.get_world_size()
+
+
+def _values(torch, dtype, elems, salt):
+    generator = torch.Generator().manual_seed(salt)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (elems,), generator=generator).bool()
+    if dtype.is_complex:
+        return torch.randn(elems, dtype=dtype, generator=generator)
+    if dtype.is_floating_point:
+        return torch.randn(elems, generator=generator).to(dtype)
+    return torch.randint(0 if dtype is torch.uint8 else -100, 100, (elems,), generator=generator).to(dtype)
+
+
+def _differ(torch, found, expected):
+    """Where bits differ, as text."""
+    a, b = (x.cpu().contiguous().view(torch.uint8) for x in (found, expected))
+    if torch.equal(a, b):
+        return None
+    at = (a != b).nonzero()[0].item() // found.element_size()
+    return f"at {at} of {found.numel()}: {found.cpu()[at].item()} instead of {expected.cpu()[at].item()}"
+
+
+def bits_body():
+    torch, dist, rank, size = _start()
+    failed = []
+    for name, op in CASES:
+        dtype = getattr(torch, name)
+        for turn, elems in enumerate(SIZES):
+            expected = _values(torch, dtype, elems, 100 * turn + rank)
+            # Not always at a multiple of 16 bytes.
+            shift = turn % 3
+            whole = torch.zeros(elems + shift + 3, dtype=dtype, device="cuda")
+            x = whole[shift : shift + elems]
+            x.copy_(expected)
+            torch.ops.smd.all_reduce_(x, op, 0)
+            torch.ops.smd.all_reduce_(expected, op, 0)
+            if text := _differ(torch, x, expected):
+                failed.append(f"all_reduce {name} {op} {elems}: {text}")
+            if whole[:shift].any() or whole[shift + elems :].any():
+                failed.append(f"all_reduce {name} {op} {elems}: wrote beside the tensor")
+    for elems in SIZES:
+        whole = _values(torch, torch.bfloat16, elems * size, 7 * elems + rank)
+        found, expected = torch.empty(elems, dtype=whole.dtype, device="cuda"), torch.empty(elems, dtype=whole.dtype)
+        dist.reduce_scatter_tensor(found, whole.cuda(), dist.ReduceOp.AVERAGE)
+        dist.reduce_scatter_tensor(expected, whole, dist.ReduceOp.AVERAGE)
+        if text := _differ(torch, found, expected):
+            failed.append(f"reduce_scatter {elems}: {text}")
+    # NCCL has no such type, so what is larger than the staging memory goes through it in pieces.
+    expected = _values(torch, torch.int16, (9 << 20) + 5, rank)
+    x = expected.cuda()
+    for tensor in (x, expected):
+        torch.ops.smd.all_reduce_(tensor, "sum", 0)
+    if text := _differ(torch, x, expected):
+        failed.append(f"all_reduce int16 in pieces: {text}")
+    return failed
+
+
+@several
+def test_bits_are_those_of_the_cpu(n):
+    failed = run_ranks(bits_body, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
+
+
+def order_body():
+    torch, dist, rank, size = _start()
+    total = size * (size + 1) // 2
+    # Sizes that change the number of blocks from call to call, some of them NCCL's, in several streams.
+    sizes = [5, 300_000, 17, 1_500_000, 64, 3_000_000, 2048]
+    side = torch.cuda.Stream()
+    sums, works = [], []
+    for turn in range(400):
+        elems = sizes[turn % len(sizes)]
+        x = torch.full((elems,), float(rank + 1), device="cuda")
+        if turn % 3 == 0:
+            works.append((dist.all_reduce(x, async_op=True), x))
+        elif turn % 3 == 1:
+            dist.all_reduce(x)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                dist.all_reduce(x)
+            torch.cuda.current_stream().wait_stream(side)
+        if turn % 3:
+            sums.append((x == total).all())
+        if len(works) == 10:
+            for work, reduced in works:
+                work.wait()
+                sums.append((reduced == total).all())
+            works.clear()
+    assert torch.stack(sums).all().item()
+
+    # Calls of a graph and others take turns; each replay is a call of its own.
+    small, large = torch.zeros(1000, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    dist.all_reduce(large)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        small += 1
+        dist.all_reduce(small)
+        large += rank
+        dist.all_reduce(large)
+        work = dist.all_reduce(small, async_op=True)
+        work.wait()
+        small *= 0.5
+    expected_small, expected_large = 0.0, 0.0
+    for turn in range(20):
+        graph.replay()
+        expected_small = (expected_small + 1) * size * size * 0.5
+        expected_large = size * expected_large + size * (size - 1) // 2
+        if turn % 4 == 3:
+            y = torch.ones(777, device="cuda")
+            dist.all_reduce(y)
+            assert (y == size).all()
+            assert (small == expected_small).all(), (turn, small[0].item(), expected_small)
+            assert (large == expected_large).all(), (turn, large[0].item(), expected_large)
+            small.zero_()
+            large.zero_()
+            expected_small, expected_large = 0.0, 0.0
+
+
+@several
+def test_calls_in_any_stream_and_graph_keep_their_order(n):
+    run_ranks(order_body, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+
+
+def without_body():
+    torch, dist, rank, size = _start()
+    x = torch.full((10,), float(rank), device="cuda")
+    dist.all_reduce(x)
+    assert (x == size * (size - 1) / 2).all()
+    try:
+        torch.ops.smd.all_reduce_(x.to(torch.int16), "sum", 0)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_everybody_uses_nccl_if_one_must():
+    # The body's variable is per rank, so the launcher cannot set it.
+    texts = run_ranks(without_on_one_body, 2, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=60)
+    assert all("NCCL has no reduction" in text for text in texts), texts
+
+
+def without_on_one_body():
+    if os.environ["LOCAL_RANK"] == "1":
+        os.environ["SMD_P2P_MAX_BYTES"] = "0"
+    return without_body()
+
+
+def mismatch_body():
+    torch, dist, rank, _ = _start()
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    try:
+        dist.all_reduce(x[: 1000 - rank])
+        while time.monotonic() < start + 10:
+            dist.all_reduce(x)
+            torch.cuda.synchronize()
+    except (RuntimeError, ValueError) as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def test_calls_that_differ_are_told_apart():
+    outcomes = run_ranks(mismatch_body, 2, timeout=60)
+    for text, seconds in outcomes:
+        assert "rank 0 called all_reduce(sum) of 1000 float32, rank 1 called all_reduce(sum) of 999 float32" in text
+        assert seconds < 5
+
+
+def death_body(how):
+    torch, dist, rank, _ = _start()
+    from support.rank_main import announce
+
+    x = torch.ones(100_000, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 0:
+        announce("running")
+    graph = None
+    if how == "graph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(x, dist.ReduceOp.AVERAGE)
+    while True:
+        if graph is None:
+            dist.all_reduce(x, dist.ReduceOp.AVERAGE)
+        else:
+            graph.replay()
+            dist.all_reduce(x[:1], dist.ReduceOp.AVERAGE)
+        if how != "ahead":
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("how", ["ahead", "in step", "graph"])
+def test_survivors_of_a_death_raise_and_end(how):
+    n = min(NUM_DEVICES, 4)
+    with start_ranks(death_body, n, how, timeout=60) as job:
+        job.wait_for("running")
+        time.sleep(0.5)
+        died = job.kill(n - 1)
+        outcome = job.wait()
+    assert not outcome.timed_out, outcome.describe()
+    for rank in outcome.ranks[:-1]:
+        assert rank.error is not None, outcome.describe()
+        assert f"rank {n - 1}" in rank.error, rank.error
+        assert rank.ended_at - died < 10, rank.ended_at - died
+    assert not outcome.left_behind
+
+
+def tuned_body():
+    torch, dist, rank, size = _start()
+    x = torch.full((1 << 18,), float(rank + 1), device="cuda")
+    dist.all_reduce(x)
+    # Another group of as many members measures nothing again.
+    dist.all_reduce(x, group=dist.new_group())
+    return x[0].item() == size * size * (size + 1) / 2
+
+
+@several
+def test_measured_choices_are_said_once_and_kept(n, tmp_path):
+    import json
+
+    kept = tmp_path / "tuned.json"
+    for turn, env in enumerate(({"SMD_AUTOTUNE": "1"}, {})):
+        env = {"SMD_AUTOTUNE_FILE": str(kept), "SMD_TIMEOUT_SECONDS": "20", **env}
+        with start_ranks(tuned_body, n, env=env, timeout=60) as job:
+            outcome = job.wait()
+        assert outcome.values == [True] * n, outcome.describe()
+        said = [line for line in outcome.output.splitlines() if "opensmd: autotune:" in line]
+        assert len(said) == (1 - turn), outcome.output
+        [choice] = json.loads(kept.read_text())
+        assert choice["members"] == n
+        assert choice["peers"]["channels"] >= 16
+        assert choice["bucket_bytes"] >= 1 << 20
+        print(said)
