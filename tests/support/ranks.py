@@ -228,6 +228,12 @@ class Job:
             self._check_time(f"`{name}`")
             time.sleep(0.005)
 
+    def wait_for_end(self, rank: int) -> None:
+        """Waits until the body has returned or raised in `rank`."""
+        while not (self._folder / f"{rank}.result").exists():
+            self._check_time(f"rank {rank} to end")
+            time.sleep(0.005)
+
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
         """Sends a signal to `rank`; returns when, on the clock of `time.monotonic()`."""
         os.kill(self.pid(rank), number)

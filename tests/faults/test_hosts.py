@@ -1,0 +1,78 @@
+"""A host that disappears: every rank elsewhere hears who was there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from support import hosts, start_ranks
+
+pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
+
+#: The longest time in which survivors must learn of a death.
+NOTICE_SECONDS = 5.0
+#: So much silence, and a host counts as gone.
+SILENCE_SECONDS = 3
+
+
+def meet_for_ever():
+    from smdistributed import _core
+    from smdistributed._common import lifecycle
+    from support.rank_main import announce
+
+    lifecycle.init()
+    _core.barrier()
+    announce(f"met.{_core.rank()}")
+    while True:
+        _core.barrier()
+
+
+def kill_the_second_host(_, job):
+    """Also the daemon through which mpirun would hear of it."""
+    parent = int(Path(f"/proc/{job.pid(2)}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (job.pid(2), job.pid(3), parent):
+        os.kill(pid, signal.SIGKILL)
+
+
+def cut_the_second_host_off(two, _):
+    two.cut(1)
+
+
+KILLED = r"rank [23] died \(process \d+ on host smd-host-1 ended without `shutdown\(\)`\) while rank \d was in barrier"
+SILENT = r"rank [23] died \(no sign of host smd-host-1, where ranks \[2, 3\] ran, for 3s\) while rank \d was in barrier"
+OTHER_SIDE = r"rank 0 died \(no sign of its host, which served the rendezvous, for 3s\) while rank \d was in barrier"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (kill_the_second_host, {0: KILLED, 1: KILLED}),
+        (cut_the_second_host_off, {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}),
+    ],
+    ids=["killed", "cut off"],
+)
+def test_a_host_that_disappears_is_named_everywhere(end, said):
+    environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
+    # By default mpirun kills the others when it sees that a rank is gone, and they might not get to say why.
+    options = ["--enable-recovery"]
+    with (
+        hosts.Hosts(2) as two,
+        start_ranks(meet_for_ever, 4, launcher=two, options=options, env=environment, timeout=60) as job,
+    ):
+        for rank in range(4):
+            job.wait_for(f"met.{rank}")
+        start = time.monotonic()
+        end(two, job)
+        for rank in said:
+            job.wait_for_end(rank)
+        # mpirun itself may wait for the host that is gone, or for ranks that ended without its help.
+        os.kill(job.launcher_pid, signal.SIGKILL)
+        outcome = job.wait()
+    for rank, text in said.items():
+        assert re.search(f"PeerFailedError: {text}", outcome.ranks[rank].error), outcome.describe()
+        assert outcome.ranks[rank].ended_at - start < NOTICE_SECONDS, outcome.describe()
