@@ -9,7 +9,7 @@ from support import hosts, run_ranks
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or ""),
     # Most of a test is the import of torch by four processes.
-    pytest.mark.timeout(100),
+    pytest.mark.timeout(220),
 ]
 
 #: The longest time in which survivors must learn of a death.
@@ -64,7 +64,7 @@ def suite(names):
 )
 def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    run_ranks(suite, n, names, launcher=two, options=options, timeout=90)
+    run_ranks(suite, n, names, launcher=two, options=options, timeout=100)
 
 
 def training():
@@ -110,7 +110,7 @@ def training():
 
 def test_training_gives_what_it_gives_on_one_host(two):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    on_two, on_one = run_ranks(training, 4, launcher=two, timeout=90), run_ranks(training, 4, timeout=90)
+    on_two, on_one = run_ranks(training, 4, launcher=two, timeout=100), run_ranks(training, 4, timeout=100)
     assert on_two == on_one
     assert all(rank["ours"] == on_two[0]["ours"] for rank in on_two), "replicas stay equal"
 

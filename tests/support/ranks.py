@@ -173,6 +173,8 @@ class Job:
         self._deadline = self._started + timeout
         self._outcome: Outcome | None = None
         self._is_body = callable(target)
+        # mpirun does not wait until its daemons on other hosts have ended too.
+        self._patience = 10.0 if isinstance(launcher, Hosts) else 0.0
         if callable(target):
             (folder / "call").write_bytes(_pickled_call(target, args, timeout))
             program = [str(_MAIN), str(folder)]
@@ -257,6 +259,10 @@ class Job:
                 time.sleep(0.005)
             seconds = time.monotonic() - self._started
             left_behind = [] if timed_out else self._living_ranks()
+            ended_well = all(process.returncode == 0 for process in self._processes)
+            while ended_well and left_behind and time.monotonic() - self._started < seconds + self._patience:
+                time.sleep(0.005)
+                left_behind = self._living_ranks()
             self.end()
             self._outcome = self._read_outcome(seconds, timed_out, left_behind)
         return self._outcome
