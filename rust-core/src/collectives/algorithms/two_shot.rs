@@ -24,6 +24,9 @@ pub(super) struct TwoShot;
 /// Bytes of a chunk, over all members' shards: what moves then fits the second-level cache, also if members share one.
 const CHUNK_BYTES: usize = 256 << 10;
 
+/// Results of at least as much are written past the caches, which could not keep them.
+const STREAM_BYTES: usize = 8 << 20;
+
 impl Algorithm for TwoShot {
     fn name(&self) -> &'static str {
         "two_shot"
@@ -50,6 +53,8 @@ impl Algorithm for TwoShot {
             let part = length.div_ceil(size).next_multiple_of(64);
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
+        let collect: unsafe fn(*const u8, *mut u8, usize) =
+            if bytes >= STREAM_BYTES { kernels::copy::stream } else { copy };
         let mut steps = Steps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
         // Regions of the last three chunks, by chunk.
@@ -93,7 +98,12 @@ impl Algorithm for TwoShot {
                     part: Part::Whole,
                     outputs,
                     elems: range.len() / call.dtype.size(),
-                    soon: std::ptr::null(),
+                    // What is published next comes from memory, while this comes from the caches.
+                    soon: if step + 1 < chunks {
+                        input.ptr().wrapping_add(shard(step + 1, (me + 1) % size).start)
+                    } else {
+                        std::ptr::null()
+                    },
                 };
                 // SAFETY: the sources are the arenas, which hold every member's part of this shard now (SHM-1), and
                 // the own input; the outputs are the own tensor, at the same place as the input or apart from it, and
@@ -113,7 +123,7 @@ impl Algorithm for TwoShot {
                     // SAFETY: the results of this chunk were written in the phase before this one (SHM-1); the range
                     // lies inside the output.
                     unsafe {
-                        copy(memory.results(rank, inside), output.ptr().add(range.start), range.len());
+                        collect(memory.results(rank, inside), output.ptr().add(range.start), range.len());
                     }
                 }
             }

@@ -33,11 +33,13 @@ use crate::world::{Monitor, Store};
 
 pub(crate) mod event;
 pub(crate) mod layout;
+mod placement;
 mod ring;
 pub(crate) mod segment;
 
 use event::Event;
 use layout::{ARENA_BYTES, CALL_WORDS, Layout, RING_BYTES};
+use placement::core;
 pub(super) use ring::Rings;
 use segment::Segment;
 
@@ -188,13 +190,8 @@ impl Transport for ShmTransport {
     }
 }
 
-/// The core that this thread runs on now.
-fn core() -> u32 {
-    // SAFETY: takes and touches nothing.
-    let core = unsafe { libc::sched_getcpu() };
-    // An error is no core's number, and equal on both sides, so it counts as sharing: then nobody spins.
-    core as u32
-}
+/// Phases between two looks at who runs where (note "three and one").
+const PHASES_A_LOOK: u32 = 64;
 
 /// The memory that all members of a group see; see the module's text. One operation of the group uses it at a time.
 pub struct SharedMemory {
@@ -229,6 +226,10 @@ impl SharedMemory {
         self.phase.store(phase, Ordering::Relaxed);
         self.word(self.layout.phase(self.me())).store(phase, Ordering::Relaxed);
         self.word(self.layout.core(self.me())).store(core(), Ordering::Relaxed);
+        if phase.is_multiple_of(PHASES_A_LOOK) && self.size() > super::cores() {
+            let seen = |rank| self.word(self.layout.core(rank)).load(Ordering::Relaxed);
+            placement::spread(self.me(), seen, self.size());
+        }
         let arrivals = self.arrivals();
         // Each arrival is a read-modify-write of the same word, so they form one release sequence: who reads the
         // last value has everything that any member wrote before its own arrival.
