@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "completion.h"
+#include "smd/status.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -172,6 +173,8 @@ Backend::Works Backend::issue(const Issue& what, std::vector<TensorOperation> op
     TORCH_CHECK_VALUE(on_device == static_cast<bool>(batch_->device_work),
                       "operations on CPU and CUDA tensors cannot be coalesced");
     std::move(operations.begin(), operations.end(), std::back_inserter(batch_->operations));
+    // Torch waits for what is not asynchronous.
+    if (!what.async) return nullptr;
     if (on_device) return batch_->device_work;
     return batch_->work;
   }
@@ -200,134 +203,196 @@ Backend::Works Backend::issue(const Issue& what, TensorOperation operation, cons
   return issue(what, std::move(operations), inputs, outputs);
 }
 
+// A collective that this rank cannot even describe (an element type that the core does not know) still takes its place
+// in the group's order: the others hear of it instead of waiting.
+template <class Body>
+Backend::Works Backend::in_turn(const Tensors& tensors, Body&& body) {
+  const bool on_device = !tensors.empty() && tensors[0].is_cuda();
+  try {
+    return body();
+  } catch (const c10::Error& error) {
+    give_up(error.what_without_backtrace(), on_device);
+    throw;
+  } catch (const std::exception& error) {
+    give_up(error.what(), on_device);
+    throw;
+  }
+}
+
+void Backend::give_up(const std::string& message, bool on_device) noexcept {
+  // What the core says of an operation, all have heard.
+  if (!report_code(message).empty()) return;
+  // Torch does not end what an exception has left: all operations that were being coalesced fail with this one.
+  batch_.reset();
+  // Streams have an order of their own; who waits there compares the ranks' calls.
+  if (on_device) return;
+  try {
+    fail_next(static_cast<std::uint64_t>(group_), message);
+  } catch (const rust::Error&) {
+    // The group is closed: nobody waits.
+  }
+}
+
 Backend::Works Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return issue({OpType::BROADCAST, "smddp:broadcast", options.timeout, options.asyncOp},
-               broadcast_(only(tensors, "broadcast"), options.rootRank, group_), tensors, tensors);
+  return in_turn(tensors, [&] {
+    return issue({OpType::BROADCAST, "smddp:broadcast", options.timeout, options.asyncOp},
+                 broadcast_(only(tensors, "broadcast"), options.rootRank, group_), tensors, tensors);
+  });
 }
 
 Backend::Works Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const auto& tensor = only(tensors, "all_reduce");
-  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, options);
-  return issue({OpType::ALLREDUCE, "smddp:all_reduce", options.timeout, options.asyncOp},
-               all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_), tensors, tensors);
+  if (!tensors.empty() && tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, options);
+  return in_turn(tensors, [&] {
+    const auto& tensor = only(tensors, "all_reduce");
+    return issue({OpType::ALLREDUCE, "smddp:all_reduce", options.timeout, options.asyncOp},
+                 all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_), tensors,
+                 tensors);
+  });
 }
 
 Backend::Works Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<TensorOperation> operations;
-  for (const auto& tensor : tensors) {
-    operations.push_back(all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_));
-  }
-  return issue({OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", options.timeout, options.asyncOp},
-               std::move(operations), tensors, tensors);
+  return in_turn(tensors, [&] {
+    std::vector<TensorOperation> operations;
+    for (const auto& tensor : tensors) {
+      operations.push_back(all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_));
+    }
+    return issue({OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", options.timeout, options.asyncOp},
+                 std::move(operations), tensors, tensors);
+  });
 }
 
 Backend::Works Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const auto& tensor = only(tensors, "reduce");
-  const bool is_root = options.rootRank == getRank();
-  const auto& mine = is_root ? contribute(tensor, options.reduceOp) : contribution(tensor, options.reduceOp);
-  return issue({OpType::REDUCE, "smddp:reduce", options.timeout, options.asyncOp},
-               reduce_(mine, name_of(options.reduceOp), options.rootRank, group_), tensors, tensors);
+  return in_turn(tensors, [&] {
+    const auto& tensor = only(tensors, "reduce");
+    const bool is_root = options.rootRank == getRank();
+    const auto& mine = is_root ? contribute(tensor, options.reduceOp) : contribution(tensor, options.reduceOp);
+    return issue({OpType::REDUCE, "smddp:reduce", options.timeout, options.asyncOp},
+                 reduce_(mine, name_of(options.reduceOp), options.rootRank, group_), tensors, tensors);
+  });
 }
 
 Backend::Works Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::AllgatherOptions& options) {
-  const auto& blocks = only(outputs, "all_gather");
-  return issue({OpType::ALLGATHER, "smddp:all_gather", options.timeout, options.asyncOp},
-               all_gather(blocks, only(inputs, "all_gather"), group_), inputs, blocks);
+  return in_turn(inputs, [&] {
+    const auto& blocks = only(outputs, "all_gather");
+    return issue({OpType::ALLGATHER, "smddp:all_gather", options.timeout, options.asyncOp},
+                 all_gather(blocks, only(inputs, "all_gather"), group_), inputs, blocks);
+  });
 }
 
 Backend::Works Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  return issue({OpType::_ALLGATHER_BASE, "smddp:_all_gather_base", options.timeout, options.asyncOp},
-               all_gather_single(output, input, group_), {input}, {output});
+  return in_turn({input}, [&] {
+    return issue({OpType::_ALLGATHER_BASE, "smddp:_all_gather_base", options.timeout, options.asyncOp},
+                 all_gather_single(output, input, group_), {input}, {output});
+  });
 }
 
 Backend::Works Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                             const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == static_cast<std::size_t>(getSize()),
-                    "all_gather_coalesced takes one list of outputs for each of the ", getSize(), " ranks, not ",
-                    outputs.size());
-  Tensors all;
-  for (const auto& list : outputs) {
-    TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced has ", inputs.size(), " inputs and lists of ",
-                      list.size(), " outputs");
-    all.insert(all.end(), list.begin(), list.end());
-  }
-  std::vector<TensorOperation> operations;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    Tensors blocks;
-    for (const auto& list : outputs) blocks.push_back(list[i]);
-    operations.push_back(all_gather(blocks, inputs[i], group_));
-  }
-  return issue({OpType::ALLGATHER_COALESCED, "smddp:all_gather", options.timeout, options.asyncOp},
-               std::move(operations), inputs, all);
+  return in_turn(inputs, [&] {
+    TORCH_CHECK_VALUE(outputs.size() == static_cast<std::size_t>(getSize()),
+                      "all_gather_coalesced takes one list of outputs for each of the ", getSize(), " ranks, not ",
+                      outputs.size());
+    Tensors all;
+    for (const auto& list : outputs) {
+      TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced has ", inputs.size(),
+                        " inputs and lists of ", list.size(), " outputs");
+      all.insert(all.end(), list.begin(), list.end());
+    }
+    std::vector<TensorOperation> operations;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      Tensors blocks;
+      for (const auto& list : outputs) blocks.push_back(list[i]);
+      operations.push_back(all_gather(blocks, inputs[i], group_));
+    }
+    return issue({OpType::ALLGATHER_COALESCED, "smddp:all_gather", options.timeout, options.asyncOp},
+                 std::move(operations), inputs, all);
+  });
 }
 
 Backend::Works Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced has ", inputs.size(),
-                    " inputs and ", outputs.size(), " outputs");
-  std::vector<TensorOperation> operations;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(all_gather_single(outputs[i], inputs[i], group_));
-  }
-  return issue({OpType::ALLGATHER_COALESCED, "smddp:_all_gather_base", options.timeout, options.asyncOp},
-               std::move(operations), inputs, outputs);
+  return in_turn(inputs, [&] {
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced has ", inputs.size(),
+                      " inputs and ", outputs.size(), " outputs");
+    std::vector<TensorOperation> operations;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      operations.push_back(all_gather_single(outputs[i], inputs[i], group_));
+    }
+    return issue({OpType::ALLGATHER_COALESCED, "smddp:_all_gather_base", options.timeout, options.asyncOp},
+                 std::move(operations), inputs, outputs);
+  });
 }
 
 Backend::Works Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  const bool is_root = options.rootRank == getRank();
-  TORCH_CHECK_VALUE(is_root || outputs.empty(), "gather: only the root takes outputs");
-  const auto& blocks = is_root ? only(outputs, "gather") : Tensors();
-  return issue({OpType::GATHER, "smddp:gather", options.timeout, options.asyncOp},
-               torch_ext::gather(blocks, only(inputs, "gather"), options.rootRank, group_), inputs, blocks);
+  return in_turn(inputs, [&] {
+    const bool is_root = options.rootRank == getRank();
+    TORCH_CHECK_VALUE(is_root || outputs.empty(), "gather: only the root takes outputs");
+    const auto& blocks = is_root ? only(outputs, "gather") : Tensors();
+    return issue({OpType::GATHER, "smddp:gather", options.timeout, options.asyncOp},
+                 torch_ext::gather(blocks, only(inputs, "gather"), options.rootRank, group_), inputs, blocks);
+  });
 }
 
 Backend::Works Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
-  const bool is_root = options.rootRank == getRank();
-  TORCH_CHECK_VALUE(is_root || inputs.empty(), "scatter: only the root takes inputs");
-  const auto& blocks = is_root ? only(inputs, "scatter") : Tensors();
-  return issue({OpType::SCATTER, "smddp:scatter", options.timeout, options.asyncOp},
-               torch_ext::scatter(only(outputs, "scatter"), blocks, options.rootRank, group_), blocks, outputs);
+  return in_turn(outputs, [&] {
+    const bool is_root = options.rootRank == getRank();
+    TORCH_CHECK_VALUE(is_root || inputs.empty(), "scatter: only the root takes inputs");
+    const auto& blocks = is_root ? only(inputs, "scatter") : Tensors();
+    return issue({OpType::SCATTER, "smddp:scatter", options.timeout, options.asyncOp},
+                 torch_ext::scatter(only(outputs, "scatter"), blocks, options.rootRank, group_), blocks, outputs);
+  });
 }
 
 Backend::Works Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const c10d::ReduceScatterOptions& options) {
-  Tensors blocks;
-  for (const auto& block : only(inputs, "reduce_scatter")) blocks.push_back(contribution(block, options.reduceOp));
-  return issue({OpType::REDUCE_SCATTER, "smddp:reduce_scatter", options.timeout, options.asyncOp},
-               torch_ext::reduce_scatter(only(outputs, "reduce_scatter"), blocks, name_of(options.reduceOp), group_),
-               blocks, outputs);
+  return in_turn(outputs, [&] {
+    Tensors blocks;
+    for (const auto& block : only(inputs, "reduce_scatter")) blocks.push_back(contribution(block, options.reduceOp));
+    return issue({OpType::REDUCE_SCATTER, "smddp:reduce_scatter", options.timeout, options.asyncOp},
+                 torch_ext::reduce_scatter(only(outputs, "reduce_scatter"), blocks, name_of(options.reduceOp), group_),
+                 blocks, outputs);
+  });
 }
 
 Backend::Works Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::ReduceScatterOptions& options) {
-  return issue({OpType::_REDUCE_SCATTER_BASE, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
-               reduce_scatter_single(output, contribution(input, options.reduceOp), name_of(options.reduceOp), group_),
-               {input}, {output});
+  return in_turn({input}, [&] {
+    return issue(
+        {OpType::_REDUCE_SCATTER_BASE, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
+        reduce_scatter_single(output, contribution(input, options.reduceOp), name_of(options.reduceOp), group_),
+        {input}, {output});
+  });
 }
 
 Backend::Works Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced has ", inputs.size(),
-                    " inputs and ", outputs.size(), " outputs");
-  const auto op = name_of(options.reduceOp);
-  std::vector<TensorOperation> operations;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(reduce_scatter_single(outputs[i], contribution(inputs[i], options.reduceOp), op, group_));
-  }
-  return issue({OpType::COALESCED, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
-               std::move(operations), inputs, outputs);
+  return in_turn(inputs, [&] {
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced has ", inputs.size(),
+                      " inputs and ", outputs.size(), " outputs");
+    const auto op = name_of(options.reduceOp);
+    std::vector<TensorOperation> operations;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      operations.push_back(reduce_scatter_single(outputs[i], contribution(inputs[i], options.reduceOp), op, group_));
+    }
+    return issue({OpType::COALESCED, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
+                 std::move(operations), inputs, outputs);
+  });
 }
 
 Backend::Works Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                       std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  return issue({OpType::ALLTOALL_BASE, "smddp:all_to_all", options.timeout, options.asyncOp},
-               all_to_all_single(output, input, output_sizes, input_sizes, group_), {input}, {output});
+  return in_turn({input}, [&] {
+    return issue({OpType::ALLTOALL_BASE, "smddp:all_to_all", options.timeout, options.asyncOp},
+                 all_to_all_single(output, input, output_sizes, input_sizes, group_), {input}, {output});
+  });
 }
 
 Backend::Works Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return issue({OpType::ALLTOALL, "smddp:all_to_all", options.timeout, options.asyncOp},
-               all_to_all(outputs, inputs, group_), inputs, outputs);
+  return in_turn(inputs, [&] {
+    return issue({OpType::ALLTOALL, "smddp:all_to_all", options.timeout, options.asyncOp},
+                 all_to_all(outputs, inputs, group_), inputs, outputs);
+  });
 }
 
 Backend::Works Backend::send(Tensors& tensors, int to, int tag) {
@@ -335,13 +400,13 @@ Backend::Works Backend::send(Tensors& tensors, int to, int tag) {
 }
 
 Backend::Works Backend::recv(Tensors& tensors, int from, int tag) {
-  return issue({OpType::RECV, "smddp:recv"}, recv_(only(tensors, "recv"), from, tag, group_), {}, tensors);
+  return issue({OpType::RECV, "smddp:recv"}, recv_(only(tensors, "recv"), from, tag, group_), tensors, tensors);
 }
 
 Backend::Works Backend::recvAnysource(Tensors& tensors, int tag) {
   auto operation = recv_(only(tensors, "recv"), 0, tag, group_);
   operation.core.collective = Collective::RecvAny;
-  return issue({OpType::RECVANYSOURCE, "smddp:recvAnySource"}, std::move(operation), {}, tensors);
+  return issue({OpType::RECVANYSOURCE, "smddp:recvAnySource"}, std::move(operation), tensors, tensors);
 }
 
 Backend::Works Backend::barrier(const c10d::BarrierOptions& options) {
@@ -351,50 +416,59 @@ Backend::Works Backend::barrier(const c10d::BarrierOptions& options) {
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const auto timeout_ms = options.timeout == kUnsetTimeout ? timeout_ms_.load() : options.timeout.count();
-  checked(
-      [&] { roll_call(static_cast<std::uint64_t>(group_), static_cast<std::uint64_t>(timeout_ms), wait_all_ranks); });
+  try {
+    roll_call(static_cast<std::uint64_t>(group_), static_cast<std::uint64_t>(timeout_ms), wait_all_ranks);
+  } catch (const rust::Error& error) {
+    // As in `GroupWork::wait`.
+    if (report_code(error.what()) != "interrupted" || !raise_later()) throw_report(error.what());
+  }
 }
 
 // Each rank's entries, gathered; the sum of entries at one place is what coalescing means. Several collectives that
 // depend on each other: complete when it returns.
 Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const auto& tensor = only(tensors, "all_reduce");
-  TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "sparse tensors can be summed only");
-  TORCH_CHECK_VALUE(!batch_, "all_reduce of sparse tensors cannot be part of coalesced operations");
-  const c10::NoGradGuard no_grad;
-  const auto entries = tensor.coalesce();
-  const auto run_now = [&](TensorOperation operation) {
-    issue({OpType::_ALLREDUCE_SPARSE, "smddp:sparse_all_reduce", options.timeout, false}, std::move(operation),
-          {tensor}, {})
-        ->wait();
-  };
-  const auto count = at::full({1}, entries._nnz(), at::kLong);
-  const auto counts = at::empty({getSize()}, at::kLong);
-  run_now(all_gather_single(counts, count, group_));
-  const auto gathered = [&](const at::Tensor& mine, int64_t dimension) {
-    Tensors blocks;
-    for (int rank = 0; rank < getSize(); ++rank) {
-      auto sizes = mine.sizes().vec();
-      sizes[static_cast<std::size_t>(dimension)] = counts[rank].item<int64_t>();
-      blocks.push_back(at::empty(sizes, mine.options()));
-    }
-    run_now(all_gather(blocks, mine, group_));
-    return at::cat(blocks, dimension);
-  };
-  const auto indices = gathered(entries.indices(), 1);
-  const auto values = gathered(entries.values(), 0);
-  tensor.copy_(at::sparse_coo_tensor(indices, values, tensor.sizes(), tensor.options()).coalesce());
-  return issue({OpType::_ALLREDUCE_SPARSE, "smddp:sparse_all_reduce", options.timeout, false},
-               std::vector<TensorOperation>(), {}, tensors);
+  return in_turn(tensors, [&] {
+    const auto& tensor = only(tensors, "all_reduce");
+    TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "sparse tensors can be summed only");
+    TORCH_CHECK_VALUE(!batch_, "all_reduce of sparse tensors cannot be part of coalesced operations");
+    const c10::NoGradGuard no_grad;
+    const auto entries = tensor.coalesce();
+    const auto run_now = [&](TensorOperation operation) {
+      issue({OpType::_ALLREDUCE_SPARSE, "smddp:sparse_all_reduce", options.timeout, false}, std::move(operation),
+            {tensor}, {})
+          ->wait();
+    };
+    const auto count = at::full({1}, entries._nnz(), at::kLong);
+    const auto counts = at::empty({getSize()}, at::kLong);
+    run_now(all_gather_single(counts, count, group_));
+    const auto gathered = [&](const at::Tensor& mine, int64_t dimension) {
+      Tensors blocks;
+      for (int rank = 0; rank < getSize(); ++rank) {
+        auto sizes = mine.sizes().vec();
+        sizes[static_cast<std::size_t>(dimension)] = counts[rank].item<int64_t>();
+        blocks.push_back(at::empty(sizes, mine.options()));
+      }
+      run_now(all_gather(blocks, mine, group_));
+      return at::cat(blocks, dimension);
+    };
+    const auto indices = gathered(entries.indices(), 1);
+    const auto values = gathered(entries.values(), 0);
+    tensor.copy_(at::sparse_coo_tensor(indices, values, tensor.sizes(), tensor.options()).coalesce());
+    return issue({OpType::_ALLREDUCE_SPARSE, "smddp:sparse_all_reduce", options.timeout, false},
+                 std::vector<TensorOperation>(), {}, tensors);
+  });
 }
 
 void Backend::startCoalescing() {
-  TORCH_CHECK(!batch_, "operations are being coalesced already");
+  // An exception inside of torch's `_coalescing_manager` leaves one behind, which no rank must wait for.
+  if (batch_ && !batch_->operations.empty()) {
+    give_up("the operations that were being coalesced were not ended", static_cast<bool>(batch_->device_work));
+  }
   batch_.emplace();
 }
 
 Backend::Works Backend::endCoalescing() {
-  TORCH_CHECK(batch_, "no operations are being coalesced");
+  TORCH_CHECK(batch_, "no operations are being coalesced, or one of them was refused");
   auto batch = std::move(*batch_);
   batch_.reset();
   if (batch.device_work) {

@@ -90,6 +90,10 @@ class Backend final : public c10d::Backend {
     std::vector<TensorOperation> operations;
   };
 
+  template <class Body>
+  Works in_turn(const Tensors& tensors, Body&& body);
+  void give_up(const std::string& message, bool on_device) noexcept;
+
   Works issue(const Issue& what, std::vector<TensorOperation> operations, const Tensors& inputs,
               const Tensors& outputs);
   Works issue(const Issue& what, TensorOperation operation, const Tensors& inputs, const Tensors& outputs);

@@ -8,17 +8,19 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "completion.h"
+#include "smd/status.h"
 #include "status.h"
 
 namespace smd::torch_ext {
 namespace {
 
-// Ctrl-C ends a wait, and the operation goes on without it.
+// A signal that Python answers with an exception, as Ctrl-C, ends a wait, and the operation goes on without it.
 constexpr std::chrono::milliseconds kSignalsEvery(50);
 // How long a thread without work stays.
 constexpr std::chrono::seconds kIdleTime(10);
@@ -91,6 +93,26 @@ c10::IValue value_of(c10d::OpType type, const std::vector<at::Tensor>& outputs) 
   return std::vector<at::Tensor>{at::stack(outputs)};
 }
 
+bool is_message(const TensorOperation& operation) {
+  const auto collective = operation.core.collective;
+  return collective == Collective::Send || collective == Collective::Recv || collective == Collective::RecvAny;
+}
+
+std::vector<Call> calls_of(const std::vector<TensorOperation>& operations) {
+  std::vector<Call> calls;
+  calls.reserve(operations.size());
+  for (const auto& operation : operations) calls.push_back(operation.core.call());
+  return calls;
+}
+
+std::string copy_back(const std::vector<TensorOperation>& operations) noexcept {
+  for (const auto& operation : operations) {
+    auto error = torch_ext::copy_back(operation);
+    if (!error.empty()) return error;
+  }
+  return {};
+}
+
 std::exception_ptr exception_of(const std::string& report) {
   try {
     throw_report(report);
@@ -103,18 +125,18 @@ std::exception_ptr exception_of(const std::string& report) {
 
 class GroupWork::Part final : public Completion {
  public:
-  Part(c10::intrusive_ptr<GroupWork> work, TensorOperation operation)
-      : work_(std::move(work)), operation_(std::move(operation)) {}
+  Part(c10::intrusive_ptr<GroupWork> work, std::vector<TensorOperation> operations)
+      : work_(std::move(work)), operations_(std::move(operations)) {}
 
   void done(rust::Str error, std::int64_t source) noexcept override {
     std::string text(error.data(), error.size());
-    if (text.empty()) text = copy_back(operation_);
+    if (text.empty()) text = copy_back(operations_);
     work_->part_done(text, source);
   }
 
  private:
   c10::intrusive_ptr<GroupWork> work_;
-  TensorOperation operation_;
+  std::vector<TensorOperation> operations_;
 };
 
 GroupWork::GroupWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
@@ -125,24 +147,43 @@ void GroupWork::run(const std::vector<TensorOperation>& operations) {
   parts_ = 1;
   std::string error;
   try {
-    for (const auto& operation : operations) {
-      operation.core.run();
-      if (error.empty()) error = copy_back(operation);
+    if (operations.size() == 1) {
+      operations[0].core.run();
+    } else if (!operations.empty()) {
+      const auto calls = calls_of(operations);
+      run_batch({calls.data(), calls.size()});
     }
+    error = copy_back(operations);
   } catch (const rust::Error& failure) {
     error = failure.what();
+    if (report_code(error) == "interrupted") raise_later();
   }
   part_done(error, -1);
 }
 
 void GroupWork::start(std::vector<TensorOperation> operations) {
+  // Messages stand outside the order of the group, so the batch may follow them.
+  const auto messages = std::stable_partition(operations.begin(), operations.end(), is_message);
+  std::vector<std::vector<TensorOperation>> parts;
+  for (auto message = operations.begin(); message != messages; ++message) {
+    parts.emplace_back().push_back(std::move(*message));
+  }
+  if (messages != operations.end()) {
+    parts.emplace_back(std::make_move_iterator(messages), std::make_move_iterator(operations.end()));
+  }
   // One more than there are, so that it is not complete before all have been handed over.
-  parts_ = operations.size() + 1;
-  for (auto& operation : operations) {
-    // `submit` reads the description while the completion already owns the operation.
-    const Operation core = operation.core;
+  parts_ = parts.size() + 1;
+  for (auto& part : parts) {
+    // The core reads the descriptions while the completion already owns the operations: moving a vector moves none
+    // of its elements.
+    const auto calls = calls_of(part);
+    auto done = std::make_unique<Part>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(part));
     try {
-      core.submit(std::make_unique<Part>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(operation)));
+      if (calls.size() == 1) {
+        submit(calls[0], std::move(done));
+      } else {
+        submit_batch({calls.data(), calls.size()}, std::move(done));
+      }
     } catch (const rust::Error& failure) {
       part_done(failure.what(), -1);
     }
@@ -177,10 +218,18 @@ void GroupWork::part_done(const std::string& error, std::int64_t source) noexcep
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
+  TORCH_CHECK(parts_ > 0 || done_, "`", title_,
+              "` is waited for before the end of the coalesced operations it is part of",
+              " (an error inside of `_coalescing_manager`?)");
   while (!cv_.wait_for(lock, kSignalsEvery, [this] { return completed_; })) {
     // Without the mutex: to look for signals may take Python's lock.
     lock.unlock();
-    checked([this] { check_interrupt(title_); });
+    try {
+      check_interrupt(title_);
+    } catch (const rust::Error& error) {
+      if (!raise_later()) throw_report(error.what());
+      return false;
+    }
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
       throw_report("the wait for `" + std::string(title_) + "` ended after " + std::to_string(timeout.count()) +
                    " ms, while the operation goes on; its own time limit will say which ranks are missing" +

@@ -19,10 +19,11 @@ class GroupWork final : public c10d::Work {
   GroupWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
             const std::vector<at::Tensor>& outputs);
 
-  // Runs the operations here, or hands them to the core. Called once.
+  // Runs the operations here, or hands them to the core. Several collectives are a batch. Called once.
   void run(const std::vector<TensorOperation>& operations);
   void start(std::vector<TensorOperation> operations);
 
+  // False if a signal ended it: Python raises what the signal's handler raised as soon as this thread is back in it.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
@@ -37,7 +38,7 @@ class GroupWork final : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   const char* title_;
   // What follows is guarded by mutex_, as the base class's state is.
-  std::size_t parts_ = 0;
+  std::size_t parts_ = 0;  // 0 before the start, too.
   bool done_ = false;
   std::exception_ptr error_;
   std::int64_t source_ = -1;

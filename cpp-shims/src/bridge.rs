@@ -3,7 +3,8 @@
 pub use ffi::*;
 
 use crate::calls::{
-    check_device, check_interrupt, group_rank, group_size, rank, roll_call, run, run_together, session_id, size, submit,
+    check_device, check_interrupt, fail_next, group_rank, group_size, raise_later, rank, roll_call, run, run_batch,
+    run_together, session_id, size, submit, submit_batch,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
@@ -182,11 +183,32 @@ mod ffi {
         /// As `run`, until `done` is called.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
 
+        /// As `run`, several collectives of one group in one go (`smd_core::collectives::Communicator::run_batch`); the
+        /// first one's timeout is that of each.
+        ///
+        /// # Safety
+        /// As `run`.
+        unsafe fn run_batch(calls: &[Call]) -> Result<()>;
+
+        /// As `run_batch`, queued as by `submit`.
+        ///
+        /// # Safety
+        /// As `submit`.
+        unsafe fn submit_batch(calls: &[Call], done: UniquePtr<Completion>) -> Result<()>;
+
+        /// For an operation that cannot be described: the other members' next operation of `group` fails with
+        /// `message` instead of waiting for this one (`smd_core::collectives::Communicator::fail_next`).
+        fn fail_next(group: u64, message: &str) -> Result<()>;
+
         /// `smd_core::collectives::Communicator::roll_call`.
         fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
 
         /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
         fn check_interrupt(during: &str) -> Result<()>;
+
+        /// After an interrupted wait: the host language raises what the signal's handler raised as soon as this thread
+        /// is back in it; false if it cannot (`smd_core::world::monitor::raise_later`).
+        fn raise_later() -> bool;
     }
 
     // Process groups of a framework; `smd_core::session::membership` says more.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cxx::UniquePtr;
 use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, ReduceOp, Request};
+use smd_core::collectives::{Communicator, Done, ReduceOp, Request};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -73,15 +73,65 @@ pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Resu
         let communicator = communicator(call)?;
         // SAFETY: the caller's promise.
         let request = unsafe { request(call) }?;
-        let mut done = done;
-        let pending = Pending(Some(move |error: &str, source: i64| {
-            if let Some(done) = done.as_mut() {
-                done.done(error, source);
-            }
-        }));
-        communicator.submit_within(request, timeout(call), Box::new(move |result| pending.complete(result)));
+        communicator.submit_within(request, timeout(call), completing(done));
         Ok(())
     })
+}
+
+/// What the core calls when an operation has ended.
+fn completing(mut done: UniquePtr<ffi::Completion>) -> Done {
+    let pending = Pending(Some(move |error: &str, source: i64| {
+        if let Some(done) = done.as_mut() {
+            done.done(error, source);
+        }
+    }));
+    Box::new(move |result| pending.complete(result))
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn run_batch(calls: &[ffi::Call]) -> Result<(), Report> {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (communicator, requests, timeout) = unsafe { batch(calls) }?;
+        communicator.run_batch(&requests, timeout)
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn submit_batch(calls: &[ffi::Call], done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (communicator, requests, timeout) = unsafe { batch(calls) }?;
+        communicator.submit_batch(requests, timeout, completing(done));
+        Ok(())
+    })
+}
+
+/// # Safety
+/// As [`request`].
+unsafe fn batch(calls: &[ffi::Call]) -> Result<(Arc<Communicator>, Vec<Request>, Option<Duration>)> {
+    let first = calls.first().ok_or_else(|| Error::Internal("a shim passed an empty batch".into()))?;
+    if let Some(other) = calls.iter().find(|call| call.group != first.group) {
+        return Err(Error::Internal(format!("a shim passed a batch over groups {} and {}", first.group, other.group)));
+    }
+    // SAFETY: the caller's promise.
+    let requests = calls.iter().map(|call| unsafe { request(call) }).collect::<Result<_>>()?;
+    Ok((communicator(first)?, requests, timeout(first)))
+}
+
+pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
+    guard(|| {
+        let communicator = session::current("fail_next")?.communicator(group)?;
+        // Whoever failed has its own error already.
+        communicator.fail_next(message.to_owned(), Box::new(|_| {}));
+        Ok(())
+    })
+}
+
+pub fn raise_later() -> bool {
+    monitor::raise_later()
 }
 
 pub fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {

@@ -4,15 +4,19 @@
 //! - ENT-2: Python notes signals but runs their handlers on its main thread only, between bytecodes. A wait of the
 //!   main thread therefore looks for them a few times a second, through the core's interrupt hook; if a handler
 //!   raises, the wait ends and the exception goes to the caller.
+//! - ENT-3: a framework's own functions cannot carry that exception. They return as soon as they may, and the
+//!   interpreter raises it in the call that they return to.
 
 use std::cell::{Cell, RefCell};
+use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::ffi;
 use pyo3::prelude::*;
 use smd_core::error::Code;
-use smd_core::world::monitor;
+use smd_core::world::monitor::{self, InterruptHooks};
 use smd_core::{Error, Result};
 
 use crate::error::to_python;
@@ -25,11 +29,13 @@ thread_local! {
     static LAST_LOOK: Cell<Option<Instant>> = const { Cell::new(None) };
     /// What a signal handler raised during a wait of this thread.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// The interpreter has been told to raise it (ENT-3).
+    static RAISES: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Lets waits of the core end by Python's signals.
 pub fn install() {
-    monitor::set_interrupt_hook(look_for_signals);
+    monitor::set_interrupt_hooks(InterruptHooks { pending: look_for_signals, raise_later });
 }
 
 /// Runs `body`, which may wait, without the GIL.
@@ -51,6 +57,10 @@ fn look_for_signals() -> bool {
     if !IS_MAIN.with(|&is_main| is_main) {
         return false;
     }
+    if RAISES.get() {
+        // Until then no wait of this thread begins: whoever called it goes on without the result.
+        return true;
+    }
     let now = Instant::now();
     if LAST_LOOK.get().is_some_and(|last| now - last < LOOK_EVERY) {
         return false;
@@ -60,4 +70,25 @@ fn look_for_signals() -> bool {
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
     RAISED.set(Some(raised));
     true
+}
+
+/// ENT-3.
+fn raise_later() -> bool {
+    extern "C" fn raise(_: *mut c_void) -> c_int {
+        // Pending calls run on the main thread, as the wait did.
+        RAISES.set(false);
+        take_raised().map_or(0, |error| {
+            Python::attach(|py| error.restore(py));
+            -1
+        })
+    }
+    if RAISES.get() {
+        return true;
+    }
+    // SAFETY: the function may be called at any time, without the GIL as well, and `raise` takes no argument that would
+    // have to live.
+    let queued = RAISED.with_borrow(Option::is_some)
+        && unsafe { ffi::Py_AddPendingCall(Some(raise), std::ptr::null_mut()) } == 0;
+    RAISES.set(queued);
+    queued
 }

@@ -128,7 +128,7 @@ pub enum Error {
         during: String,
     },
     /// A wait ended at its deadline.
-    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?}")]
+    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?} before the timeout")]
     Timeout {
         /// The operation.
         during: String,

@@ -219,28 +219,6 @@ def test_works_futures_and_errors():
     assert run_ranks(_works, 2) == [0, 1]
 
 
-def _monitored():
-    _, dist, rank, _ = _init()
-    from smdistributed.dataparallel.torch import torch_smddp
-
-    torch_smddp.monitored_barrier(timeout=20)
-    text = None
-    if rank != 1:
-        try:
-            torch_smddp.monitored_barrier(timeout=1)
-        except dist.DistBackendError as error:
-            text = str(error)
-    dist.barrier()
-    torch_smddp.monitored_barrier(timeout=20)
-    return text
-
-
-def test_a_monitored_barrier_names_who_does_not_come():
-    first, _, third = run_ranks(_monitored, 3)
-    assert "Rank 1 failed to pass monitoredBarrier" in first
-    assert "Rank 2 successfully reached monitoredBarrier" in third
-
-
 def _joins_ours():
     import smdistributed.dataparallel.torch.distributed as smd
 
@@ -258,111 +236,102 @@ def test_both_faces_share_a_session():
     assert run_ranks(_joins_ours, 2) == [([4.0, 4.0], [2.0, 2.0, 2.0])] * 2
 
 
-def _ddp():
-    def body(torch, dist, rank, size):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
-        )
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    return _both(body)
+def _ddp(torch, dist, rank, size):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _fsdp():
-    def body(torch, dist, rank, size):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+def _fsdp(torch, dist, rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        mesh = init_device_mesh("cpu", (size,))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-
-    return _both(body)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
-def _dtensor():
-    def body(torch, dist, rank, size):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def _dtensor(torch, dist, rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        mesh = init_device_mesh("cpu", (size,))
-        left = torch.arange(24.0).reshape(4, 6)
-        right = torch.arange(12.0).reshape(6, 2)
-        product = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
-        moved = distribute_tensor(left, mesh, [Shard(0)]).redistribute(mesh, [Shard(1)])
-        return [product.redistribute(mesh, [Replicate()]).to_local(), moved.to_local()]
-
-    return _both(body)
+    mesh = init_device_mesh("cpu", (size,))
+    left = torch.arange(24.0).reshape(4, 6)
+    right = torch.arange(12.0).reshape(6, 2)
+    product = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
+    moved = distribute_tensor(left, mesh, [Shard(0)]).redistribute(mesh, [Shard(1)])
+    return [product.redistribute(mesh, [Replicate()]).to_local(), moved.to_local()]
 
 
-def _compiled():
-    def body(torch, dist, rank, size):
-        import torch.distributed._functional_collectives as functional
+def _compiled(torch, dist, rank, size):
+    import torch.distributed._functional_collectives as functional
 
-        group = dist.group.WORLD
+    group = dist.group.WORLD
 
-        def step(value):
-            summed = functional.all_reduce(value * 2, "sum", group)
-            return functional.all_gather_tensor(summed + rank, 0, group)
+    def step(value):
+        summed = functional.all_reduce(value * 2, "sum", group)
+        return functional.all_gather_tensor(summed + rank, 0, group)
 
-        value = torch.arange(3.0) + rank
-        return [step(value), torch.compile(step, backend="aot_eager")(value)]
-
-    return _both(body)
+    value = torch.arange(3.0) + rank
+    return [step(value), torch.compile(step, backend="aot_eager")(value)]
 
 
-def _zero():
-    def body(torch, dist, rank, size):
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+def _zero(torch, dist, rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        torch.manual_seed(1)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.05)
-        for step in range(3):
-            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    return _both(body)
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.05)
+    for step in range(3):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _checkpoint(folder):
-    torch, _, _, size = _init()
+def _checkpoint(torch, dist, rank, size):
+    import shutil
+    import tempfile
+
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    folder = [tempfile.mkdtemp(prefix="smd-test-")]
+    dist.broadcast_object_list(folder)
     mesh = init_device_mesh("cpu", (size,))
-    values = torch.arange(8.0)
-    checkpoint.save({"values": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=folder)
-    loaded = {"values": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
-    checkpoint.load(loaded, checkpoint_id=folder)
-    return loaded["values"].full_tensor().tolist()
+    saved = {"values": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), "step": 3}
+    checkpoint.save(saved, checkpoint_id=folder[0])
+    loaded = {"values": distribute_tensor(torch.zeros(8), mesh, [Shard(0)]), "step": 0}
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    assert loaded["step"] == 3
+    return loaded["values"].full_tensor()
 
 
-@pytest.mark.parametrize("body", [_ddp, _fsdp, _dtensor, _compiled, _zero], ids=lambda body: body.__name__[1:])
-def test_what_torch_builds_on_groups_gives_what_it_gives_over_gloo(body):
-    assert run_ranks(body, 2, timeout=100) == [True, True]
+def _builds():
+    bodies = [_ddp, _fsdp, _dtensor, _compiled, _zero, _checkpoint]
+    return _both(lambda *places: {body.__name__: body(*places) for body in bodies})
 
 
-def test_distributed_checkpoints(tmp_path):
-    assert run_ranks(_checkpoint, 2, str(tmp_path)) == [list(range(8))] * 2
+def test_what_torch_builds_on_groups_gives_what_it_gives_over_gloo():
+    assert run_ranks(_builds, 2, timeout=100) == [True, True]

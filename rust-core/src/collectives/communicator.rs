@@ -11,6 +11,9 @@
 //!   [`Communicator::fail_next`]), and the group stays usable.
 //! - COM-5: after an error in the middle of an operation (a departure, a timeout, an interruption) the members may
 //!   stand at different places, so every later operation of the group fails too.
+//! - COM-6: a batch takes one place in the order and runs its collectives one after the other, small ones together (see
+//!   `batch`). The first failure ends it: members that agree see it at the same operation, so they leave the batch at
+//!   the same place. A member that cannot take part fails the whole batch with one [`Communicator::fail_next`].
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::batch::{self, Step};
 use super::call::{Call, Kind};
 use super::courier::Courier;
 use super::cuda::{self, Cuda};
@@ -72,6 +76,7 @@ struct Turns {
 
 enum Job {
     Run(Request, Option<Duration>),
+    Batch(Vec<Request>, Option<Duration>),
     Fail(String),
     Window(usize, Arc<OnceLock<Arc<Window>>>),
 }
@@ -164,6 +169,19 @@ impl Communicator {
     /// That, told of `during`.
     pub fn check_device(&self, during: &str) -> Result<()> {
         self.cuda.check(|| during.to_owned())
+    }
+
+    /// Runs collectives as one operation (COM-6); returns when this member's part of all is complete.
+    ///
+    /// # Errors
+    /// As [`Communicator::run`]; [`Error::Internal`] for a message between pairs.
+    pub fn run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+        self.shared.run(|| Job::Batch(requests.to_vec(), timeout), || self.shared.batch(requests, timeout))
+    }
+
+    /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed.
+    pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
+        self.shared.queue(Job::Batch(requests, timeout), done);
     }
 
     /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
@@ -295,6 +313,7 @@ impl Shared {
             let turn = Turn(self);
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match &job {
                 Job::Run(request, timeout) => self.collective(request, *timeout),
+                Job::Batch(requests, timeout) => self.batch(requests, *timeout),
                 Job::Fail(message) => self.fail(message),
                 Job::Window(bytes, made) => self.window(*bytes, made),
             }));
@@ -320,6 +339,21 @@ impl Shared {
                 Err(error)
             }
         }
+    }
+
+    fn batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+        let members = self.transport.members();
+        for step in batch::plan(requests, members.me, members.size()) {
+            match step {
+                Step::One(at) => self.collective(&requests[at], timeout)?,
+                Step::Together(range) => {
+                    let together = batch::Together::new(&requests[range]);
+                    self.collective(together.request(), timeout).map_err(|error| together.explain(error))?;
+                    together.hand_out();
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A window is memory of one group only.

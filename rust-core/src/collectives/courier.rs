@@ -37,6 +37,8 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     roll_calls: AtomicU32,
+    /// The question of a roll call that came while the one before it ended here.
+    next_question: Mutex<Option<u32>>,
 }
 
 #[derive(Default)]
@@ -63,8 +65,9 @@ impl Courier {
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
     ) -> Self {
-        let (state, changed, roll_calls) = Default::default();
-        Self { shared: Arc::new(Shared { id, transport, monitor, timeout, closed, state, changed, roll_calls }) }
+        let (state, changed, roll_calls, next_question) = Default::default();
+        let shared = Shared { id, transport, monitor, timeout, closed, state, changed, roll_calls, next_question };
+        Self { shared: Arc::new(shared) }
     }
 
     /// Runs a message to its end on this thread.
@@ -240,7 +243,10 @@ impl Shared {
         let (question_at, verdict_at) = (question.as_mut_ptr(), verdict.as_mut_ptr());
         // SAFETY: the buffers live until the messages have ended: every way out of the loop cancels them.
         let ask = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
+        // SAFETY: called after the receive that filled it has ended.
+        let heard = || u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
         let mut asked = ask();
+        let mut unanswered = self.next_question.lock().take();
         let mut answered: Vec<Message> = Vec::new();
         let outcome = loop {
             let seen = transport.doorbell();
@@ -250,13 +256,17 @@ impl Shared {
                 // SAFETY: the receive that filled it has ended.
                 break result.map(|_| unsafe { verdict_at.read() });
             }
-            if let Some(result) = asked.poll() {
+            if unanswered.is_none()
+                && let Some(result) = asked.poll()
+            {
                 if let Err(error) = result {
                     break Err(error);
                 }
+                unanswered = Some(heard());
+                asked = ask();
+            }
+            if let Some(call) = unanswered.take() {
                 answered.iter().for_each(|message| transport.cancel(message));
-                // SAFETY: the receive that filled it has ended.
-                let call = u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
                 let tag = TAG_ROLL_CALL + Tag::from(call);
                 // SAFETY: as above.
                 answered = unsafe {
@@ -265,7 +275,6 @@ impl Shared {
                         transport.post_recv(Some(0), tag, verdict_at, 1),
                     ]
                 };
-                asked = ask();
                 continue;
             }
             match wait.check(|| first.to_vec()) {
@@ -274,6 +283,9 @@ impl Shared {
             }
         };
         answered.iter().chain([&asked]).for_each(|message| transport.cancel(message));
+        if let Some(Ok(_)) = asked.poll() {
+            *self.next_question.lock() = Some(heard());
+        }
         let reached = |what: &str| {
             let (me, first) = (members.ranks[members.me], first[0]);
             format!(

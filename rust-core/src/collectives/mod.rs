@@ -20,6 +20,7 @@ use kernels::copy::Publisher;
 
 mod algorithms;
 mod arrival;
+mod batch;
 mod call;
 pub mod communicator;
 mod courier;

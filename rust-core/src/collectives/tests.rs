@@ -315,6 +315,94 @@ fn windows(make: Make) {
     }
 }
 
+/// A batch gives what its collectives give one by one, whichever of them travel together.
+fn batches(make: Make) {
+    for size in [1, 2, 3] {
+        let job = job(make, size, TIMEOUT);
+        on_all(&job, |me, communicator| {
+            let mut random = Random(size as u64);
+            // Per collective: what it works on, and what must come out.
+            let mut requests = Vec::new();
+            let mut kept: Vec<(Vec<Memory>, Vec<Vec<u8>>)> = Vec::new();
+            for step in 0..60 {
+                let dtype = [DType::Float32, DType::Float16][step / 20 % 2];
+                let elems = random.below(if step % 7 == 0 { 20_000 } else { 300 });
+                let block = |from: usize, to: usize| Memory::random(dtype, elems, (step * 100 + from * 10 + to) as u64);
+                let inputs: Vec<_> = (0..size).map(|rank| block(rank, 0)).collect();
+                let (mut own, op) = (inputs[me].clone(), ReduceOp::Average);
+                let (request, outputs, expected) = match step % 20 / 4 {
+                    0 | 1 => {
+                        // In place and not.
+                        let mut output = Memory::zeros(dtype, elems);
+                        let (input, other) = (own.view(), output.view());
+                        let at = if step % 2 == 0 { input } else { other };
+                        let result = if step % 2 == 0 { vec![own, output] } else { vec![output, own] };
+                        (Request::AllReduce { input, output: at, op }, result, vec![fold(dtype, op, &inputs)])
+                    }
+                    2 => {
+                        let root = step % size;
+                        (Request::Broadcast { data: own.view(), root }, vec![own], vec![inputs[root].bytes().into()])
+                    }
+                    3 => {
+                        let mut outputs = vec![Memory::zeros(dtype, elems); size];
+                        let request = Request::AllGather { input: own.view(), outputs: views(&mut outputs) };
+                        outputs.push(own);
+                        (request, outputs, inputs.iter().map(|input| input.bytes().into()).collect())
+                    }
+                    _ => {
+                        let mut blocks: Vec<_> = (0..size).map(|to| block(me, to)).collect();
+                        let mut output = Memory::zeros(dtype, elems);
+                        let request = Request::ReduceScatter { inputs: views(&mut blocks), output: output.view(), op };
+                        let parts: Vec<_> = (0..size).map(|from| block(from, me)).collect();
+                        blocks.insert(0, output);
+                        (request, blocks, vec![fold(dtype, op, &parts)])
+                    }
+                };
+                requests.push(request);
+                kept.push((outputs, expected));
+            }
+            communicator.run_batch(&requests, None).unwrap();
+            for (step, (outputs, expected)) in kept.iter().enumerate() {
+                for (output, expected) in outputs.iter().zip(expected) {
+                    assert_eq!(output.bytes(), expected, "collective {step} of the batch, {size} ranks");
+                }
+            }
+        });
+    }
+}
+
+/// Whoever cannot take part in a batch fails it as a whole, and all are in step afterwards.
+fn batches_fail_as_one(make: Make) {
+    let job = job(make, 3, TIMEOUT);
+    on_all(&job, |me, communicator| {
+        let mut data = Memory::zeros(DType::Float32, 10);
+        let view = data.view();
+        let sum = |elems| {
+            let data = view.slice(0, elems);
+            Request::AllReduce { input: data, output: data, op: ReduceOp::Sum }
+        };
+        for round in 0..3 {
+            // In the middle, one that differs; then one that never was.
+            let other = if (round, me) == (0, 1) { 7 } else { 8 };
+            let requests = vec![sum(9), Request::Barrier, sum(other), sum(5), Request::Barrier, sum(4)];
+            let (sender, receiver) = channel();
+            let done = Box::new(move |result| sender.send(result).unwrap());
+            match (round, me) {
+                (1, 2) => communicator.fail_next("it has no batch".into(), done),
+                _ => communicator.submit_batch(requests, None, done),
+            }
+            let outcome = receiver.recv_timeout(TIMEOUT).unwrap();
+            let text = outcome.map_or_else(|error| error.to_string(), |_| "fine".into());
+            match (round, me) {
+                (0, _) => assert!(text.contains("(2 packed into one): ranks disagree: rank 0 called all_reduce(sum) of 13 float32, rank 1 called all_reduce(sum) of 12"), "{text}"),
+                (1, 0 | 1) => assert!(text.starts_with("rank 2 failed (it has no batch)"), "{text}"),
+                _ => assert_eq!(text, "fine"),
+            }
+        }
+        communicator.run(&Request::Barrier).unwrap();
+    });
+}
+
 /// Programs of random collectives, blocking and queued, are the same on all ranks and end.
 fn random_programs(make: Make) {
     for seed in 0..6 {
@@ -489,6 +577,32 @@ fn failing_members_are_named(make: Make) {
     on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
 }
 
+/// Those who came pass together; who did not come is named, and hears the next call.
+fn roll_calls(make: Make) {
+    let job = job(make, 3, TIMEOUT);
+    let short = Some(Duration::from_millis(50));
+    on_all(&job, |me, communicator| {
+        for round in 0..20 {
+            communicator.roll_call(None, round % 2 == 0).unwrap();
+        }
+        communicator.run(&Request::Barrier).unwrap();
+        for all in [false, true, false] {
+            let outcome = if me == 2 { Ok(()) } else { communicator.roll_call(short, all) };
+            communicator.run(&Request::Barrier).unwrap();
+            match outcome {
+                Ok(()) => assert_eq!(me, 2),
+                Err(Error::Timeout { during, .. }) if me == 0 => {
+                    let expected = "Rank 0 timed out in monitoredBarrier: Rank 2 failed to pass monitoredBarrier";
+                    assert!(during.starts_with(expected), "{during}");
+                }
+                Err(error) => assert!(error.to_string().starts_with("Rank 1 successfully reached"), "{error}"),
+            }
+        }
+        communicator.roll_call(None, true).unwrap();
+        communicator.roll_call(None, true).unwrap();
+    });
+}
+
 fn departures_end_waits(make: Make) {
     let job = job(make, 3, Duration::from_secs(60));
     let start = Instant::now();
@@ -570,6 +684,14 @@ macro_rules! contract {
                 super::windows(MAKE);
             }
             #[test]
+            fn batches() {
+                super::batches(MAKE);
+            }
+            #[test]
+            fn batches_fail_as_one() {
+                super::batches_fail_as_one(MAKE);
+            }
+            #[test]
             fn random_programs() {
                 super::random_programs(MAKE);
             }
@@ -588,6 +710,10 @@ macro_rules! contract {
             #[test]
             fn failing_members_are_named() {
                 super::failing_members_are_named(MAKE);
+            }
+            #[test]
+            fn roll_calls() {
+                super::roll_calls(MAKE);
             }
             #[test]
             fn departures_end_waits() {
@@ -618,5 +744,5 @@ fn a_lost_rank_times_out() {
     let timeout = Duration::from_millis(200);
     let communicator = Communicator::new(0, net[0].clone(), Arc::new(Monitor::new(0)), timeout);
     let error = communicator.run(&Request::Barrier).unwrap_err();
-    assert!(error.to_string().ends_with("no sign of rank(s) [1]"), "{error}");
+    assert!(error.to_string().ends_with("no sign of rank(s) [1] before the timeout"), "{error}");
 }

@@ -1,7 +1,8 @@
-//! A framework's process groups over the session: the first one makes the session if nobody else has, and its end ends
-//! the session again.
+//! A framework's process groups over the session: the first one makes the session if nobody else has, and then the end
+//! of the last one ends it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::meeting::Meeting;
@@ -13,7 +14,7 @@ use crate::error::{Error, Result};
 pub struct Membership {
     session: Arc<Session>,
     communicator: Arc<Communicator>,
-    owns_session: bool,
+    open: AtomicBool,
 }
 
 impl Membership {
@@ -49,8 +50,7 @@ impl Membership {
             }
         };
         let ranks: Vec<usize> = (0..size).collect();
-        let communicator = session.new_group_within(&ranks, timeout)?;
-        Ok(Self { owns_session: session.met, session, communicator })
+        Self::new(session, &ranks, timeout)
     }
 
     /// A group of `ranks`, in this order; see [`Session::new_group`].
@@ -58,9 +58,13 @@ impl Membership {
     /// # Errors
     /// As [`Session::new_group`].
     pub fn of(ranks: &[usize], timeout: Duration) -> Result<Self> {
-        let session = super::current("new_group")?;
-        let communicator = session.new_group_within(ranks, timeout)?;
-        Ok(Self { session, communicator, owns_session: false })
+        Self::new(super::current("new_group")?, ranks, timeout)
+    }
+
+    fn new(session: Arc<Session>, ranks: &[usize], timeout: Duration) -> Result<Self> {
+        let communicator = session.new_group_within(ranks, timeout).inspect_err(|_| session.end_if_unused())?;
+        session.memberships.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { session, communicator, open: AtomicBool::new(true) })
     }
 
     /// The group's communicator.
@@ -68,16 +72,26 @@ impl Membership {
         &self.communicator
     }
 
-    /// Ends the group in this process: operations under way fail. The group that made the session ends it, and with it
-    /// every group of this process. Does nothing the second time.
+    /// Ends the group in this process: operations under way fail. Does nothing the second time.
     pub fn close(&self) {
-        if !self.owns_session {
-            // It is gone already after `shutdown()`.
-            let _ = self.session.remove_group(self.communicator.id());
+        if !self.open.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        // It is gone already after `shutdown()`.
+        let _ = self.session.remove_group(self.communicator.id());
+        self.session.memberships.fetch_sub(1, Ordering::Relaxed);
+        self.session.end_if_unused();
+    }
+}
+
+impl Session {
+    /// Ends the session if groups made it and the last one is gone.
+    fn end_if_unused(&self) {
+        if !self.met || self.memberships.load(Ordering::Relaxed) > 0 {
             return;
         }
         let is_current = match &*STATE.lock() {
-            State::Running(session) => Arc::ptr_eq(session, &self.session),
+            State::Running(session) => std::ptr::eq(&**session, self),
             State::Idle | State::Starting => false,
         };
         if is_current {

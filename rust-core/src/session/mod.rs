@@ -16,6 +16,7 @@ pub mod meeting;
 pub mod membership;
 mod serve;
 
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -56,6 +57,8 @@ pub struct Session {
     between: OnceLock<Between>,
     /// It was made by a meeting, so the next meeting replaces it.
     met: bool,
+    /// Groups of a framework that are open.
+    memberships: AtomicUsize,
 }
 
 /// Where the members of the job meet.
@@ -212,6 +215,7 @@ impl Session {
             groups: Groups::new(timeout),
             between: OnceLock::new(),
             met,
+            memberships: AtomicUsize::new(0),
         }
     }
 
@@ -247,6 +251,7 @@ impl Session {
             groups: Groups::new(timeout),
             between: OnceLock::new(),
             met,
+            memberships: AtomicUsize::new(0),
         })
     }
 

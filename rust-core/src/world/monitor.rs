@@ -43,18 +43,32 @@ impl std::fmt::Display for Departure {
     }
 }
 
-/// Asked by every wait of every thread, a few times a second.
-static INTERRUPT_HOOK: OnceLock<fn() -> bool> = OnceLock::new();
-
-/// Lets the language that hosts the core end waits of the calling thread: `hook` says whether a signal asks for it.
-/// It is called without locks of the core. Only the first hook counts.
-pub fn set_interrupt_hook(hook: fn() -> bool) {
-    let _ = INTERRUPT_HOOK.set(hook);
+/// How the language that hosts the core ends waits. Both are called without locks of the core.
+#[derive(Clone, Copy, Debug)]
+pub struct InterruptHooks {
+    /// Whether a signal asks the calling thread to end its wait. Asked by every wait of every thread, a few times a
+    /// second.
+    pub pending: fn() -> bool,
+    /// Has what made `pending` true raised when the calling thread is back in the language, for callers that cannot
+    /// carry it there; false if that is not possible.
+    pub raise_later: fn() -> bool,
 }
 
-/// What the hook says for the calling thread.
+static INTERRUPT_HOOKS: OnceLock<InterruptHooks> = OnceLock::new();
+
+/// Sets the hooks of this process. Only the first ones count.
+pub fn set_interrupt_hooks(hooks: InterruptHooks) {
+    let _ = INTERRUPT_HOOKS.set(hooks);
+}
+
+/// See [`InterruptHooks::pending`].
 pub fn interrupt_pending() -> bool {
-    INTERRUPT_HOOK.get().is_some_and(|hook| hook())
+    INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.pending)())
+}
+
+/// See [`InterruptHooks::raise_later`].
+pub fn raise_later() -> bool {
+    INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.raise_later)())
 }
 
 /// Departures seen so far; shared by the control plane, which writes it, and all waits, which read it.
@@ -161,7 +175,7 @@ impl Monitor {
         self.interrupted.store(on, Ordering::Release);
     }
 
-    /// Whether an interruption is pending, for this process or, see [`set_interrupt_hook`], for the calling thread.
+    /// Whether an interruption is pending, for this process or, see [`InterruptHooks`], for the calling thread.
     pub fn interrupted(&self) -> bool {
         self.interrupted.load(Ordering::Acquire) || interrupt_pending()
     }

@@ -10,13 +10,16 @@ DTensor, functional collectives. Groups of other backends may exist beside it.
 through the store (``init_method="file://.."``, ``store=..``). If ``smdistributed...init_process_group()`` was called
 before, both share one session, and must agree about rank and size. A collective that fails raises
 ``torch.distributed.DistBackendError``, whose text names the ranks.
+
+``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name. This import puts
+functions in their places that serve groups of ``smddp`` and pass every other call on; :mod:`._c10d` has them.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
+from smdistributed import _core
 from smdistributed._common import lifecycle, shims
 
 # PyTorch first, through the loader: it says what is missing.
@@ -25,31 +28,8 @@ _ops = shims.load_torch()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-NAME = "smddp"
-
-
-def monitored_barrier(
-    group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """``torch.distributed.monitored_barrier`` for groups of this backend: torch's own asks for gloo by name.
-
-    Args:
-        group: ``None`` means the default group. On ranks that are not in it, nothing happens.
-        timeout: A number counts seconds. ``None`` means the group's.
-        wait_all_ranks: Whether the group's first rank names all ranks that did not come, or the first one only.
-
-    Raises:
-        DistBackendError: Not all ranks came in time.
-    """
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return
-    if isinstance(timeout, int | float):
-        timeout = timedelta(seconds=timeout)
-    group = group or dist.group.WORLD
-    arguments = () if timeout is None else (timeout,)
-    group.monitored_barrier(*arguments, wait_all_ranks=wait_all_ranks)
+from smdistributed.dataparallel.torch import _c10d  # noqa: E402
+from smdistributed.dataparallel.torch._c10d import NAME, monitored_barrier  # noqa: E402, F401
 
 
 def _create(options: Any, _: object) -> Any:
@@ -57,10 +37,25 @@ def _create(options: Any, _: object) -> Any:
     carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     milliseconds = max(1, round(options.timeout.total_seconds() * 1000))
     lifecycle.watch()
-    _ops.add_backend(carrier.boxed(), list(options.global_ranks_in_group), milliseconds)
+    # Empty for the default group: it joins the job. So does the first group beside a default group of another backend.
+    ranks = list(options.global_ranks_in_group)
+    if ranks and not _core.is_initialized():
+        if len(ranks) < dist.get_world_size():
+            raise ValueError(
+                f"a group of ranks {ranks} of {dist.get_world_size()} cannot be the first one of `{NAME}`: make one of "
+                f'all ranks before, with `torch.distributed.new_group(backend="{NAME}")`'
+            )
+        ranks = []
+    try:
+        _ops.add_backend(carrier.boxed(), ranks, milliseconds)
+    except dist.DistBackendError as error:
+        if str(error).endswith("[smd:interrupted]"):
+            _core.raise_interrupt()
+        raise
     return carrier._get_backend(torch.device("cpu"))
 
 
 # A module that is loaded anew, or under another name, must not register a second time.
 if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    _c10d.install()

@@ -1,0 +1,125 @@
+"""Functions of ``torch.distributed`` that ask for PyTorch's own backends by name, and so refuse every other.
+
+:func:`install` puts a function of this file before each of them. It serves the groups of ``smddp``; a call that
+concerns any other group goes on to PyTorch's function as it came.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+NAME = "smddp"
+_CPU = torch.device("cpu")
+
+
+def is_ours(group: dist.ProcessGroup | None) -> bool:
+    """Whether CPU tensors of `group` go through this backend; ``None`` means the default group."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
+        return False
+    group = group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or _CPU not in group._device_types:
+        return False
+    return NAME in (dist.get_backend(group), group._get_backend(_CPU).name())
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """``torch.distributed.monitored_barrier``.
+
+    Args:
+        group: ``None`` means the default group.
+        timeout: A number counts seconds. ``None`` means the group's.
+        wait_all_ranks: Whether the group's first rank names all ranks that did not come, or the first one only.
+
+    Raises:
+        DistBackendError: Not all ranks came in time.
+    """
+    if isinstance(timeout, int | float):
+        timeout = timedelta(seconds=timeout)
+    arguments = () if timeout is None else (timeout,)
+    (group or dist.group.WORLD).monitored_barrier(*arguments, wait_all_ranks=wait_all_ranks)
+
+
+def split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> dist.ProcessGroup | None:
+    """``torch.distributed.split_group`` where no CUDA device is bound to the default group: PyTorch's splits through
+    the backend of that device. The ranks of a split meet without the others.
+
+    Args:
+        parent_pg: The group to split; ``None`` means the default group.
+        split_ranks: For each split its ranks in the parent. Not all ranks of the parent need be in one.
+        timeout: Of the new group; ``None`` means PyTorch's default.
+        pg_options: Passed on.
+        group_desc: Passed on.
+
+    Returns:
+        The group of the split that this rank is in, or ``None``.
+
+    Raises:
+        ValueError: A split is empty, names a rank twice or one that does not exist, or a rank is in two.
+    """
+    parent = parent_pg or dist.group.WORLD
+    if not split_ranks:
+        raise ValueError("`split_ranks` names no split")
+    size = dist.get_world_size(parent)
+    named = [rank for split in split_ranks for rank in split]
+    if not all(split_ranks) or len(set(named)) != len(named) or not set(named) <= set(range(size)):
+        raise ValueError(f"`split_ranks` {split_ranks} are no disjoint splits of ranks 0 to {size - 1} of the parent")
+    me = dist.get_rank(parent)
+    mine = next((split for split in split_ranks if me in split), None)
+    if mine is None:
+        return None
+    return dist.new_group(
+        [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
+        timeout=timeout,
+        backend=dist.get_backend(parent),
+        pg_options=pg_options,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+
+
+def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """What trainers use to wait longer for the first step than for others: the timeout of later operations."""
+    (group or dist.group.WORLD)._get_backend(_CPU).set_timeout(timeout)
+
+
+def _splits_here(group: dist.ProcessGroup | None) -> bool:
+    return is_ours(group) and dist.group.WORLD.bound_device_id is None
+
+
+def install() -> None:
+    """Puts the functions in their places, in every module of PyTorch that has them by name. Once."""
+    _put_before(monitored_barrier, 0, "group", is_ours)
+    _put_before(split_group, 0, "parent_pg", _splits_here)
+    _put_before(_set_pg_timeout, 1, "group", is_ours)
+
+
+def _put_before(ours: Callable, position: int, name: str, serves: Callable[[Any], bool]) -> None:
+    """`ours` instead of torch's function of the same name where `serves` says so of the argument at `position`, which
+    is called `name`."""
+    theirs = getattr(distributed_c10d, ours.__name__)
+
+    @functools.wraps(theirs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        group = args[position] if len(args) > position else kwargs.get(name)
+        return (ours if serves(group) else theirs)(*args, **kwargs)
+
+    for module in (distributed_c10d, dist):
+        if hasattr(module, ours.__name__):
+            setattr(module, ours.__name__, either)

@@ -1,0 +1,232 @@
+"""The c10d backend: how its groups are made, split, given up and made again, beside gloo's and one after another."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import run_ranks
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+def _init(backend="smddp", **arguments):
+    import torch
+    import torch.distributed as dist
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    dist.init_process_group(backend, **arguments)
+    return torch, dist, dist.get_rank(), dist.get_world_size()
+
+
+def _monitored(default):
+    """torch's own function, on groups of both backends, whichever is the default one."""
+    from datetime import timedelta
+
+    _, dist, rank, _ = _init(default)
+    if default == "gloo" and rank != 1:
+        # Only a group of all ranks can bring the job together.
+        with pytest.raises(ValueError, match=r"ranks \[0, 2\] of 3 cannot be the first"):
+            dist.new_group([0, 2], backend="smddp", use_local_synchronization=True)
+    ours = dist.new_group(backend="smddp")
+    gloo = dist.new_group(backend="gloo")
+    for group in (None, ours, gloo):
+        dist.monitored_barrier(group, timedelta(seconds=20))
+        dist.monitored_barrier(group=group, timeout=timedelta(seconds=20), wait_all_ranks=True)
+    part = dist.new_group([0, 2], backend="smddp")
+    if rank != 1:
+        dist.monitored_barrier(part, timedelta(seconds=20))
+    texts = []
+    for wait_all in (False, True):
+        if rank == 0 or (rank == 2 and not wait_all):
+            try:
+                dist.monitored_barrier(ours, timedelta(seconds=1), wait_all_ranks=wait_all)
+            except dist.DistBackendError as error:
+                texts.append(str(error))
+        dist.barrier()
+    # A group that failed it goes on.
+    dist.monitored_barrier(ours, timedelta(seconds=20))
+    return texts
+
+
+@pytest.mark.parametrize("default", ["smddp", "gloo"])
+def test_torchs_monitored_barrier_names_who_does_not_come(default):
+    first, second, third = run_ranks(_monitored, 3, default)
+    assert "Rank 1 failed to pass monitoredBarrier" in first[0]
+    assert "Ranks 1, 2 failed to pass monitoredBarrier" in first[1]
+    assert not second
+    assert "Rank 2 successfully reached monitoredBarrier" in third[0]
+
+
+def _splits():
+    torch, dist, rank, size = _init()
+    dist.barrier(device_ids=[0])
+    # Through torch's function, and through the group's own method.
+    parts = [[0, 2], [1]]
+    mine = dist.split_group(split_ranks=parts, group_desc="halves")
+    value = torch.full((2,), rank + 1.0)
+    dist.all_reduce(value, group=mine)
+    assert value.tolist() == [4.0, 4.0] if rank != 1 else [2.0, 2.0]
+    assert dist.get_backend(mine) == "smddp"
+    # Not everybody is in one, and the parent is a split itself; its ranks have other numbers.
+    nested = dist.split_group(mine, [[1]]) if rank != 1 else None
+    assert (nested is not None) == (rank == 2)
+    pair = dist.split_group(split_ranks=[[1, 2]])
+    assert (pair is not None) == (rank > 0)
+    if pair is not None:
+        dist.broadcast(value, 2, group=pair)
+        assert value.tolist() == [4.0, 4.0]
+    for wrong in (None, [], [[]], [[0, 0]], [[0], [0, 1]], [[size]]):
+        with pytest.raises(ValueError, match="split"):
+            dist.split_group(split_ranks=wrong)
+    # Others' functions still refuse what they refused.
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.split_group(gloo, [[0, 1]])
+    dist.barrier()
+    return rank
+
+
+def test_groups_split():
+    assert run_ranks(_splits, 3) == [0, 1, 2]
+
+
+def _again(how, place):
+    """Rounds of a group that ends in each way there is, with subgroups and work in between."""
+    import os
+
+    from torch.distributed import FileStore
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    between = FileStore(f"{place}-between", size)
+    arguments = {}
+    if how != "env":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SMD_RENDEZVOUS", "SMD_SECRET"):
+            os.environ.pop(name, None)
+        arguments = {
+            "rank": rank,
+            "world_size": size,
+        }
+    for attempt in range(5):
+        if how != "env":
+            # Torch wants a file that is not there yet.
+            arguments["init_method"] = f"file://{place}{attempt}"
+        torch, dist, rank, size = _init(**arguments)
+        assert dist.get_backend() == "smddp"
+        groups = [dist.new_group() for _ in range(attempt)]
+        works = []
+        for group in [None, *groups]:
+            value = torch.full((1000,), float(attempt))
+            works.append((value, dist.all_reduce(value, group=group, async_op=True)))
+        for value, work in works:
+            work.wait()
+            assert value[-1] == attempt * size
+        if groups:
+            dist.destroy_process_group(groups[0])
+        dist.barrier()
+        if attempt == 2:
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+        assert not dist.is_initialized()
+        # Torch's handles keep what they need.
+        del group, groups, value, work, works
+        # Who is early would meet the others at the store of this round, which torch is about to close.
+        between.set(f"{attempt} {rank}", "")
+        between.wait([f"{attempt} {other}" for other in range(size)])
+    threads = [name for name in os.listdir("/proc/self/task") if _name(name).startswith("smd-group")]
+    segments = [link for link in os.listdir("/proc/self/fd") if "memfd:smd" in _link(link)]
+    return len(threads), len(segments)
+
+
+def _name(task):
+    with open(f"/proc/self/task/{task}/comm") as file:
+        return file.read()
+
+
+def _link(number):
+    import os
+
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize(("how", "launcher"), [("env", "smdrun"), ("env", "torchrun"), ("file", "raw")])
+def test_a_job_begins_anew_as_often_as_it_likes(how, launcher, tmp_path):
+    assert run_ranks(_again, 2, how, str(tmp_path / "store"), launcher=launcher) == [(0, 0), (0, 0)]
+
+
+def _kinds():
+    """Calls that gloo has not, so that what must come out is written here."""
+    torch, dist, rank, size = _init()
+    from torch.distributed import distributed_c10d
+
+    # Lists of tensors of several sizes.
+    outputs = [torch.empty(other + 1) for other in range(size)]
+    dist.all_to_all(outputs, [torch.full((rank + 1,), 10.0 * rank + to) for to in range(size)])
+    assert [output.tolist() for output in outputs] == [[10.0 * other + rank] * (other + 1) for other in range(size)]
+    # Each rank's factor, as a number and as a tensor.
+    for factor in (rank + 1.0, torch.tensor([rank + 1.0])):
+        value = torch.full((3,), 2.0)
+        dist.all_reduce(value, op=dist._make_nccl_premul_sum(factor))
+        assert value.tolist() == [2.0 * sum(range(1, size + 1))] * 3
+        output = torch.empty(2)
+        dist.reduce_scatter_tensor(output, torch.ones(2 * size), op=dist._make_nccl_premul_sum(factor))
+        assert output.tolist() == [sum(range(1, size + 1))] * 2
+    value = torch.full((3,), rank + 1.0)
+    dist.all_reduce(value, op=dist.ReduceOp.AVG)
+    assert value.tolist() == [(size + 1) / 2] * 3
+    # Small ones travel together; what comes out is what comes out alone, to the last bit.
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [1, 7, 300, 20_000, 5, 3, 100_000, 2, 40]
+    tensors = [torch.randn(elems, generator=generator) for elems in sizes]
+    alone = [tensor.clone() for tensor in tensors]
+    for tensor in alone:
+        dist.all_reduce(tensor)
+    for device in (None, torch.device("cpu")):
+        together = [tensor.clone() for tensor in tensors]
+        with dist._coalescing_manager(device=device, async_ops=True) as pending:
+            for tensor in together:
+                dist.all_reduce(tensor)
+        pending.wait()
+        assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    with dist._coalescing_manager():
+        gathered = [torch.empty(size * 3) for _ in range(4)]
+        for at, output in enumerate(gathered):
+            dist.all_gather_into_tensor(output, torch.full((3,), 10.0 * at + rank))
+    for at, output in enumerate(gathered):
+        assert output.view(size, 3)[:, 1].tolist() == [10.0 * at + other for other in range(size)]
+    with dist._coalescing_manager():
+        scattered = [torch.empty(2) for _ in range(4)]
+        for at, output in enumerate(scattered):
+            dist.reduce_scatter_tensor(output, torch.arange(2.0 * size) + at)
+    assert scattered[3].tolist() == [size * (2.0 * rank + 3), size * (2.0 * rank + 4)]
+    # Several kinds and messages in one.
+    value, other, received = torch.ones(3), torch.full((2,), float(rank)), torch.empty(1)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as pending:
+        dist.broadcast(other, 1)
+        dist.isend(torch.tensor([float(rank)]), (rank + 1) % size)
+        dist.irecv(received, (rank - 1) % size)
+        dist.broadcast(value, 0)
+    pending.wait()
+    assert (other.tolist(), received.item()) == ([1.0, 1.0], float((rank - 1) % size))
+    # A timeout that is set later holds from then on, through each of torch's ways.
+    from datetime import timedelta
+
+    for set_timeout in (
+        lambda group: distributed_c10d._set_pg_timeout(timedelta(milliseconds=300), group),
+        lambda group: group._get_backend(torch.device("cpu")).set_timeout(timedelta(milliseconds=300)),
+    ):
+        group = dist.new_group()
+        set_timeout(group)
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="timed out after 30"):
+                dist.all_reduce(value, group=group)
+    dist.barrier()
+    return rank
+
+
+def test_what_gloo_has_not():
+    assert run_ranks(_kinds, 3) == [0, 1, 2]
