@@ -286,7 +286,7 @@ mod tests {
         let error = compare(1, &mine, waited, &[same.clone(), (2, None), (3, None)]);
         assert_eq!(
             error.to_string(),
-            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3]"
+            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3] before the timeout"
         );
         let error = compare(1, &mine, waited, &[same, (2, Some(note(4, "broadcast of 3 int64")))]);
         assert_eq!(
