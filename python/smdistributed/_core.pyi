@@ -43,6 +43,9 @@ def remove_group(group: int) -> None:
 def group_ranks(group: int = 0) -> list[int]:
     """Global ranks of a group, in group order; 0 is the group of all."""
 
+def measured_bucket_bytes(group: int = 0) -> int | None:
+    """How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group."""
+
 def barrier(group: int = 0) -> None:
     """Returns when every member of the group has called it."""
 

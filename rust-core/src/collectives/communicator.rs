@@ -184,6 +184,12 @@ impl Communicator {
         self.shared.queue(Job::Batch(requests, timeout), done);
     }
 
+    /// How many bytes of gradients on devices a reducer had best send at once, if that was measured (`SMD_AUTOTUNE`):
+    /// when the group was used on a device first. The same on all members.
+    pub fn measured_bucket_bytes(&self) -> Option<usize> {
+        self.cuda.measured_bucket_bytes()
+    }
+
     /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
     /// from every other one, and answers. Stands outside the order of operations, as messages do; a group that fails it
     /// stays usable.

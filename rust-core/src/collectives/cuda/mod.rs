@@ -161,6 +161,11 @@ impl Cuda {
         }
     }
 
+    /// What suits a reducer, if it was measured.
+    pub(super) fn measured_bucket_bytes(&self) -> Option<usize> {
+        self.bucket_bytes.get().copied()
+    }
+
     /// Ends the part: queued operations complete first, where the members still take part in them. Waits a little.
     pub(super) fn close(self: &Arc<Self>) {
         let parts = std::mem::take(&mut *self.parts.write());

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from smdistributed import _core
 from smdistributed._common import errors, shims
 from smdistributed.dataparallel.exceptions import CLASSES, SMDDPNotInitializedError
 from smdistributed.dataparallel.reduce_op import ReduceOp
@@ -70,7 +71,8 @@ class DistributedDataParallel(_TorchDDP):
             may evaluate.
         process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
             ours or the one of ``torch.distributed``.
-        bucket_cap_mb: Size of a bucket in MiB, 25 if ``None``; as bytes a multiple of 128.
+        bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE`` measured on
+            GPUs, else 25.
         dim: For torch's sake: inputs are not scattered.
         init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
@@ -215,6 +217,8 @@ class DistributedDataParallel(_TorchDDP):
             )
             if init_sync:
                 self._broadcast_state(0)
+                if self.bucket_bytes_cap_default:
+                    self._take_measured_buckets()
         self._first_buckets = self._reducer.buckets()
         # The ranks of the group, in order with the reducer's own operations.
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
@@ -230,6 +234,13 @@ class DistributedDataParallel(_TorchDDP):
             "reduction": self._reduction,
             "comm_hook": -1 if self._comm_hook is None else self._comm_hook.number,
         }
+
+    def _take_measured_buckets(self) -> None:
+        """Follows what ``SMD_AUTOTUNE`` found, which happened when the broadcast used the group on its devices. Collective."""
+        measured = _core.measured_bucket_bytes(self._reducer.group())
+        if measured is not None and measured != self.bucket_bytes_cap:
+            self.bucket_bytes_cap = measured
+            self._configure()
 
     def _configure(self) -> None:
         """Tells the reducer what was chosen after construction. Collective."""
