@@ -38,7 +38,7 @@ knobs! {
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",
         "`host:port` of a rendezvous that the launcher serves. Without it rank 0 serves one.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
-        "Largest message between GPUs of one host, in bytes, that goes through kernels that read the peers' memory instead of through NCCL; 0 turns these off.";
+        "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Each group takes four times as much of every GPU's memory, once it is used there.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
         "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",

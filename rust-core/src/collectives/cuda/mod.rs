@@ -287,7 +287,7 @@ impl Cuda {
         UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?)
     }
 
-    /// Frees what the members read of each other, once all of them have nothing under way any more.
+    /// Frees what the members share with each other, once all of them have nothing under way any more.
     fn retire(&self, part: &Part) {
         let Some(peers) = &part.peers else { return };
         let (ranks, me) = (&self.members.ranks, self.members.me);
@@ -298,7 +298,7 @@ impl Cuda {
             && store.set(&self.key(part.number, "retired", me), &[]).is_ok()
             && (0..ranks.len()).all(|at| read(store, at))
         {
-            peers.set_unread();
+            peers.set_unused();
         }
     }
 

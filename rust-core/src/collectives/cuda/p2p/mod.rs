@@ -8,7 +8,7 @@
 //! - PEER-6: members decide together whether they have peers: all or none. Whoever cannot share its memory or reach
 //!   another's says so, and everybody uses NCCL.
 //! - PEER-7: calls of a member run one after the other, whichever streams they are queued into; in one CUDA graph too.
-//! - PEER-8: an arena is freed only when its owner knows that nobody reads it any more; otherwise it stays until the
+//! - PEER-8: an arena is freed only when its owner knows that nobody uses it any more; otherwise it stays until the
 //!   process ends.
 
 mod meeting;
@@ -75,7 +75,7 @@ struct ReduceScatterArgument {
     elems: u64,
 }
 
-/// The members of a group as devices that read each other's memory.
+/// The members of a group as devices that reach each other's memory.
 pub struct Peers {
     context: &'static Context,
     me: usize,
@@ -91,7 +91,7 @@ pub struct Peers {
     /// Whether there were calls that a CUDA graph repeats.
     captured: AtomicBool,
     /// PEER-8.
-    unread: AtomicBool,
+    unused: AtomicBool,
 }
 
 /// Two members whose calls differ.
@@ -107,9 +107,52 @@ struct Turn {
     /// Calls so far, but for those that were captured.
     calls: u32,
     kernels: Vec<(&'static str, DType, ReduceOp, &'static Kernel)>,
-    /// PEER-7: the stream of the last call, and its capture.
-    last: Option<(usize, Option<Capture>)>,
+    /// PEER-7, for calls that were run.
+    run: Last<usize>,
+    /// PEER-7, for calls that became parts of a graph.
+    captured: Last<(usize, Capture)>,
+}
+
+/// Where the last call was queued.
+struct Last<T> {
+    place: Option<T>,
     done: Event,
+}
+
+impl<T> Last<T> {
+    fn new(context: &'static Context) -> Result<Self> {
+        Ok(Self { place: None, done: Event::new(context)? })
+    }
+}
+
+impl Turn {
+    /// Lets `stream` wait for the last call, if that was queued elsewhere. What is captured and what is run cannot wait for
+    /// each other: a graph is ordered where it is launched.
+    fn follow(&self, stream: &Stream, capture: Option<Capture>) -> Result<()> {
+        let (elsewhere, done) = match capture {
+            None => (self.run.place.is_some_and(|last| last != stream.raw()), &self.run.done),
+            Some(capture) => {
+                let other = |(last, its): (usize, Capture)| last != stream.raw() && its.is(&capture);
+                (self.captured.place.is_some_and(other), &self.captured.done)
+            }
+        };
+        if elsewhere { stream.wait(done) } else { Ok(()) }
+    }
+
+    /// Notes a call that was just queued.
+    fn note(&mut self, stream: &Stream, capture: Option<Capture>) -> Result<()> {
+        match capture {
+            None => {
+                self.calls = self.calls.wrapping_add(1);
+                self.run.place = Some(stream.raw());
+                self.run.done.record(stream)
+            }
+            Some(capture) => {
+                self.captured.place = Some((stream.raw(), capture));
+                self.captured.done.record(stream)
+            }
+        }
+    }
 }
 
 impl Peers {
@@ -136,7 +179,7 @@ impl Peers {
             }
             let (dtype, op) = (DType::Float32, ReduceOp::Sum);
             let known = |entry| Ok((entry, dtype, op, kernel(context, entry, dtype, op, size)?));
-            kernels = ["one_shot", "two_shot"].into_iter().map(known).collect::<Result<_>>()?;
+            kernels = [Way::ONE_SHOT, Way::TWO_SHOT].into_iter().map(known).collect::<Result<_>>()?;
             Ok(())
         };
         let Some(shared) = meeting::share(context, me, size, peer_bytes, board, compile)? else { return Ok(None) };
@@ -144,7 +187,7 @@ impl Peers {
         let others = (0..size).filter(|rank| *rank != me).zip(&shared.mapped);
         others.for_each(|(rank, memory)| arenas[rank] = memory.ptr());
         arenas[me] = shared.arena.ptr();
-        let done = Event::new(context)?;
+        let turn = Turn { calls: 0, kernels, run: Last::new(context)?, captured: Last::new(context)? };
         Ok(Some(Self {
             context,
             me,
@@ -155,9 +198,9 @@ impl Peers {
             arenas,
             half_bytes: half_bytes(shared.bytes, size),
             tuning: Mutex::new(Tuning::usual(size, shared.bytes)),
-            turn: Mutex::new(Turn { calls: 0, kernels, last: None, done }),
+            turn: Mutex::new(turn),
             captured: AtomicBool::new(false),
-            unread: AtomicBool::new(false),
+            unused: AtomicBool::new(false),
         }))
     }
 
@@ -258,8 +301,8 @@ impl Peers {
     }
 
     /// Says that no member has anything under way any more, so that the memory may be freed (PEER-8).
-    pub fn set_unread(&self) {
-        self.unread.store(true, Ordering::Release);
+    pub fn set_unused(&self) {
+        self.unused.store(true, Ordering::Release);
     }
 
     fn argument(&self, call: &[u64]) -> PeersArgument {
@@ -293,34 +336,19 @@ impl Peers {
             }
         };
         let capture = stream.capture()?;
-        if let Some((last, last_capture)) = turn.last
-            && last != stream.raw()
-        {
-            // What is captured and what is run cannot wait for each other; a graph is ordered where it is launched.
-            let together = match (last_capture, capture) {
-                (None, None) => true,
-                (Some(last), Some(now)) => last.is(&now),
-                _ => false,
-            };
-            if together {
-                stream.wait(&turn.done)?;
-            }
-        }
+        turn.follow(stream, capture)?;
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(way.grid, argument, stream)? };
-        turn.done.record(stream)?;
-        turn.last = Some((stream.raw(), capture));
-        match capture {
-            None => turn.calls = turn.calls.wrapping_add(1),
-            Some(_) => self.captured.store(true, Ordering::Relaxed),
+        if capture.is_some() {
+            self.captured.store(true, Ordering::Relaxed);
         }
-        Ok(())
+        turn.note(stream, capture)
     }
 }
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        if !*self.unread.get_mut() {
+        if !*self.unused.get_mut() {
             return;
         }
         // SAFETY: the value ends here, so the fields are not used again; nobody uses the memory any more (PEER-8).

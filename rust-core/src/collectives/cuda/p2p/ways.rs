@@ -40,6 +40,7 @@ pub(super) struct Way {
 
 impl Way {
     pub(super) const ONE_SHOT: &'static str = "one_shot";
+    pub(super) const TWO_SHOT: &'static str = "two_shot";
 
     /// The way of an all-reduce of `bytes` bytes.
     pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &Tuning) -> Self {
@@ -47,7 +48,7 @@ impl Way {
         if bytes <= tuning.one_shot_bytes && vectors * VECTOR * size <= half_bytes {
             Self::new(Self::ONE_SHOT, vectors, tuning)
         } else {
-            Self::new("two_shot", vectors.div_ceil(size), tuning)
+            Self::new(Self::TWO_SHOT, vectors.div_ceil(size), tuning)
         }
     }
 
