@@ -162,8 +162,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
     : frozen_(std::move(frozen)),
       core_(std::make_shared<rust::Box<smd::Reducer>>(std::move(core))),
       comm_hook_(settings.at("comm_hook")),
-      static_graph_(settings.at("static_graph") != 0),
-      may_leave_unused_(settings.at("find_unused_parameters") != 0) {
+      static_graph_(settings.at("static_graph") != 0) {
   for (auto& parameter : parameters) {
     has_sparse_ |= parameter.sparse;
     Watched watched;
@@ -193,7 +192,6 @@ void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings
   checked([&] { (*core_)->configure(options_from(bucket_bytes, settings)); });
   comm_hook_ = settings.at("comm_hook");
   static_graph_ = settings.at("static_graph") != 0;
-  may_leave_unused_ = settings.at("find_unused_parameters") != 0;
 }
 
 void Reducer::await_step() {
@@ -539,8 +537,12 @@ void Reducer::average_sparse_gradients(const rust::Vec<std::uint8_t>& used) {
 
 void Reducer::finish() {
   const std::lock_guard lock(mutex_);
-  // This rank's loss depends on no parameter, but other ranks' may.
-  if (mode_ == Mode::Entered && accumulates_ && may_leave_unused_ && has_hooks_) begin();
+  if (mode_ == Mode::Entered && accumulates_ && has_hooks_) {
+    // This rank's loss depends on no parameter, but other ranks' may: they get zeros, or an error. If all parameters
+    // are frozen, as a critic's are while its generator learns, they are so everywhere.
+    const auto requires_gradient = [](const Watched& watched) { return watched.parameter.tensor.requires_grad(); };
+    if (std::any_of(watched_.begin(), watched_.end(), requires_gradient)) begin();
+  }
   // Nothing was accumulated (`torch.autograd.grad`), or nothing is to be reduced.
   if (mode_ != Mode::Reduced) return;
   lend_on_this_thread(nullptr);
@@ -556,7 +558,7 @@ void Reducer::complete() {
   const auto used = checked([&] { return (*core_)->finish(); });
   average_sparse_gradients(used);
   if (mode_ == Mode::Reduced) {
-    const auto record = (*core_)->record();
+    const auto record = times_.is_sampled() ? (*core_)->record() : StepRecord();
     times_.reduced(static_cast<int64_t>(record.communication_start), static_cast<int64_t>(record.communication_end));
     for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
     for (auto& [index, value] : zeros_) {

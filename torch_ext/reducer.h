@@ -131,7 +131,6 @@ class Reducer : public torch::CustomClassHolder {
   SharedReducer core_;
   int64_t comm_hook_ = -1;
   bool static_graph_ = false;
-  bool may_leave_unused_ = false;
   bool has_sparse_ = false;
 
   // Guards what follows: a model's backward may use several threads.

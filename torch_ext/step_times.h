@@ -17,7 +17,9 @@ class StepTimes {
   void forward_started(int64_t at) { current_.forward_start = at; }
   void backward_started();
   void gradient_made();
-  // Everything is reduced. Communication went on from `start` to `end`.
+  // Whether the step that is under way belongs to the sample.
+  bool is_sampled() const;
+  // Everything is reduced. Communication went on from `start` to `end`, which count if the step is sampled.
   void reduced(int64_t start, int64_t end);
 
   // The last step of the sample, and averages over the sample, under torch's names.
@@ -38,7 +40,6 @@ class StepTimes {
     int64_t overlap = 0;
   };
 
-  bool is_sampled() const;
   static Durations durations(const Step& step);
 
   int64_t sample_rate_ = 100;

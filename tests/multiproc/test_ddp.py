@@ -96,8 +96,13 @@ def _assert_same_everywhere(torch, dist, gradients):
             assert torch.equal(other, gradient), f"{name} differs on rank {rank}"
 
 
-def _equality_body(names, keywords, set_to_none, use_double):
+def _equality_body(names, options):
     torch, dist, ddp_class = _start()
+    for keywords, set_to_none, use_double in options:
+        _check_equality(torch, dist, ddp_class, names, keywords, set_to_none, use_double)
+
+
+def _check_equality(torch, dist, ddp_class, names, keywords, set_to_none, use_double):
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in names:
         dtype = torch.float64 if use_double else torch.float32
@@ -149,22 +154,18 @@ def _equality_body(names, keywords, set_to_none, use_double):
         _assert_same_everywhere(torch, dist, {k: p.detach() for k, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+OPTIONS = [
+    ({}, True, True),
+    ({"bucket_cap_mb": 256 / 2**20}, True, False),
+    ({"bucket_cap_mb": 4096 / 2**20}, False, False),
+    ({"find_unused_parameters": True}, False, False),
+    ({"gradient_as_bucket_view": True, "static_graph": True}, False, False),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_equal_those_of_the_whole_batch(size):
-    run_ranks(_equality_body, size, list(MODELS), {}, True, True)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "set_to_none"),
-    [
-        ({"bucket_cap_mb": 256 / 2**20}, True),
-        ({"bucket_cap_mb": 4096 / 2**20}, False),
-        ({"find_unused_parameters": True}, False),
-        ({"gradient_as_bucket_view": True, "static_graph": True}, False),
-    ],
-)
-def test_gradients_are_the_same_whatever_the_buckets(keywords, set_to_none):
-    run_ranks(_equality_body, 2, list(MODELS), keywords, set_to_none, False)
+    run_ranks(_equality_body, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1])
 
 
 def _large_body():
@@ -200,38 +201,8 @@ def _large_body():
     assert set(addresses[5]).isdisjoint(addresses[4]), "slots that the script refers to are left alone"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_the_script_keeps_stay_as_they_are(size):
-    run_ranks(_large_body, size)
-
-
-def _gloo_body():
-    torch, dist, ddp_class = _start()
-    torch.distributed.init_process_group("gloo")
-    base = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
-    )
-    import copy
-
-    ours, theirs = ddp_class(copy.deepcopy(base)), torch.nn.parallel.DistributedDataParallel(copy.deepcopy(base))
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for step in range(3):
-        losses = []
-        for model in (ours, theirs):
-            x, y = _batch(torch, "conv", dist.get_rank(), step)
-            model.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-        for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7, msg=name)
-    ours.load_state_dict(theirs.state_dict())
-    torch.distributed.destroy_process_group()
-
-
-def test_gradients_equal_those_of_torch_with_gloo():
-    run_ranks(_gloo_body, 2)
+def test_gradients_that_the_script_keeps_stay_as_they_are():
+    run_ranks(_large_body, 3)
 
 
 def _accumulation_body():
@@ -314,9 +285,8 @@ def _unused_body():
         _assert_same_everywhere(torch, dist, gradients)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_unused_parameters_count_as_zero_where_that_is_allowed(size):
-    run_ranks(_unused_body, size)
+def test_unused_parameters_count_as_zero_where_that_is_allowed():
+    run_ranks(_unused_body, 3)
 
 
 def _buffers_body():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from support import run_ranks, start_ranks
 
 
@@ -58,7 +56,7 @@ def test_a_difference_at_wrap_is_named_on_every_rank():
     assert "[1048576, 26214400] on rank 0 and [1048576, 1048576] on rank 1" in said["options"][1]
 
 
-def _unused_body(culprits):
+def _unused_body(cases):
     torch, dist, ddp_class = _start()
     rank = dist.get_rank()
 
@@ -72,32 +70,40 @@ def _unused_body(culprits):
             y = self.used(x)
             return y if skip else self.head(y)
 
-    model = ddp_class(Model())
-    said = []
-    for step in range(5):
-        model.zero_grad()
-        skip = rank in culprits and step % 2 == 1
-        said.append(_caught(lambda skip=skip: model(torch.ones(2, 4), skip).sum().backward()))
-    total = sum(p.grad.sum() for p in model.parameters()).item()
-    return said, total
+    outcomes = []
+    for culprits in cases:
+        model = ddp_class(Model())
+        said = []
+        for step in range(5):
+            model.zero_grad()
+            skip = rank in culprits and step % 2 == 1
+            said.append(_caught(lambda model=model, skip=skip: model(torch.ones(2, 4), skip).sum().backward()))
+        outcomes.append((said, sum(p.grad.sum() for p in model.parameters()).item()))
+    return outcomes
 
 
-@pytest.mark.parametrize("culprits", [[1], [0, 1, 2]])
-def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable(culprits):
-    outcomes = run_ranks(_unused_body, 3, culprits)
-    for rank, (said, total) in enumerate(outcomes):
-        assert [kind for kind, _ in said[::2]] == [None] * 3, said
-        assert total == outcomes[0][1]
-        for kind, text in said[1::2]:
-            assert kind in ("RuntimeError", "DistBackendError", "ValueError")
-            assert "`head.weight`, `head.bias`" in text, text
-            assert "find_unused_parameters=True" in text, text
-            named = rank if rank in culprits else culprits[0]
-            assert f"on rank {named}" in text or any(f"rank {c} " in text for c in culprits)
+def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable():
+    cases = [[1], [0, 1, 2]]
+    outcomes = run_ranks(_unused_body, 3, cases)
+    for case, culprits in enumerate(cases):
+        for rank, outcome in enumerate(outcomes):
+            said, total = outcome[case]
+            assert [kind for kind, _ in said[::2]] == [None] * 3, said
+            assert total == outcomes[0][case][1]
+            for kind, text in said[1::2]:
+                assert kind in ("RuntimeError", "DistBackendError", "ValueError")
+                assert "`head.weight`, `head.bias`" in text, text
+                assert "find_unused_parameters=True" in text, text
+                named = rank if rank in culprits else culprits[0]
+                assert f"on rank {named}" in text or any(f"rank {c} " in text for c in culprits)
 
 
-def _raising_body(where):
+def _raising_body(places):
     torch, dist, ddp_class = _start()
+    return [_raise_at(torch, dist, ddp_class, where) for where in places]
+
+
+def _raise_at(torch, dist, ddp_class, where):
     rank = dist.get_rank()
 
     class Explode(torch.autograd.Function):
@@ -136,10 +142,15 @@ def _raising_body(where):
     return said
 
 
-@pytest.mark.parametrize("where", [0, 2, 3])
-def test_an_exception_inside_one_ranks_backward_reaches_the_others(where):
-    outcomes = run_ranks(_raising_body, 2, where)
-    for rank, said in enumerate(outcomes):
+def test_an_exception_inside_one_ranks_backward_reaches_the_others():
+    places = [0, 2, 3]
+    outcomes = run_ranks(_raising_body, 2, places)
+    cases = [
+        (rank, where, said)
+        for rank, outcome in enumerate(outcomes)
+        for where, said in zip(places, outcome, strict=True)
+    ]
+    for rank, where, said in cases:
         assert said[0][0] is None, said
         assert said[2][0] is None, said
         for step in (1, 3):

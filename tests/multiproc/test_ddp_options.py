@@ -90,6 +90,11 @@ def _arguments_body():
     with pytest.raises(RuntimeError, match="one dimension"):
         ddp_class(copy.deepcopy(base), device_mesh=mesh)
 
+    from torch.distributed.tensor import distribute_module
+
+    with pytest.raises(TypeError, match="`weight` is a DTensor"):
+        ddp_class(distribute_module(torch.nn.Linear(4, 4), whole))
+
     # Without `init_sync` every rank keeps its own parameters; gradients are averaged.
     replica = copy.deepcopy(base)
     with torch.no_grad():
@@ -158,16 +163,12 @@ def _arguments_body():
         results.append(outer)
     assert list(results[0].state_dict()) == list(results[1].state_dict())
     _assert_gradients(torch, results[0], results[1], 1e-6, "nested")
+    _check_precision(torch, dist, ddp_class)
 
 
-def test_arguments_do_what_they_say():
-    run_ranks(_arguments_body, 2)
-
-
-def _precision_body():
+def _check_precision(torch, dist, ddp_class):
     import copy
 
-    torch, dist, ddp_class = _start()
     from torch.nn.parallel.distributed import _MixedPrecision
 
     rank = dist.get_rank()
@@ -224,8 +225,8 @@ def _precision_body():
     assert scaler.get_scale() == 512.0
 
 
-def test_mixed_precision_and_gradient_scaling():
-    run_ranks(_precision_body, 2)
+def test_arguments_do_what_they_say():
+    run_ranks(_arguments_body, 2)
 
 
 def _checkpoints_body():
@@ -295,6 +296,23 @@ def _checkpoints_body():
         skip = rank == 1 and step == 1
         model(torch.ones(2, 6, requires_grad=True), skip).sum().backward()
         assert model.module.layer.bias.grad.tolist() == [1.0 if step == 1 else 2.0] * 3
+
+    # Where that is not allowed, both ranks hear of it; a model that is frozen for a while is none of this.
+    model = ddp_class(Skipping())
+    for step in range(4):
+        inputs = torch.ones(2, 6, requires_grad=True)
+        if step == 1:
+            with pytest.raises(Exception, match="2 of 2 parameters got no gradient in this backward on rank 1: `layer"):
+                model(inputs, rank == 1).sum().backward()
+        elif step == 2:
+            model.requires_grad_(False)
+            model(inputs, False).sum().backward()
+            assert inputs.grad is not None
+            model.requires_grad_(True)
+        else:
+            model.zero_grad()
+            model(inputs, False).sum().backward()
+            assert model.module.layer.bias.grad.tolist() == [2.0] * 3
 
     # A gradient that has a graph of its own keeps it.
     alone = _mlp(torch)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
@@ -86,6 +87,23 @@ def devices(
     index = torch.device(types[0], device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
     output = index if output_device is None else output_device
     return [index.index], output if isinstance(output, int) else torch.device(output).index
+
+
+def check_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Checks that parameters have memory that can be broadcast, and gradients that can be averaged.
+
+    Raises:
+        RuntimeError: One has no shape yet.
+        TypeError: One is a tensor subclass that consists of other tensors.
+    """
+    for name, parameter in named:
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise RuntimeError(f"parameter `{name}` has no shape yet: run a forward of the module before it is wrapped")
+        if is_traceable_wrapper_subclass(parameter):
+            raise TypeError(
+                f"parameter `{name}` is a {type(parameter).__name__}, which DistributedDataParallel cannot average: "
+                "for sharded parameters use `torch.distributed.fsdp.fully_shard` over the backend `smddp`"
+            )
 
 
 def check_sync_batch_norm(module: torch.nn.Module, device_type: str) -> None:

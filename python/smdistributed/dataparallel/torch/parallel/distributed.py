@@ -153,11 +153,7 @@ class DistributedDataParallel(_TorchDDP):
             raise RuntimeError(
                 "no parameter of the module requires a gradient: there is nothing for DistributedDataParallel to do"
             )
-        for name, parameter in self._named_parameters():
-            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-                raise RuntimeError(
-                    f"parameter `{name}` has no shape yet: run a forward of the module before it is wrapped"
-                )
+        arguments.check_parameters(self._named_parameters())
         self.device_ids, self.output_device = arguments.devices(self._module_parameters, device_ids, output_device)
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
@@ -170,6 +166,7 @@ class DistributedDataParallel(_TorchDDP):
         self.logger = None
         self._lazy_init_ran = False
         self.use_side_stream_for_tensor_copies = False
+        self.broadcast_bucket_size = 250 * 1024 * 1024
         self._comm_hook: comm_hooks.CommHook | None = None
         self._comm_hook_name: str | None = None
         self._reduction = comm_hooks.AVERAGE if self._precision is None else self._precision.reduction
@@ -560,6 +557,7 @@ class DistributedDataParallel(_TorchDDP):
             )
         self.process_group = groups.resolve(None, None)
         self._comm_hook = None
+        self._lazy_init_ran = False
         self.require_backward_grad_sync = True
         self._module_parameters = self._parameters_of_module()
         self._start(init_sync=False)
