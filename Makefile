@@ -21,7 +21,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
+.PHONY: help demo demo-hosts test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
 	clean torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -31,6 +31,11 @@ demo: ## Train on handwritten digits with 2 processes; compare with 1 process, a
 	$(BOTH) build-release packages-demo
 	@$(MAKE) --no-print-directory develop
 	$(BIN)/python examples/demo.py
+
+demo-hosts: ## The same training on two network namespaces as hosts, over MPI: the loss curve of one host (needs root)
+	$(BOTH) build-release packages-demo
+	@$(MAKE) --no-print-directory $(STAMPS)/mpi develop
+	$(BIN)/python tests/e2e/hosts.py
 
 test: ## Run every test
 	$(BOTH) build-tests packages-test
