@@ -21,7 +21,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-hosts test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
+.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
 	clean torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -36,6 +36,9 @@ demo-hosts: ## The same training on two network namespaces as hosts, over MPI: t
 	$(BOTH) build-release packages-demo
 	@$(MAKE) --no-print-directory $(STAMPS)/mpi develop
 	$(BIN)/python tests/e2e/hosts.py
+
+example-tch: $(STAMPS)/torch $(STAMPS)/develop ## Build examples/rust-tch (4 minutes; not part of `make test`) and train with 2 processes
+	$(BIN)/python tests/e2e/tch.py
 
 test: ## Run every test
 	$(BOTH) build-tests packages-test
