@@ -2,8 +2,9 @@
 
     python benches/collectives/compare.py [--ranks 2 4] [--rounds 3] [--only all_reduce] [--without gloo]
 
-Each figure is the median, over all repeats of all rounds, of the time of one call on the slowest rank. Needs cargo,
-and for the others `mpicc` and `mpirun`, and torch. What is missing is left out, with a line that says so.
+Each figure is the median, over all repeats of all rounds, of the time of one call on the slowest rank; behind it are the
+10th and the 90th percentile. Needs cargo, and for the others `mpicc` and `mpirun`, and torch. What is missing is left
+out, with a line that says so.
 """
 
 from __future__ import annotations
@@ -116,12 +117,22 @@ def time_name(seconds: float | None) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: float) -> None:
-    def pick(times: list[float]) -> float:
-        return statistics.median(times) if quantile == 0.5 else sorted(times)[int(quantile * len(times))]
+def spread_name(times: list[float] | None, quantile: float) -> str:
+    """The figure, and where the middle eight tenths of the repeats lie."""
+    if not times:
+        return "-"
+    ordered = sorted(times)
+    ends = [time_name(ordered[int(share * (len(ordered) - 1))]) for share in (0.1, 0.9)]
+    return f"{time_name(pick(times, quantile))} ({' to '.join(ends)})"
 
-    median = {who: {key: pick(times) for key, times in of.items()} for who, of in results.items()}
-    ours = median["ours"]
+
+def pick(times: list[float], quantile: float) -> float:
+    return statistics.median(times) if quantile == 0.5 else sorted(times)[int(quantile * len(times))]
+
+
+def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: float) -> None:
+    figure = {who: {key: pick(times, quantile) for key, times in of.items()} for who, of in results.items()}
+    ours = figure["ours"]
     memory_bytes = OWN_CASES["memory"][0]
     limit = None
     if ("memory", memory_bytes) in ours:
@@ -132,15 +143,16 @@ def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: floa
     for (name, bytes_), own in ours.items():
         if name == "memory":
             continue
-        others = [median.get(who, {}).get((name, bytes_)) for who in ("mpi", "gloo")]
+        key = (name, bytes_)
+        others = [figure.get(who, {}).get(key) for who in ("mpi", "gloo")]
         ratios = [f"{other / own:.2f}" if other else "-" for other in others]
         # Each rank reads and writes each byte once; an all-gather reads one part and writes all.
         moved = {"all_reduce": 2 * size, "window": 2 * size, "broadcast": size, "all_gather": size * (size + 1)}.get(
             name
         )
         share = f"{moved * bytes_ / own / limit:.0%}" if moved and limit and bytes_ >= 25 * MIB else "-"
-        cells = [name, size_name(bytes_), time_name(own), *map(time_name, others), *ratios, share]
-        print("| " + " | ".join(cells) + " |")
+        times = [spread_name(results.get(who, {}).get(key), quantile) for who in ("ours", "mpi", "gloo")]
+        print("| " + " | ".join([name, size_name(bytes_), *times, *ratios, share]) + " |")
 
 
 def main() -> None:
