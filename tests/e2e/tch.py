@@ -35,7 +35,6 @@ def main() -> None:
         "cargo",
         "build",
         "--release",
-        "--locked",
         "--manifest-path",
         EXAMPLE / "Cargo.toml",
         "--target-dir",
