@@ -64,6 +64,16 @@ bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+// Whether all ranks must take these for one piece of memory: how such blocks travel on a device depends on it, and the
+// ranks do not know how they lie elsewhere.
+bool make_a_row(at::TensorList tensors) {
+  if (tensors.size() < 2 || !tensors[0].is_cuda()) return false;
+  const auto like = [&](const at::Tensor& tensor) {
+    return tensor.is_cuda() && tensor.numel() == tensors[0].numel() && tensor.scalar_type() == tensors[0].scalar_type();
+  };
+  return std::all_of(tensors.begin(), tensors.end(), like);
+}
+
 const char* begin(const at::Tensor& dense) { return static_cast<const char*>(dense.const_data_ptr()); }
 
 }  // namespace
@@ -87,6 +97,42 @@ TensorOperation::TensorOperation(Collective collective, int64_t group) {
 void TensorOperation::write(const at::Tensor& tensor) { core.outputs.push_back(describe(dense_output(tensor))); }
 
 void TensorOperation::read(const at::Tensor& tensor) { core.inputs.push_back(describe(dense_input(tensor))); }
+
+void TensorOperation::write_blocks(at::TensorList tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!make_a_row(tensors)) {
+    for (const auto& tensor : tensors) write(tensor);
+    return;
+  }
+  const auto elems = tensors[0].numel();
+  const auto row = at::empty({static_cast<int64_t>(tensors.size()) * elems}, tensors[0].options());
+  kept_.push_back(row.storage());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const auto& tensor = tensors[i];
+    at::assert_no_internal_overlap(tensor);
+    const auto block = row.narrow(0, static_cast<int64_t>(i) * elems, elems);
+    copies_.emplace_back(at::alias(tensor), block.view(tensor.sizes()));
+    kept_.push_back(tensor.storage());
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    core.outputs.push_back(describe(block));
+  }
+}
+
+void TensorOperation::read_blocks(at::TensorList tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!make_a_row(tensors)) {
+    for (const auto& tensor : tensors) read(tensor);
+    return;
+  }
+  std::vector<at::Tensor> rows;
+  for (const auto& tensor : tensors) rows.push_back(tensor.reshape({-1}));
+  const auto row = at::cat(rows);
+  kept_.push_back(row.storage());
+  const auto elems = tensors[0].numel();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    core.inputs.push_back(describe(row.narrow(0, static_cast<int64_t>(i) * elems, elems)));
+  }
+}
 
 void TensorOperation::update(const at::Tensor& tensor) {
   const auto dense = dense_output(tensor);

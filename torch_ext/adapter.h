@@ -22,6 +22,9 @@ class TensorOperation {
   // Describe the arguments, outputs first: an input that shares memory with an output is copied.
   void write(const at::Tensor& tensor);
   void read(const at::Tensor& tensor);
+  // As `write` and `read`, one tensor a rank. On a device, blocks of equal size are made to lie side by side.
+  void write_blocks(at::TensorList tensors);
+  void read_blocks(at::TensorList tensors);
   // In place: the same memory is input and output.
   void update(const at::Tensor& tensor);
   // An output of no elements, for ranks that receive nothing.

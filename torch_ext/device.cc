@@ -31,6 +31,10 @@ c10::Stream communication_stream(std::int64_t group, c10::Device device) {
   return found->second;
 }
 
+void record_use(const c10::Storage& storage, const c10::Stream& stream) {
+  guard(stream.device()).recordDataPtrOnStream(storage.data_ptr(), stream);
+}
+
 StreamScope::StreamScope(const c10::Stream& stream) : before_(guard(stream.device()).exchangeStream(stream)) {}
 
 StreamScope::~StreamScope() { guard(before_.device()).exchangeStream(before_); }
@@ -74,11 +78,10 @@ void Flight::wait() {
 
 void Flight::let_go(bool used_here_only) noexcept {
   if (!used_here_only) {
-    const auto impl = guard(stream_.device());
     for (const auto& operation : operations_) {
       for (const auto& storage : operation.storages()) {
         try {
-          impl.recordDataPtrOnStream(storage.data_ptr(), stream_);
+          record_use(storage, stream_);
         } catch (...) {
           // The device has failed, or the process is ending: nothing will use the memory.
         }

@@ -24,6 +24,9 @@ std::size_t handle_of(const c10::Stream& stream);
 // allocator knows it.
 c10::Stream communication_stream(std::int64_t group, c10::Device device);
 
+// Tells PyTorch's allocator that what is queued in `stream` so far uses the memory.
+void record_use(const c10::Storage& storage, const c10::Stream& stream);
+
 // What this thread does meanwhile goes to another stream.
 class StreamScope {
  public:

@@ -34,7 +34,7 @@ TensorOperation broadcast_(const at::Tensor& tensor, int64_t root, int64_t group
 
 TensorOperation all_gather(at::TensorList outputs, const at::Tensor& input, int64_t group) {
   TensorOperation operation(Collective::AllGather, group);
-  for (const auto& output : outputs) operation.write(output);
+  operation.write_blocks(outputs);
   operation.read(input);
   return operation;
 }
@@ -66,7 +66,7 @@ TensorOperation reduce_scatter(const at::Tensor& output, at::TensorList inputs, 
   TensorOperation operation(Collective::ReduceScatter, group);
   operation.core.op = std::move(op);
   operation.write(output);
-  for (const auto& input : inputs) operation.read(input);
+  operation.read_blocks(inputs);
   return operation;
 }
 

@@ -134,8 +134,11 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
     const auto& tensor = parameters[i];
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "parameter `", names[i], "` is not dense but of layout ",
                      tensor.layout());
-    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu(), "parameter `", names[i], "` is on ", tensor.device(),
-                                ": only CPU parameters are supported so far");
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu() || tensor.device().is_cuda(), "parameter `", names[i],
+                                "` is on ", tensor.device(), ": expected the CPU or a CUDA device");
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == parameters[0].device(), "parameter `", names[i], "` is on ",
+                                tensor.device(), " and `", named[0].name, "` on ", parameters[0].device(),
+                                ": expected all of them on one device");
     Param param;
     param.name = names[i];
     for (const auto size : tensor.sizes()) param.shape.push_back(static_cast<std::uint64_t>(size));
@@ -146,10 +149,10 @@ c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, st
     described.push_back(std::move(param));
   }
   const std::vector<std::size_t> members(ranks.begin(), ranks.end());
-  auto core = checked([&] {
-    return new_reducer({members.data(), members.size()}, {described.data(), described.size()},
-                       options_from(bucket_bytes, settings));
-  });
+  auto options = options_from(bucket_bytes, settings);
+  options.on_device = !named.empty() && named[0].tensor.is_cuda();
+  auto core = checked(
+      [&] { return new_reducer({members.data(), members.size()}, {described.data(), described.size()}, options); });
   auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(named_frozen), std::move(core), settings);
   for (std::size_t i = 0; i < reducer->watched_.size(); ++i) {
     auto& watched = reducer->watched_[i];
@@ -177,6 +180,10 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
     watched.parameter = std::move(parameter);
     watched_.push_back(std::move(watched));
   }
+  if (watched_.empty() || !watched_[0].options.device().is_cuda()) return;
+  std::vector<GradientLayout> layouts;
+  for (const auto& watched : watched_) layouts.push_back({watched.options, watched.sizes, watched.strides});
+  device_buckets_ = std::make_unique<DeviceBuckets>(core_, watched_[0].options.device(), std::move(layouts));
 }
 
 Reducer::~Reducer() { remove_hooks(); }
@@ -189,7 +196,9 @@ void Reducer::remove_hooks() {
 
 void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings& settings) {
   const std::lock_guard lock(mutex_);
-  checked([&] { (*core_)->configure(options_from(bucket_bytes, settings)); });
+  auto options = options_from(bucket_bytes, settings);
+  options.on_device = device_buckets_ != nullptr;
+  checked([&] { (*core_)->configure(options); });
   comm_hook_ = settings.at("comm_hook");
   static_graph_ = settings.at("static_graph") != 0;
 }
@@ -273,14 +282,21 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   checked([&] { (*core_)->await_step(); });
   const auto send = [&](const at::Tensor& dense) { checked([&] { run(broadcast_(dense, root, group())); }); };
+  // On devices, all of them are one operation.
+  std::vector<TensorOperation> on_device;
+  for (const auto& tensor : tensors) {
+    if (tensor.is_cuda()) on_device.push_back(broadcast_(tensor, root, group()));
+  }
+  if (!on_device.empty()) checked([&] { queue(on_device); });
+  for (const auto& operation : on_device) operation.finish();
   std::size_t packed_bytes = 0;
   for (const auto& tensor : tensors) {
-    if (is_packed(tensor)) packed_bytes += tensor.nbytes();
+    if (!tensor.is_cuda() && is_packed(tensor)) packed_bytes += tensor.nbytes();
   }
   auto packed = at::empty({static_cast<int64_t>(packed_bytes)}, at::kByte);
   auto* next = packed.data_ptr<std::uint8_t>();
   for (const auto& tensor : tensors) {
-    if (!is_packed(tensor)) continue;
+    if (tensor.is_cuda() || !is_packed(tensor)) continue;
     const auto dense = tensor.contiguous();
     if (dense.nbytes() > 0) std::memcpy(next, dense.const_data_ptr(), dense.nbytes());
     next += dense.nbytes();
@@ -288,6 +304,7 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   if (packed_bytes > 0) send(packed);
   next = packed.data_ptr<std::uint8_t>();
   for (const auto& tensor : tensors) {
+    if (tensor.is_cuda()) continue;
     if (!is_packed(tensor)) {
       // Dense memory in whatever order, which is the same on all ranks: seen as a row.
       send(tensor.as_strided({tensor.numel()}, {1}));
@@ -311,12 +328,13 @@ void Reducer::enter(bool sync) {
   auto backward = std::make_shared<Backward>(c10::intrusive_ptr<Reducer>::reclaim_copy(this));
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   mode_ = Mode::Entered;
-  lend_on_this_thread(core_);
+  if (!device_buckets_) lend_on_this_thread(core_);
 }
 
 void Reducer::begin() {
   mode_ = checked([&] { return (*core_)->begin(wants_sync_ || must_sync_); }) ? Mode::Reduced : Mode::Local;
   if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+  if (device_buckets_) device_gradients_.assign(watched_.size(), std::nullopt);
 }
 
 void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
@@ -344,6 +362,7 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
                   "` was taken away before it was reduced, by a hook of the parameter that sets `.grad` to None");
       place_zeros(index);
     }
+    reduce_on_device();
   }
   run_comm_hooks();
 }
@@ -377,14 +396,26 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
     }
     return true;
   }();
+  // One that autograd has just stolen shares its memory with `incoming`, which the engine still holds.
+  const bool stolen =
+      incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage());
+  if (device_buckets_) {
+    if (fits) {
+      mark_ready(index, gradient, incoming.defined());
+      if (auto& kept = device_gradients_[index]) kept->shared = gradient.storage().use_count() > (stolen ? 2 : 1);
+      return;
+    }
+    auto dense = at::empty_strided(sizes, strides, options);
+    dense.copy_(gradient);
+    // With a hook, what it makes of the gradient is copied back.
+    if (comm_hook_ >= 0) copy_back_.emplace_back(gradient, dense);
+    return mark_ready(index, dense, incoming.defined());
+  }
   auto* slot = (*core_)->slot_ptr(index);
   if (fits && gradient.data_ptr() == slot) return mark_ready(index, gradient, incoming.defined());
   (*core_)->observe(index, static_cast<const std::uint8_t*>(gradient.const_data_ptr()));
 
-  // A gradient that nobody else can see may move into its slot. One that autograd has just stolen shares its memory
-  // with `incoming`, which the engine still holds.
-  const bool stolen =
-      incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage());
+  // A gradient that nobody else can see may move into its slot.
   const bool ours = stolen || (gradient.use_count() == 1 && gradient.storage().use_count() == 1);
   if (ours) {
     auto lease = (*core_)->take_slot(index);
@@ -421,6 +452,11 @@ void Reducer::place_zeros(std::size_t index) {
 void Reducer::mark_ready(std::size_t index, const at::Tensor& gradient, bool used) {
   auto* data = gradient.defined() ? static_cast<std::uint8_t*>(gradient.data_ptr()) : nullptr;
   const auto full = checked([&] { return (*core_)->mark_ready(index, data, used); });
+  if (device_buckets_ && comm_hook_ < 0) {
+    if (gradient.defined()) device_gradients_[index] = {gradient, current_stream(gradient.device())};
+    for (auto bucket = full.begin; bucket < full.end; ++bucket) to_reduce_.push_back(bucket);
+    return;
+  }
   if (comm_hook_ < 0) return;
   gradients_[index] = gradient;
   for (auto bucket = full.begin; bucket < full.end; ++bucket) to_hook_.push_back(bucket);
@@ -435,6 +471,23 @@ at::Tensor Reducer::view_of(std::size_t index, rust::Box<SlotLease> lease) const
       .context(lease.into_raw(), give_back)
       .options(watched.options)
       .make_tensor();
+}
+
+void Reducer::reduce_on_device() {
+  for (const auto index : std::exchange(to_reduce_, {})) {
+    const auto& plan = device_buckets_->reduce(index, device_gradients_);
+    for (const auto param : plan.params) {
+      auto& gradient = device_gradients_[param];
+      if (!gradient) continue;
+      const auto stands_in = [&](const auto& zeros) { return zeros.first == param; };
+      if (const auto zeros = std::find_if(zeros_.begin(), zeros_.end(), stands_in); zeros != zeros_.end()) {
+        zeros->second = std::move(gradient->value);
+      } else {
+        watched_[param].parameter.tensor.mutable_grad() = std::move(gradient->value);
+      }
+      gradient.reset();
+    }
+  }
 }
 
 void Reducer::run_comm_hooks() {
@@ -452,7 +505,8 @@ void Reducer::run_comm_hooks() {
     bool in_place = true;
     for (const auto param : plan.params) {
       const auto& gradient = gradients_[param];
-      in_place &= !gradient.defined() || gradient.numel() == 0 || gradient.data_ptr() == (*core_)->slot_ptr(param);
+      in_place &= !device_buckets_ &&
+                  (!gradient.defined() || gradient.numel() == 0 || gradient.data_ptr() == (*core_)->slot_ptr(param));
     }
     if (in_place) {
       auto* data = (*arena)->at(plan.offset_bytes);
@@ -514,6 +568,7 @@ void Reducer::place_missing() {
       place_zeros(index);
     }
   }
+  reduce_on_device();
 }
 
 void Reducer::average_sparse_gradients(const rust::Vec<std::uint8_t>& used) {
@@ -556,6 +611,7 @@ void Reducer::complete() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto used = checked([&] { return (*core_)->finish(); });
+  if (device_buckets_) device_buckets_->follow();
   average_sparse_gradients(used);
   if (mode_ == Mode::Reduced) {
     const auto record = times_.is_sampled() ? (*core_)->record() : StepRecord();
@@ -583,6 +639,7 @@ void Reducer::shadow() {
   if (!checked([&] { return (*core_)->begin(true); })) return;
   mode_ = Mode::Shadowed;
   if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+  if (device_buckets_) device_gradients_.assign(watched_.size(), std::nullopt);
   const auto end = std::shared_ptr<bool>(new bool(false), [this](const bool* finished) {
     leave(*finished);
     delete finished;
@@ -590,6 +647,7 @@ void Reducer::shadow() {
   {
     const at::NoGradGuard no_grad;
     for (std::size_t index = 0; index < watched_.size(); ++index) place_zeros(index);
+    reduce_on_device();
   }
   complete();
   *end = true;
@@ -611,6 +669,9 @@ void Reducer::leave(bool finished) {
   copy_back_.clear();
   zeros_.clear();
   to_hook_.clear();
+  to_reduce_.clear();
+  device_gradients_.clear();
+  if (device_buckets_) device_buckets_->leave();
   hooked_.clear();
   gradients_.clear();
   // Not kept beyond the step: the model may get others.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "comm_hook.h"
+#include "device_buckets.h"
 #include "lending.h"
 #include "smd/src/bridge.rs.h"
 #include "step_times.h"
@@ -114,6 +115,8 @@ class Reducer : public torch::CustomClassHolder {
   // Stand-ins for gradients that did not come.
   void place_missing();
   void run_comm_hooks();
+  // Packs and reduces full buckets on a device; their gradients become views of the buckets.
+  void reduce_on_device();
   void take_hooked();
   void average_sparse_gradients(const rust::Vec<std::uint8_t>& used);
   void complete();
@@ -152,6 +155,10 @@ class Reducer : public torch::CustomClassHolder {
   std::vector<at::Tensor> buffers_;
   bool buffers_stale_ = false;
   std::optional<at::Tensor> scale_;
+  // For gradients on a CUDA device.
+  std::unique_ptr<DeviceBuckets> device_buckets_;
+  std::vector<std::optional<DeviceBuckets::Gradient>> device_gradients_;
+  std::vector<std::size_t> to_reduce_;
   // With a communication hook: the gradients of this backward, the buckets that wait for the hook, and those that it
   // has.
   struct Hooked;

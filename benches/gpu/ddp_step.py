@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ours", nargs="+", type=float, default=[0], help="bucket sizes in MiB; 0 is the default")
+    parser.add_argument("--local", action="store_true", help="ours once more, without anybody to reduce with")
     parser.add_argument("--torch", nargs="+", default=list(TORCH_VARIANTS), choices=list(TORCH_VARIANTS))
     parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
@@ -75,6 +76,10 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
         variants[f"ours {mib:g}" if mib else "ours"] = lambda mib=mib: OurDDP(
             model, device_ids=[torch.cuda.current_device()], bucket_cap_mb=mib or None
         )
+    if arguments.local:
+        # Groups are made by all ranks.
+        own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+        variants["ours, local"] = lambda: OurDDP(model, device_ids=[torch.cuda.current_device()], process_group=own)
     for variant in arguments.torch:
         variants[variant] = lambda variant=variant: TorchDDP(
             model, device_ids=[torch.cuda.current_device()], **TORCH_VARIANTS[variant]

@@ -114,6 +114,7 @@ mod ffi {
         accumulation_steps: u32,
         static_graph: bool,
         reduction: Reduction,
+        on_device: bool,
     }
 
     /// `smd_core::reducer::Record`.
@@ -140,11 +141,35 @@ mod ffi {
         offset_bytes: usize,
         elems: usize,
         dtype: DType,
-        /// Parameters in the bucket, and where each one's slot starts, in elements of the bucket.
+        /// What its values travel as.
+        wire: DType,
+        /// Parameters in the bucket, where each one's slot starts, in elements of the bucket, and whether its gradient is
+        /// reduced where it lies.
         params: Vec<usize>,
         starts: Vec<usize>,
+        apart: Vec<bool>,
         /// Of the whole plan.
         num_buckets: usize,
+    }
+
+    /// `smd_core::device::pack::Piece`: a gradient on a device and its place in a bucket, in elements.
+    #[derive(Debug)]
+    struct Piece {
+        ptr: *mut u8,
+        start: usize,
+        elems: usize,
+    }
+
+    /// `smd_core::reducer::DeviceBucket`.
+    #[derive(Debug)]
+    struct DeviceBucket<'a> {
+        pieces: &'a [Piece],
+        /// Empty, or the memory of the slots.
+        flat: &'a [TensorView],
+        /// Empty, or the memory in which the slots travel.
+        wire: &'a [TensorView],
+        apart: &'a [TensorView],
+        stream: usize,
     }
 
     extern "Rust" {
@@ -272,8 +297,20 @@ mod ffi {
         unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<Buckets>;
         /// Describes a bucket.
         fn bucket(self: &Reducer, index: usize) -> BucketPlan;
-        /// Where the slots are.
+        /// Where the slots are; nowhere on a device.
         fn arena(self: &Reducer) -> Box<Arena>;
+        /// Tells the plan in force from every other one of this process.
+        fn plan_number(self: &Reducer) -> u64;
+        /// Packs a bucket on a device and has it reduced in the stream `communication`.
+        ///
+        /// # Safety
+        /// See `smd_core::reducer::Reducer::launch`.
+        unsafe fn launch(self: &Reducer, index: usize, bucket: &DeviceBucket, communication: usize) -> Result<()>;
+        /// Makes a stream wait for what was launched.
+        ///
+        /// # Safety
+        /// It is a stream of the device that buckets are on.
+        unsafe fn follow(self: &Reducer, stream: usize) -> Result<()>;
         /// The caller has reduced a bucket.
         fn reduced_by_caller(self: &Reducer);
         /// Parameters without a gradient in this backward so far.

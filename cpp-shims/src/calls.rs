@@ -248,7 +248,7 @@ fn peer(call: &ffi::Call) -> Result<usize> {
 
 /// # Safety
 /// As [`TensorView::new`].
-unsafe fn tensor(view: &ffi::TensorView) -> Result<TensorView> {
+pub unsafe fn tensor(view: &ffi::TensorView) -> Result<TensorView> {
     let device = match view.device {
         ffi::DeviceKind::Cpu => Device::Cpu,
         ffi::DeviceKind::Cuda => Device::Cuda(view.device_index),

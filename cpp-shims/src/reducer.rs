@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use smd_core::buffer::DType;
-use smd_core::reducer::{self, ParamSpec, Reduction};
+use smd_core::device::pack::Piece;
+use smd_core::reducer::{self, DeviceBucket, ParamSpec, Reduction};
 use smd_core::session::{self, Session};
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
-use crate::calls::dtype;
+use crate::calls::{dtype, tensor};
 use crate::guard::{Report, guard};
 
 /// A reducer with a group of its own, so that its operations keep their order whatever else the script does.
@@ -21,7 +22,7 @@ pub struct Reducer {
 pub struct SlotLease(Option<reducer::SlotLease>);
 
 /// The memory of all slots.
-pub struct Arena(Arc<reducer::Arena>);
+pub struct Arena(Option<Arc<reducer::Arena>>);
 
 pub fn new_reducer(
     ranks: &[usize],
@@ -61,6 +62,7 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
         find_unused_parameters: options.find_unused_parameters,
         accumulation_steps: options.accumulation_steps,
         static_graph: options.static_graph,
+        on_device: options.on_device,
         reduction: match options.reduction {
             ffi::Reduction::Average => Reduction::Average,
             ffi::Reduction::Float16 => Reduction::Compressed(DType::Float16),
@@ -146,14 +148,45 @@ impl Reducer {
             offset_bytes: bucket.offset_bytes,
             elems: bucket.elems(),
             dtype: bucket.dtype.into(),
+            wire: self.inner.options().wire_dtype(bucket.dtype).into(),
             params: bucket.slots.iter().map(|slot| slot.param).collect(),
             starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
+            apart: bucket.slots.iter().map(|slot| slot.apart).collect(),
             num_buckets: plan.buckets().len(),
         }
     }
 
     pub fn arena(&self) -> Box<Arena> {
         Box::new(Arena(self.inner.arena()))
+    }
+
+    pub fn plan_number(&self) -> u64 {
+        self.inner.plan_number()
+    }
+
+    /// # Safety
+    /// See the bridge.
+    pub unsafe fn launch(&self, index: usize, bucket: &ffi::DeviceBucket, communication: usize) -> Result<(), Report> {
+        guard(|| {
+            let pieces: Vec<Piece> = (bucket.pieces.iter())
+                .map(|piece| Piece { tensor: piece.ptr as u64, offset: piece.start, elems: piece.elems })
+                .collect();
+            // SAFETY: the caller's promise.
+            let view = |view: &ffi::TensorView| unsafe { tensor(view) };
+            let flat = bucket.flat.first().map(view).transpose()?;
+            let wire = bucket.wire.first().map(view).transpose()?;
+            let apart = bucket.apart.iter().map(view).collect::<Result<Vec<_>>>()?;
+            let bucket = DeviceBucket { pieces: &pieces, flat, wire, apart: &apart, stream: bucket.stream };
+            // SAFETY: as above.
+            unsafe { self.inner.launch(index, &bucket, communication) }
+        })
+    }
+
+    /// # Safety
+    /// See the bridge.
+    pub unsafe fn follow(&self, stream: usize) -> Result<(), Report> {
+        // SAFETY: the caller's promise.
+        guard(|| unsafe { self.inner.follow(stream) })
     }
 
     pub fn reduced_by_caller(&self) {
@@ -217,6 +250,6 @@ impl SlotLease {
 
 impl Arena {
     pub fn at(&self, offset_bytes: usize) -> *mut u8 {
-        self.0.at(offset_bytes)
+        self.0.as_ref().map_or(std::ptr::null_mut(), |arena| arena.at(offset_bytes))
     }
 }

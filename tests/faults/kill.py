@@ -1,10 +1,12 @@
 """Kill -9 of a random rank at a random moment of a training job, many times; what the survivors make of it.
 
     python tests/faults/kill.py --runs 200 --seed 1
+    python tests/faults/kill.py --runs 50 --cuda --at-once 10
 
 Each run is decided by its seed alone: how many ranks, which launcher, who dies, in which phase, and when in it (as a
 share of the time that the phase takes). A survivor must end with an error that names the dead rank within 5 s of the
-death; nothing may be left of the job. A rank that dies in `shutdown` may have done its part: then the others end well.
+death, within 10 s where a device has to be stopped first; nothing may be left of the job. A rank that dies in `shutdown`
+may have done its part: then the others end well.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +31,14 @@ if __name__ == "__main__":
 from support import start_ranks
 
 PHASES = ("init", "wrap", "forward", "backward", "collective", "shutdown")
-#: A survivor knows of a death within this time.
-LIMIT_SECONDS = 5.0
+#: A survivor knows of a death within this time, without and with devices.
+LIMIT_SECONDS = {False: 5.0, True: 10.0}
 #: The longest run; most of it is the import of torch on a busy machine.
 _TIMEOUT_SECONDS = 300.0
 #: How long the phases take that happen once, about.
 _ONCE_SECONDS = {"init": 0.05, "wrap": 0.05, "shutdown": 0.01}
+#: The same on devices: to wrap a model is the first time that ranks use them together.
+_ONCE_SECONDS_CUDA = {"init": 0.05, "wrap": 1.0, "shutdown": 0.1}
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,14 @@ class Case:
     share: float
     #: The step in which a phase that repeats is hit.
     step: int
+    #: Whether each rank trains on a device of its own.
+    cuda: bool = False
 
     @classmethod
-    def of(cls, seed: int) -> Case:
+    def of(cls, seed: int, cuda: bool = False) -> Case:
         """The case of this seed; six seeds in a row have all six phases."""
         dice = random.Random(seed)
-        n = dice.choice((2, 2, 3))
+        n = 2 if cuda else dice.choice((2, 2, 3))
         phase = PHASES[seed % len(PHASES)]
         # Of a rank that dies before it has met any other only a launcher can know; alone, the others wait for it
         # until SMD_INIT_TIMEOUT_SECONDS and then name it.
@@ -65,20 +74,21 @@ class Case:
             phase=phase,
             share=dice.random(),
             step=dice.randrange(2, 6),
+            cuda=cuda,
         )
 
     def __str__(self) -> str:
         return (
-            f"seed {self.seed}: {self.launcher}, rank {self.victim} of {self.n} dies in {self.phase} "
-            f"(step {self.step}, at {self.share:.0%})"
+            f"seed {self.seed}: {self.launcher}, rank {self.victim} of {self.n}{' on devices' * self.cuda} dies in "
+            f"{self.phase} (step {self.step}, at {self.share:.0%})"
         )
 
 
-def train(seed: int, folder: str) -> None:
+def train(seed: int, folder: str, cuda: bool) -> None:
     """The body of every rank: a training loop that ends only with a death."""
     from support.rank_main import this_rank
 
-    case, rank = Case.of(seed), this_rank()
+    case, rank = Case.of(seed, cuda), this_rank()
     phase = _Phases(case, _Fate(case, Path(folder)) if rank == case.victim else None)
     try:
         _train(case, rank, phase)
@@ -97,16 +107,22 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
     torch.manual_seed(rank)
+    device = torch.device("cuda", rank) if case.cuda else torch.device("cpu")
+    if case.cuda:
+        torch.cuda.set_device(device)
+        # The context takes seconds, and has nothing to do with other ranks.
+        torch.zeros(1, device=device)
     with phase("init"):
         dist.init_process_group()
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
     )
+    model = model.to(device)
     with phase("wrap"):
         model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, targets = torch.randn(64, 256), torch.randint(10, (64,))
-    metric = torch.ones(200_000)
+    inputs, targets = torch.randn(64, 256, device=device), torch.randint(10, (64,), device=device)
+    metric = torch.ones(200_000, device=device)
     # In the phases that repeat, ranks go on until one of them dies.
     last_step = case.step if case.phase == "shutdown" else sys.maxsize
     for step in range(last_step):
@@ -119,6 +135,9 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
         optimizer.zero_grad(set_to_none=False)
         with phase("collective"):
             dist.all_reduce(metric)
+            if step % 2:
+                # The host of a rank that trains on a device seldom waits for it, but it does.
+                metric[0].item()
     with phase("shutdown"):
         dist.destroy_process_group()
 
@@ -150,7 +169,7 @@ class _Phases:
     def __init__(self, case: Case, fate: _Fate | None) -> None:
         self._case = case
         self._fate = fate
-        self._seconds = dict(_ONCE_SECONDS)
+        self._seconds = dict(_ONCE_SECONDS_CUDA if case.cuda else _ONCE_SECONDS)
         self._name = ""
         self.step = 0
         #: When the present phase began.
@@ -188,7 +207,8 @@ def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> Verdict:
     """Runs one case; `folder` is empty and belongs to it."""
     shared_before = _shared_memory()
     problems = []
-    with start_ranks(train, case.n, case.seed, str(folder), launcher=case.launcher, timeout=timeout) as job:
+    arguments = (case.seed, str(folder), case.cuda)
+    with start_ranks(train, case.n, *arguments, launcher=case.launcher, timeout=timeout) as job:
         outcome = job.wait()
     if outcome.timed_out:
         problems.append(f"still running after {timeout:.0f} s")
@@ -213,11 +233,12 @@ def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> Verdict:
                 problems.append(f"rank {rank.rank} ended without an error")
         elif f"rank {case.victim} died" not in rank.error:
             problems.append(f"rank {rank.rank} does not name rank {case.victim}: {rank.error}")
-    if latency > LIMIT_SECONDS:
+    if latency > LIMIT_SECONDS[case.cuda]:
         problems.append(f"the last survivor knew after {latency:.1f} s")
     if case.launcher == "smdrun" and f"rank {case.victim} failed first: killed by SIGKILL" not in outcome.output:
         problems.append("smdrun does not say who failed first")
-    if left := _shared_memory() - shared_before:
+    # NCCL has files there for a moment.
+    if not case.cuda and (left := _shared_memory() - shared_before):
         # Another program's file may come and go; ours would stay.
         time.sleep(1.0)
         if left := left & _shared_memory():
@@ -232,25 +253,37 @@ def _shared_memory() -> set[str]:
         return set()
 
 
+def _device_memory() -> list[int]:
+    """MiB in use on each device."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def _run_seed(seed: int, cuda: bool) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="smd-kill-") as folder:
+        return run(Case.of(seed, cuda), Path(folder), _TIMEOUT_SECONDS / 5 if cuda else _TIMEOUT_SECONDS)
+
+
 def main() -> int:
     """Runs many cases and prints a table."""
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; run i has seed + i")
+    parser.add_argument("--cuda", action="store_true", help="two ranks that train on devices 0 and 1")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     options = parser.parse_args()
     latencies: dict[str, list[float]] = {phase: [] for phase in PHASES}
     failed: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.runs):
-        with tempfile.TemporaryDirectory(prefix="smd-kill-") as folder:
-            verdict = run(Case.of(seed), Path(folder))
-        latencies[verdict.case.phase].append(verdict.latency)
-        if verdict.problems:
-            failed[verdict.case.phase] += 1
-            print(f"FAILED {verdict.case}: {'; '.join(verdict.problems)}\n{verdict.story}", flush=True)
-        elif sys.stdout.isatty():
-            print(f"\r{seed - options.seed + 1}/{options.runs}", end="", flush=True)
+    memory_before = _device_memory() if options.cuda else []
+    seeds = range(options.seed, options.seed + options.runs)
+    with ThreadPoolExecutor(options.at_once) as jobs:
+        for done, verdict in enumerate(jobs.map(_run_seed, seeds, [options.cuda] * options.runs), 1):
+            latencies[verdict.case.phase].append(verdict.latency)
+            if verdict.problems:
+                failed[verdict.case.phase] += 1
+                print(f"FAILED {verdict.case}: {'; '.join(verdict.problems)}\n{verdict.story}", flush=True)
+            elif sys.stdout.isatty():
+                print(f"\r{done}/{options.runs}", end="", flush=True)
     print(f"\n{'died in':12} {'runs':>5} {'failed':>7} {'median ms':>10} {'worst ms':>9}")
     for phase, values in latencies.items():
         if values:
@@ -258,6 +291,11 @@ def main() -> int:
             median, worst = values[len(values) // 2] * 1e3, values[-1] * 1e3
             print(f"{phase:12} {len(values):5} {failed[phase]:7} {median:10.0f} {worst:9.0f}")
     print(f"{options.runs - failed.total()} passed, {failed.total()} failed")
+    if options.cuda:
+        memory = _device_memory()
+        print(f"device memory in use before and after: {memory_before} and {memory} MiB")
+        # The driver itself takes some.
+        failed["memory"] = sum(after > before + 64 for before, after in zip(memory_before, memory, strict=True))
     return int(failed.total() > 0)
 
 

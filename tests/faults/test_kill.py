@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import run_ranks
+from support.devices import needs_two
 
 _spec = importlib.util.spec_from_file_location("kill", Path(__file__).with_name("kill.py"))
 kill = importlib.util.module_from_spec(_spec)
@@ -34,4 +35,12 @@ def shim():
 def test_survivors_name_the_dead(seed, tmp_path):
     case = kill.Case.of(seed)
     verdict = kill.run(case, tmp_path, timeout=110.0)
+    assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"
+
+
+@needs_two
+@pytest.mark.parametrize("seed", range(6))
+def test_survivors_on_devices_name_the_dead(seed, tmp_path):
+    case = kill.Case.of(seed, cuda=True)
+    verdict = kill.run(case, tmp_path, timeout=60.0)
     assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"

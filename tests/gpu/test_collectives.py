@@ -5,46 +5,15 @@ A job on GPUs takes long to start, so each one makes many checks and reports the
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 
 from support import run_ranks
+from support.checks import Checks, start_on_device
 from support.devices import NUM_RANKS, needs_two
 
 pytestmark = [pytest.mark.timeout(240), needs_two]
 
 SIZES = (0, 1, 7, 1000, 65_537, 3 << 20)
-
-
-def _start():
-    """Our session, torch's NCCL group of the same ranks, and this rank's device."""
-    import os
-
-    import torch
-    import torch.distributed as c10d
-
-    import smdistributed.dataparallel.torch.distributed as dist
-
-    dist.init_process_group()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    c10d.init_process_group("nccl", rank=rank, world_size=size)
-    return torch, c10d, dist, rank, size
-
-
-class _Checks:
-    """Runs checks and keeps what failed."""
-
-    def __init__(self):
-        self.failed = []
-
-    def __call__(self, name, check):
-        try:
-            check()
-        except BaseException as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            self.failed.append(f"{name}: {type(error).__name__}: {str(error)[:600]} ({last.name}:{last.lineno})")
 
 
 def _values(torch, dtype, elems, salt):
@@ -67,8 +36,8 @@ def _equal(torch, mine, theirs, what):
 
 
 def collectives_body():
-    torch, c10d, dist, rank, size = _start()
-    checks = _Checks()
+    torch, c10d, dist, rank, size = start_on_device()
+    checks = Checks()
     ops = {
         "SUM": c10d.ReduceOp.SUM,
         "AVERAGE": c10d.ReduceOp.AVG,
@@ -224,15 +193,17 @@ def collectives_body():
 
 def test_collectives_equal_nccl():
     # NCCL's order of summation is compared with itself.
-    failed = run_ranks(collectives_body, NUM_RANKS, env={"SMD_P2P_MAX_BYTES": "0"}, timeout=200)
+    failed = run_ranks(
+        collectives_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15", "SMD_P2P_MAX_BYTES": "0"}, timeout=90
+    )
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 
 
 def backend_body():
-    torch, c10d, _, rank, size = _start()
+    torch, c10d, _, rank, size = start_on_device()
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 
-    checks = _Checks()
+    checks = Checks()
     group = c10d.new_group(backend="smddp")
 
     def compare(name, run):
@@ -365,7 +336,7 @@ def backend_body():
 
 
 def test_backend_equals_nccl():
-    failed = run_ranks(backend_body, NUM_RANKS, timeout=200)
+    failed = run_ranks(backend_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 
 

@@ -32,6 +32,7 @@ def test_every_subject_has_a_line_and_every_problem_a_remedy():
         "C++ compiler",
         "MPI",
         "NCCL",
+        "NVRTC",
         "shared memory",
         "cores",
     ):

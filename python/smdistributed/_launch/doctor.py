@@ -66,6 +66,7 @@ def _findings(build: bool) -> Iterator[Finding]:
     yield _cache()
     yield from _cuda()
     yield _nccl()
+    yield _nvrtc()
     yield _mpi()
     yield _horovod()
     yield _cores()
@@ -164,20 +165,60 @@ def _cuda() -> Iterator[Finding]:
         driver.cuDeviceGetCount(ctypes.byref(count))
         text = f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} device(s)"
         yield Finding("CUDA driver", "ok", text)
+        yield from _devices(driver, count.value)
     else:
         yield Finding("CUDA driver", "--", f"loads, but cuInit fails with {status}", "see `nvidia-smi`")
 
 
+def _devices(driver: ctypes.CDLL, count: int) -> Iterator[Finding]:
+    """Each device, and whether they reach each other's memory."""
+    handles = []
+    for index in range(count):
+        handle, name, memory = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_size_t()
+        if driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
+            continue
+        handles.append(handle)
+        driver.cuDeviceGetName(name, len(name), handle)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+        text = f"{name.value.decode(errors='replace')}, {memory.value / _GIB:.0f} GiB"
+        yield Finding(f"cuda:{index}", "ok", text)
+    apart = []
+    for one in handles:
+        for other in handles:
+            reachable = ctypes.c_int(1)
+            if one.value != other.value:
+                driver.cuDeviceCanAccessPeer(ctypes.byref(reachable), one, other)
+            if not reachable.value and one.value < other.value:
+                apart.append(f"{one.value} and {other.value}")
+    if len(handles) > 1 and apart:
+        yield Finding("CUDA peers", "--", f"no direct access between devices {', '.join(apart)}: NCCL goes by the host")
+    elif len(handles) > 1:
+        yield Finding("CUDA peers", "ok", "all devices reach each other's memory")
+
+
 def _nccl() -> Finding:
+    remedy = "needed for CUDA tensors: it comes with PyTorch's CUDA build"
+    return _library("NCCL", "nvidia-nccl", ("libnccl.so.2",), remedy)
+
+
+def _nvrtc() -> Finding:
+    remedy = "needed for gradients on devices: it comes with PyTorch's CUDA build"
+    return _library("NVRTC", "nvidia-cuda-nvrtc", ("libnvrtc.so.13", "libnvrtc.so.12"), remedy)
+
+
+def _library(subject: str, wheel: str, names: tuple[str, ...], remedy: str) -> Finding:
+    """A library that a wheel brings, or the system has."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
-        if name.startswith("nvidia-nccl"):
-            return Finding("NCCL", "ok", f"{distribution.version} ({name})")
-    try:
-        ctypes.CDLL("libnccl.so.2")
-    except OSError:
-        return Finding("NCCL", "--", "not found")
-    return Finding("NCCL", "ok", "libnccl.so.2 of the system")
+        if name.startswith(wheel):
+            return Finding(subject, "ok", f"{distribution.version} ({name})")
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return Finding(subject, "ok", f"{name} of the system")
+    return Finding(subject, "--", "not found", remedy)
 
 
 def _mpi() -> Finding:

@@ -190,6 +190,12 @@ impl Communicator {
         self.cuda.measured_bucket_bytes()
     }
 
+    /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this
+    /// member fails with `reason`. The others' wait for this member until their time limit, or until it is gone.
+    pub fn end_devices(&self, reason: Error) {
+        self.cuda.end(reason);
+    }
+
     /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
     /// from every other one, and answers. Stands outside the order of operations, as messages do; a group that fails it
     /// stays usable.

@@ -120,6 +120,14 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
     if x.find_unused_parameters != y.find_unused_parameters {
         return differ("find_unused_parameters", &x.find_unused_parameters, &y.find_unused_parameters);
     }
+    if x.on_device != y.on_device {
+        let place = |on_device| if on_device { "on a CUDA device" } else { "on the CPU" };
+        return Some(format!(
+            "parameters are {} on rank {rank_a} and {} on rank {rank_b}",
+            place(x.on_device),
+            place(y.on_device)
+        ));
+    }
     if x.static_graph != y.static_graph {
         return differ("static_graph", &x.static_graph, &y.static_graph);
     }

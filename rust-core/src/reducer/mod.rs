@@ -19,9 +19,12 @@
 //! - RED-4: a step ends in one of two ways on every rank: all buckets are reduced, or an error names the rank that
 //!   could not go on. Either way the next step starts afresh.
 //! - RED-5: the plan is made anew once, after the first step, in the order in which rank 0 saw the gradients.
-//!
 //! - RED-6: a parameter whose gradients are sparse has an empty slot: it is counted like any other, and what there is
 //!   to exchange is exchanged between steps.
+//! - RED-7: on a CUDA device, a bucket counts as reduced when its reduction is queued ([`Reducer::follow`] makes a stream
+//!   wait for the values). The host of a rank does not wait for the others, so one that cannot go on before it has
+//!   queued all buckets reduces no more: its next step raises, and the others', which wait for it, end with its end or
+//!   at their time limit.
 //!
 //! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a communicator.
 
@@ -32,6 +35,7 @@ mod arena;
 mod copy;
 pub mod fingerprint;
 pub mod history;
+mod launcher;
 pub mod lending;
 pub mod plan;
 mod runner;
@@ -40,6 +44,7 @@ pub mod step;
 mod tests;
 
 pub use arena::{Arena, SlotLease};
+pub use launcher::DeviceBucket;
 pub use plan::{Bucket, Plan, Slot};
 pub use runner::{Record, Reducer};
 pub use step::Step;
@@ -113,6 +118,9 @@ pub struct Options {
     pub static_graph: bool,
     /// What happens to a full bucket.
     pub reduction: Reduction,
+    /// Whether gradients are on a CUDA device. Buckets then lie in memory of the caller, who packs and launches them
+    /// with [`Reducer::launch`] when [`Reducer::mark_ready`] says that they are full.
+    pub on_device: bool,
 }
 
 impl Options {
@@ -120,6 +128,8 @@ impl Options {
     pub const DEFAULT_BUCKET_BYTES: usize = 25 << 20;
     /// 1 MiB.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
+    /// See [`Options::sets_apart`].
+    const APART_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
         if self.bucket_bytes.is_empty() || self.bucket_bytes.contains(&0) || self.accumulation_steps == 0 {
@@ -136,6 +146,17 @@ impl Options {
         }
     }
 
+    /// Whether the caller does something for every full bucket.
+    fn gives_buckets(&self) -> bool {
+        self.on_device || self.reduction == Reduction::ByCaller
+    }
+
+    /// Whether the gradient of `param` is reduced where it lies, without a place in its bucket's memory: on a device,
+    /// large ones, which cost more to copy than to name.
+    pub fn sets_apart(&self, param: &ParamSpec) -> bool {
+        self.on_device && self.reduction == Reduction::Average && param.bytes() >= Self::APART_BYTES
+    }
+
     /// The largest size of a bucket that follows `full` others.
     fn cap_of(&self, full: usize) -> usize {
         self.bucket_bytes[full.min(self.bucket_bytes.len() - 1)]
@@ -147,7 +168,7 @@ impl Options {
     }
 
     /// What a bucket of `dtype` values travels as.
-    fn wire_dtype(&self, dtype: DType) -> DType {
+    pub fn wire_dtype(&self, dtype: DType) -> DType {
         match self.reduction {
             Reduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
             Reduction::Average | Reduction::ByCaller => dtype,
@@ -163,6 +184,7 @@ impl Default for Options {
             accumulation_steps: 1,
             static_graph: false,
             reduction: Reduction::Average,
+            on_device: false,
         }
     }
 }

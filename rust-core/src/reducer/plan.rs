@@ -4,9 +4,11 @@
 //!   [`ALIGN`] bytes, and so do slots, except where a caller reduces buckets: there they lie side by side, so that
 //!   the bucket is its gradients and nothing else.
 //! - PLAN-2: a bucket holds one element type, and its slots in the order in which gradients are expected.
-//! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger.
+//! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger. On a device, where every
+//!   operation has a price of its own, the parameter with which a bucket reaches the cap is in it, too.
 //! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
+//! - PLAN-6: a parameter that is set apart ([`Options::sets_apart`]) has a slot without room in the bucket's memory.
 
 use super::{Options, ParamSpec, Reduction};
 use crate::buffer::DType;
@@ -21,8 +23,10 @@ pub struct Slot {
     pub param: usize,
     /// Start in the window, in bytes.
     pub offset_bytes: usize,
-    /// Length in bytes, without padding.
+    /// Length in bytes, without padding; 0 if the gradient is reduced where it lies (PLAN-6).
     pub bytes: usize,
+    /// PLAN-6.
+    pub apart: bool,
 }
 
 /// Gradients that are reduced together.
@@ -86,7 +90,11 @@ impl Plan {
             let bytes = params[param].bytes().next_multiple_of(align(dtype));
             let cap = options.cap_of(full.len());
             let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
-            if let Some(index) = at.filter(|&index| open[index].bytes + bytes > cap) {
+            let is_full = |bucket: &Open| match options.on_device {
+                true => bucket.bytes >= cap,
+                false => bucket.bytes + bytes > cap,
+            };
+            if let Some(index) = at.filter(|&index| is_full(&open[index])) {
                 full.push(open.remove(index));
                 at = None;
             }
@@ -118,8 +126,9 @@ impl Plan {
             let mut end = start;
             let mut slots = Vec::with_capacity(members.len());
             for (position, param) in members.into_iter().enumerate() {
-                let slot =
-                    Slot { param, offset_bytes: end.next_multiple_of(align(dtype)), bytes: params[param].bytes() };
+                let apart = options.sets_apart(&params[param]);
+                let bytes = if apart { 0 } else { params[param].bytes() };
+                let slot = Slot { param, offset_bytes: end.next_multiple_of(align(dtype)), bytes, apart };
                 end = slot.offset_bytes + slot.bytes;
                 slots.push(slot);
                 plan.places[param] = (index, position);
@@ -175,7 +184,9 @@ pub fn describe(plan: &Plan, params: &[ParamSpec]) -> String {
     let mut text = String::new();
     for (index, bucket) in plan.buckets().iter().enumerate() {
         let names: Vec<&str> = bucket.slots.iter().map(|slot| params[slot.param].name.as_str()).collect();
-        let _ = writeln!(text, "bucket {index}: {}, {} bytes: {}", bucket.dtype, bucket.bytes, names.join(", "));
+        let bytes: usize = bucket.slots.iter().filter(|slot| slot.apart).map(|slot| params[slot.param].bytes()).sum();
+        let _ =
+            writeln!(text, "bucket {index}: {}, {} bytes: {}", bucket.dtype, bucket.bytes + bytes, names.join(", "));
     }
     text
 }

@@ -6,7 +6,8 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -14,10 +15,12 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::copy::{self, Move};
 use super::fingerprint::{self, Description, view};
 use super::history::{History, Part};
+use super::launcher::{DeviceBucket, Launcher};
 use super::lending::Lending;
 use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, SlotLease, Step};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
+use crate::device::Context;
 use crate::error::{Error, Result};
 use crate::trace;
 use crate::world::monitor::interrupt_pending;
@@ -31,13 +34,18 @@ pub struct Reducer {
     params: Arc<[ParamSpec]>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Made with the first bucket on a device.
+    launcher: OnceLock<Launcher>,
 }
 
 /// What changes when the plan is made anew.
 #[derive(Clone)]
 struct Layout {
     plan: Arc<Plan>,
-    arena: Arc<Arena>,
+    /// Not for gradients on a device.
+    arena: Option<Arc<Arena>>,
+    /// New for each layout.
+    number: u64,
 }
 
 struct State {
@@ -130,7 +138,7 @@ impl Reducer {
         let description = Description { params, options };
         fingerprint::agree(&communicator, &description)?;
         let Description { params, options } = description;
-        let layout = Layout::new(&communicator, Plan::initial(&params, &options))?;
+        let layout = Layout::new(&communicator, Plan::initial(&params, &options), options.on_device)?;
         tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
         Ok(Arc::new(Self {
             communicator,
@@ -149,6 +157,7 @@ impl Reducer {
             }),
             params: params.into(),
             changed: Condvar::new(),
+            launcher: OnceLock::new(),
         }))
     }
 
@@ -172,7 +181,7 @@ impl Reducer {
         let description = Description { params: self.params.to_vec(), options };
         fingerprint::agree(&self.communicator, &description)?;
         let Description { params, options } = description;
-        let layout = Layout::new(&self.communicator, Plan::initial(&params, &options))?;
+        let layout = Layout::new(&self.communicator, Plan::initial(&params, &options), options.on_device)?;
         let state = &mut *self.state.lock();
         state.layout = layout;
         state.history = options.static_graph.then(|| History::new(params.len()));
@@ -191,6 +200,11 @@ impl Reducer {
     /// The plan in force, for messages and tests.
     pub fn plan(&self) -> Arc<Plan> {
         Arc::clone(&self.state.lock().layout.plan)
+    }
+
+    /// Tells the plan in force from every other one of this process.
+    pub fn plan_number(&self) -> u64 {
+        self.state.lock().layout.number
     }
 
     /// Returns when the communicator may run another operation, between steps and in order with them.
@@ -284,14 +298,14 @@ impl Reducer {
         }
     }
 
-    /// Where the gradient of `param` belongs.
+    /// Where the gradient of `param` belongs; null on a device.
     pub fn slot_ptr(&self, param: usize) -> *mut u8 {
-        self.state.lock().layout.arena.slot_ptr(param)
+        self.state.lock().layout.arena.as_ref().map_or(std::ptr::null_mut(), |arena| arena.slot_ptr(param))
     }
 
     /// Takes the slot of `param`, unless a tensor still refers to it.
     pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
-        self.state.lock().layout.arena.lease(param)
+        self.state.lock().layout.arena.as_ref()?.lease(param)
     }
 
     /// A backward begins on a thread whose allocator calls [`Reducer::lend`].
@@ -308,7 +322,8 @@ impl Reducer {
         if options.reduction == Reduction::ByCaller {
             return None;
         }
-        lending.request(bytes, |param| layout.arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
+        let arena = layout.arena.as_ref()?;
+        lending.request(bytes, |param| arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
     }
 
     /// See [`Reducer::lend`].
@@ -322,8 +337,8 @@ impl Reducer {
     }
 
     /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
-    /// parameter's layout. Starts the reduction of buckets that it completes, or returns them if the caller reduces
-    /// ([`Reduction::ByCaller`]). `used` is false for a stand-in of a gradient that this backward did not make.
+    /// parameter's layout. Starts the reduction of buckets that it completes, or returns them if the caller does
+    /// ([`Reduction::ByCaller`], [`Options::on_device`]). `used` is false for a stand-in of a gradient that this backward did not make.
     ///
     /// # Errors
     /// What ended the step already; [`Error::InvalidArgument`] for a second gradient of one parameter.
@@ -353,7 +368,10 @@ impl Reducer {
             if used && state.options.may_leave_unused() {
                 state.used[param] = 1;
             }
-            if ptr != arena.slot_ptr(param) && self.params[param].bytes() > 0 {
+            if let Some(arena) = arena
+                && ptr != arena.slot_ptr(param)
+                && self.params[param].bytes() > 0
+            {
                 active.elsewhere.insert(param, ptr);
             }
             let now = if trace::enabled() || !launch.is_empty() { trace::now() } else { 0 };
@@ -369,7 +387,7 @@ impl Reducer {
                     active.times[bucket].full = now;
                 }
             }
-            if state.options.reduction == Reduction::ByCaller {
+            if state.options.gives_buckets() {
                 return Ok(launch);
             }
             active.queue.extend(launch);
@@ -387,9 +405,79 @@ impl Reducer {
         }
     }
 
-    /// The memory that slots lie in now; stays valid while the handle is held.
-    pub fn arena(&self) -> Arc<Arena> {
-        Arc::clone(&self.state.lock().layout.arena)
+    /// The memory that slots lie in now, if it is the core's; stays valid while the handle is held.
+    pub fn arena(&self) -> Option<Arc<Arena>> {
+        self.state.lock().layout.arena.clone()
+    }
+
+    /// Packs and reduces a bucket that [`Reducer::mark_ready`] gave, on the device where it is. In plan order. Reductions
+    /// run in the stream `communication`, the same in every call; the host does not wait for them.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; what the communicator reports is told by [`Reducer::finish`].
+    ///
+    /// # Safety
+    /// Views and pieces are memory of the device as their types say, from what the bucket's stream has been given so far
+    /// until a stream that follows ([`Reducer::follow`]) gets there. `communication` is a stream of that device that
+    /// lives as long as the process.
+    pub unsafe fn launch(
+        self: &Arc<Self>,
+        index: usize,
+        bucket: &DeviceBucket<'_>,
+        communication: usize,
+    ) -> Result<()> {
+        let launcher = match self.launcher.get() {
+            Some(launcher) => launcher,
+            None => {
+                let device = bucket.flat.iter().chain(bucket.apart).find_map(|view| match view.device() {
+                    Device::Cuda(device) => Some(device),
+                    Device::Cpu => None,
+                });
+                let Some(device) = device else {
+                    return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
+                };
+                // SAFETY: the caller's promise.
+                let made =
+                    unsafe { Launcher::new(self.communicator.clone(), Context::primary(device)?, communication) }?;
+                self.launcher.get_or_init(|| made)
+            }
+        };
+        let (id, is_last) = {
+            let state = self.state.lock();
+            let Some(active) = &state.active else {
+                return Err(Error::Internal("a bucket was launched outside backward".to_owned()));
+            };
+            (active.id, index + 1 == state.layout.plan.buckets().len())
+        };
+        let reducer = Arc::clone(self);
+        let launched = move |outcome: Result<()>| reducer.launched(id, outcome);
+        // SAFETY: the caller's promise.
+        unsafe { launcher.launch(bucket, is_last, Box::new(launched)) }
+    }
+
+    fn launched(&self, id: u64, outcome: Result<()>) {
+        let state = &mut *self.state.lock();
+        let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
+        match outcome {
+            Ok(()) => active.reduced += 1,
+            Err(error) => active.error = Some(error),
+        }
+        self.changed.notify_all();
+    }
+
+    /// Makes the stream with this handle wait for every reduction that was launched on its device, if there was one.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// It is a stream of the device that buckets are on.
+    pub unsafe fn follow(&self, stream: usize) -> Result<()> {
+        match self.launcher.get() {
+            // SAFETY: the caller's promise.
+            Some(launcher) => unsafe { launcher.follow(stream) },
+            None => Ok(()),
+        }
     }
 
     /// What the communicator should do now (RED-2: one operation at a time, none after an error).
@@ -448,7 +536,7 @@ impl Reducer {
                     return self.answered(id, Some(bucket), Ok(()));
                 }
                 let request = Request::AllReduceWindow {
-                    window: Arc::clone(layout.arena.window()),
+                    window: Arc::clone(layout.arena().window()),
                     offset_bytes,
                     elems: planned.elems(),
                     dtype,
@@ -638,7 +726,7 @@ impl Reducer {
             layout.clone()
         } else {
             tracing::debug!("gradient plan in observed order:\n{}", super::plan::describe(&plan, &self.params));
-            Layout::new(&self.communicator, plan)?
+            Layout::new(&self.communicator, plan, self.options().on_device)?
         };
         let state = &mut *self.state.lock();
         state.layout = layout;
@@ -692,6 +780,10 @@ impl Reducer {
     /// `message`. `more_follows` says whether the caller would have run more on the communicator after
     /// [`Reducer::finish`], as the others will. Does nothing if no backward is under way.
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
+        if let Some(launcher) = self.launcher.get() {
+            // Buckets may be gone as soon as this function returns.
+            launcher.settle();
+        }
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else { return };
@@ -699,6 +791,15 @@ impl Reducer {
             // Their gradients may be gone as soon as this function returns.
             active.queue.clear();
             active.more_follows |= more_follows;
+            let own = state.options.on_device && state.options.reduction != Reduction::ByCaller;
+            if own && active.reduced < state.layout.plan.buckets().len() && self.communicator.members().size() > 1 {
+                // RED-7.
+                self.communicator.end_devices(Error::InvalidArgument(format!(
+                    "an earlier backward of rank {} ended before its gradients were reduced ({message}), so the ranks' \
+                     reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them",
+                    self.my_rank()
+                )));
+            }
             // After an error the others' steps have ended already: `next` tells them nothing.
             if self.communicator.members().size() > 1 {
                 active.giving_up = Some(message.to_owned());
@@ -718,19 +819,27 @@ impl Reducer {
 }
 
 impl Layout {
-    fn new(communicator: &Communicator, plan: Plan) -> Result<Self> {
-        let window = communicator.window(plan.window_bytes())?;
-        let arena = Arena::new(window, &plan);
-        Ok(Self { plan: Arc::new(plan), arena })
+    fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
+        let arena = match on_device {
+            true => None,
+            false => Some(Arena::new(communicator.window(plan.window_bytes())?, &plan)),
+        };
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        Ok(Self { plan: Arc::new(plan), arena, number: MADE.fetch_add(1, Ordering::Relaxed) })
+    }
+
+    /// For what happens in host memory only.
+    fn arena(&self) -> &Arc<Arena> {
+        self.arena.as_ref().expect("gradients in host memory have an arena")
     }
 
     /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
     fn to_spare(&self, bucket: usize, elsewhere: &HashMap<usize, *mut u8>, wire: DType) -> impl Iterator<Item = Move> {
         let bucket = &self.plan.buckets()[bucket];
         bucket.slots.iter().map(move |slot| {
-            let from = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena.slot_ptr(slot.param));
+            let from = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena().slot_ptr(slot.param));
             let before = (slot.offset_bytes - bucket.offset_bytes) / bucket.dtype.size() * wire.size();
-            let to = self.arena.at(self.plan.spare_offset_bytes() + before);
+            let to = self.arena().at(self.plan.spare_offset_bytes() + before);
             Move { from, from_dtype: bucket.dtype, to, to_dtype: wire, elems: slot.bytes / bucket.dtype.size() }
         })
     }

@@ -166,6 +166,11 @@ impl Cuda {
         self.bucket_bytes.get().copied()
     }
 
+    /// CUDA-4, for a reason that only this member knows: the others see that it takes no part any more.
+    pub(super) fn end(self: &Arc<Self>, reason: Error) {
+        watch::fail(self, reason);
+    }
+
     /// Ends the part: queued operations complete first, where the members still take part in them. Waits a little.
     pub(super) fn close(self: &Arc<Self>) {
         let parts = std::mem::take(&mut *self.parts.write());

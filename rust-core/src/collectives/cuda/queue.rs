@@ -27,7 +27,7 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
             // SAFETY: see above.
             unsafe { comm.broadcast(data, data, *root, stream) }
         }
-        Request::AllGather { input, outputs } => match row(outputs) {
+        Request::AllGather { input, outputs } => match row(outputs)? {
             // SAFETY: see above; the blocks lie side by side.
             Some(start) => unsafe { comm.all_gather(input, start, stream) },
             None => comm.group(|| {
@@ -62,7 +62,7 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
             }
             Ok(())
         }),
-        Request::ReduceScatter { inputs, output, op } => match row(inputs) {
+        Request::ReduceScatter { inputs, output, op } => match row(inputs)? {
             // SAFETY: see above; the blocks lie side by side.
             Some(start) => unsafe { comm.reduce_scatter(start, output, *op, stream) },
             None => comm.group(|| {
@@ -101,14 +101,19 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
     }
 }
 
-/// The start of blocks of equal length that lie side by side.
-fn row(blocks: &[TensorView]) -> Option<*mut u8> {
-    let first = blocks.first()?;
+/// The start of blocks of equal length, which lie side by side, since the members do not know how the others' lie and
+/// must do the same.
+fn row(blocks: &[TensorView]) -> Result<Option<*mut u8>> {
+    let Some(first) = blocks.first() else { return Ok(None) };
     let bytes = first.bytes();
-    let beside = |(at, block): (usize, &TensorView)| {
-        block.bytes() == bytes && block.ptr() as usize == first.ptr() as usize + at * bytes
-    };
-    blocks.iter().enumerate().all(beside).then_some(first.ptr())
+    if blocks.iter().any(|block| block.bytes() != bytes) {
+        return Ok(None);
+    }
+    let beside = |(at, block): (usize, &TensorView)| block.ptr() as usize == first.ptr() as usize + at * bytes;
+    if bytes > 0 && !blocks.iter().enumerate().all(beside) {
+        return Err(Error::InvalidArgument("blocks of equal length on a device must lie side by side".to_owned()));
+    }
+    Ok(Some(first.ptr()))
 }
 
 #[cfg(test)]
@@ -122,9 +127,9 @@ mod tests {
             // SAFETY: nobody reads or writes through it.
             unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
         };
-        assert_eq!(row(&[view(64, 4), view(80, 4), view(96, 4)]), Some(64 as *mut u8));
-        assert_eq!(row(&[view(64, 4), view(96, 4), view(80, 4)]), None);
-        assert_eq!(row(&[view(64, 4), view(80, 3)]), None);
-        assert_eq!(row(&[]), None);
+        assert_eq!(row(&[view(64, 4), view(80, 4), view(96, 4)]).unwrap(), Some(64 as *mut u8));
+        assert!(row(&[view(64, 4), view(96, 4), view(80, 4)]).is_err());
+        assert_eq!(row(&[view(64, 4), view(80, 3)]).unwrap(), None);
+        assert_eq!(row(&[]).unwrap(), None);
     }
 }

@@ -101,7 +101,7 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
 }
 
 /// CUDA-4.
-fn fail(group: &Arc<Cuda>, error: Error) {
+pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     tracing::debug!("group {} ends its operations on devices: {error}", group.id);
     let _ = group.failed.set(error);
     for part in std::mem::take(&mut *group.parts.write()) {

@@ -1,0 +1,339 @@
+"""DistributedDataParallel on GPUs: gradients are those of torch's own over NCCL, whatever the model and the options."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import run_ranks
+from support.checks import Checks, start_on_device
+from support.devices import NUM_RANKS, needs_two
+
+pytestmark = [pytest.mark.timeout(280), needs_two]
+
+
+def _models(torch):
+    """Name, model, inputs of one rank, and options that both implementations take."""
+    from torch import nn
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(100, 64)
+            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(3))
+            self.head = nn.Linear(64, 100, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = nn.Linear(32, 32)
+            self.left, self.right, self.never = nn.Linear(32, 4), nn.Linear(32, 4), nn.Linear(32, 4)
+
+        def forward(self, x):
+            x = self.trunk(x).relu()
+            return self.left(x) if x.flatten()[0] > 0 else self.right(x)
+
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16, sparse=True)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, tokens):
+            return self.head(self.table(tokens))
+
+    def convolutions():
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.BatchNorm2d(32),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        )
+
+    mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    tokens = torch.randint(0, 50, (4, 9))
+    return [
+        ("mlp", mlp, torch.randn(16, 64), {"bucket_cap_mb": 0.5}),
+        ("mlp in one bucket", mlp, torch.randn(16, 64), {}),
+        ("float64", nn.Linear(40, 30).double(), torch.randn(5, 40, dtype=torch.float64), {}),
+        ("bfloat16", nn.Linear(40, 30).bfloat16(), torch.randn(5, 40).bfloat16(), {}),
+        ("convolutions", convolutions(), torch.randn(4, 3, 16, 16), {}),
+        ("channels last", convolutions().to(memory_format=torch.channels_last), torch.randn(4, 3, 16, 16), {}),
+        ("tied weights", Tied(), tokens, {"bucket_cap_mb": 0.25}),
+        ("static graph", Tied(), tokens, {"static_graph": True}),
+        ("branches", Branches(), torch.randn(3, 32), {"find_unused_parameters": True}),
+        ("sparse", Sparse(), tokens, {}),
+    ]
+
+
+def _train(torch, model, x, steps, set_to_none=True, grads=None):
+    """Gradients after every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        y = model(x if not x.is_floating_point() else x * (1 + step))
+        (y.float() ** 2).mean().backward()
+        parameters = model.module.named_parameters()
+        seen.append({n: None if p.grad is None else p.grad.detach().clone() for n, p in parameters})
+        if grads is not None:
+            grads.append([p.grad for p in model.parameters()])
+        optimizer.step()
+    return seen
+
+
+def _compare(torch, mine, theirs, rtol=2e-6, atol=1e-7):
+    for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for name in b:
+            if b[name] is None or a[name] is None:
+                assert a[name] is b[name], f"{name} in step {step}: {a[name]} and {b[name]}"
+                continue
+            x, y = a[name].to_dense(), b[name].to_dense()
+            if x.dtype is torch.bfloat16:
+                rtol, atol = 1e-2, 1e-3
+            torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda m: f"{name} in step {step}: {m}")  # noqa: B023
+
+
+def gradients_body():
+    import copy
+
+    torch, c10d, _, rank, size = start_on_device()
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+    torch.backends.cudnn.deterministic = True
+    checks = Checks()
+    device = torch.cuda.current_device()
+
+    def pair(model, **options):
+        theirs = copy.deepcopy(model).cuda()
+        mine = copy.deepcopy(model).cuda()
+        for module in theirs.modules():
+            if isinstance(module, torch.nn.Embedding):
+                # NCCL has no sparse tensors.
+                module.sparse = False
+        return (
+            DDP(mine, device_ids=[device], **options),
+            torch.nn.parallel.DistributedDataParallel(theirs, device_ids=[device], **options),
+        )
+
+    torch.manual_seed(rank)
+    for name, model, x, options in _models(torch):
+
+        def check(model=model, x=x, options=options):
+            x = x.cuda()
+            mine, theirs = pair(model, **options)
+            _compare(torch, _train(torch, mine, x, 4), _train(torch, theirs, x, 4))
+            # Ours follow rank 0's after backward, torch's before the next forward.
+            if rank != 0:
+                return
+            for (n, a), (_, b) in zip(mine.module.named_buffers(), theirs.module.named_buffers(), strict=True):
+                torch.testing.assert_close(a, b, msg=lambda m: f"buffer {n}: {m}")  # noqa: B023
+
+        checks(name, check)
+
+    mlp, x = _models(torch)[0][1], torch.randn(16, 64).cuda()
+
+    def kept():
+        mine, theirs = pair(mlp, bucket_cap_mb=0.5)
+        held = []
+        first = _train(torch, mine, x, 4, grads=held)
+        _compare(torch, first, _train(torch, theirs, x, 4))
+        for step, gradients in enumerate(held):
+            for gradient, value in zip(gradients, first[step].values(), strict=True):
+                assert torch.equal(gradient, value), "a gradient that the script kept was overwritten"
+
+    checks("kept gradients", kept)
+    checks(
+        "zeroed gradients",
+        lambda: _compare(torch, *(_train(torch, m, x, 4, set_to_none=False) for m in pair(mlp, bucket_cap_mb=0.5))),
+    )
+
+    def accumulated():
+        results = []
+        for model in pair(mlp):
+            seen = []
+            for _ in range(3):
+                model.zero_grad()
+                with model.no_sync():
+                    model(x).square().mean().backward()
+                    model(2 * x).square().mean().backward()
+                model(3 * x).square().mean().backward()
+                seen.append({n: p.grad.clone() for n, p in model.module.named_parameters()})
+            results.append(seen)
+        _compare(torch, *results)
+
+    checks("no_sync", accumulated)
+
+    def compressed():
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
+            mine, theirs = pair(mlp, bucket_cap_mb=0.5)
+            mine.register_comm_hook(None, hook)
+            theirs.register_comm_hook(None, hook)
+            # One step: they round at different places, and drift apart.
+            _compare(torch, _train(torch, mine, x, 1), _train(torch, theirs, x, 1), rtol=2e-2, atol=1e-3)
+
+    checks("compression", compressed)
+
+    def hooked():
+        def hook(group, bucket):
+            return c10d.all_reduce(bucket.buffer().div_(size), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        mine, theirs = pair(mlp, bucket_cap_mb=0.5)
+        mine.register_comm_hook(None, hook)
+        theirs.register_comm_hook(None, hook)
+        _compare(torch, _train(torch, mine, x, 3), _train(torch, theirs, x, 3))
+
+    checks("communication hook", hooked)
+
+    def captured():
+        results = []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for capture in (True, False):
+            # Made in the stream that is captured, in which autograd then accumulates: so it is with torch's own.
+            with torch.cuda.stream(stream):
+                model = pair(mlp, bucket_cap_mb=0.5)[0]
+                static = x.clone()
+
+                def step(model=model, static=static):
+                    model.zero_grad(set_to_none=True)
+                    model(static).square().mean().backward()
+
+                for _ in range(4):
+                    step()
+                graph = torch.cuda.CUDAGraph()
+                if capture:
+                    torch.cuda.synchronize()
+                    model.zero_grad(set_to_none=True)
+                    with torch.cuda.graph(graph, stream=stream):
+                        model(static).square().mean().backward()
+                seen = []
+                for number in range(3):
+                    static.copy_(x * (number + 1))
+                    if capture:
+                        graph.replay()
+                    else:
+                        step()
+                    seen.append({n: p.grad.clone() for n, p in model.module.named_parameters()})
+                results.append(seen)
+                torch.cuda.synchronize()
+        _compare(torch, *results)
+
+    checks("a captured step", captured)
+
+    def mixed_precision():
+        mine, theirs = pair(mlp, bucket_cap_mb=0.5)
+        results = []
+        for model in (mine, theirs):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            results.append([{n: p.grad.clone() for n, p in model.module.named_parameters()}])
+        _compare(torch, *results, rtol=1e-5)
+
+    checks("autocast", mixed_precision)
+
+    def memory():
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(24)))
+        peaks = []
+        for kind in ("ours", "torch"):
+            torch.cuda.empty_cache()
+            own = copy.deepcopy(model).cuda()
+            wrapped = (
+                DDP(own, device_ids=[device])
+                if kind == "ours"
+                else torch.nn.parallel.DistributedDataParallel(own, device_ids=[device], gradient_as_bucket_view=True)
+            )
+            data = torch.randn(8192, 2048, device="cuda")
+            for step in range(4):
+                if step == 2:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                own.zero_grad(set_to_none=True)
+                wrapped(data).square().mean().backward()
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+            del wrapped, own, data
+        assert peaks[0] <= 1.01 * peaks[1], f"peaks of {peaks[0]} and {peaks[1]} bytes"
+
+    checks("peak memory", memory)
+    torch.cuda.synchronize()
+    c10d.destroy_process_group()
+    return checks.failed
+
+
+def test_gradients_equal_those_of_torch():
+    failed = run_ranks(gradients_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
+
+
+def smddp_body():
+    """torch's own DDP and FSDP2 over the backend."""
+    import copy
+
+    torch, c10d, _, rank, _ = start_on_device()
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    checks = Checks()
+    torch.manual_seed(rank)
+    group = c10d.new_group(backend="smddp")
+    for name, model, x, options in _models(torch):
+        if name == "sparse":
+            # NCCL, which this is compared with, has no sparse tensors.
+            continue
+
+        def check(model=model, x=x, options=options):
+            results = []
+            for pg in (group, None):
+                wrapped = torch.nn.parallel.DistributedDataParallel(
+                    copy.deepcopy(model).cuda(), device_ids=[torch.cuda.current_device()], process_group=pg, **options
+                )
+                results.append(_train(torch, wrapped, x.cuda(), 3))
+            _compare(torch, *results)
+
+        checks(name, check)
+
+    def fsdp():
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        base = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        x = torch.randn(8, 64).cuda()
+        results = []
+        for pg in (group, c10d.group.WORLD):
+            model = copy.deepcopy(base).cuda()
+            mesh = DeviceMesh.from_group(pg, "cuda")
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([p.full_tensor().detach() for p in model.parameters()])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+    checks("fully_shard", fsdp)
+    torch.cuda.synchronize()
+    c10d.destroy_process_group()
+    return checks.failed
+
+
+def test_torch_over_the_backend():
+    failed = run_ranks(smddp_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)

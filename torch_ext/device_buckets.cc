@@ -1,0 +1,165 @@
+#include "device_buckets.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "adapter.h"
+#include "device.h"
+#include "status.h"
+
+namespace smd::torch_ext {
+namespace {
+
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::Float16:
+      return at::kHalf;
+    case DType::BFloat16:
+      return at::kBFloat16;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "gradients travel as what they are or as 16-bit floats");
+  }
+}
+
+}  // namespace
+
+DeviceBuckets::~DeviceBuckets() {
+  leave();
+  for (auto& bucket : buckets_) let_go(bucket);
+}
+
+const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients) {
+  if (const auto plan = (*core_)->plan_number(); plan != plan_ || buckets_.empty()) {
+    for (auto& bucket : buckets_) let_go(bucket);
+    buckets_.clear();
+    const auto count = (*core_)->bucket(0).num_buckets;
+    for (std::size_t i = 0; i < count; ++i) buckets_.push_back({(*core_)->bucket(i), {}, {}});
+    plan_ = plan;
+  }
+  auto& bucket = buckets_[index];
+  const auto& plan = bucket.plan;
+  if (plan.elems > 0 && (!bucket.flat.defined() || is_held(bucket, gradients))) allocate(bucket);
+  bucket.views.resize(plan.params.size());
+
+  const auto stream = current_stream(device_);
+  const bool compressed = plan.wire != plan.dtype;
+  std::vector<Piece> pieces;
+  std::vector<TensorView> apart;
+  for (std::size_t i = 0; i < plan.params.size(); ++i) {
+    auto& gradient = gradients[plan.params[i]];
+    if (!gradient || gradient->value.numel() == 0) continue;
+    auto& value = gradient->value;
+    if (gradient->stream != stream) {
+      c10::Event made(device_.type());
+      made.record(gradient->stream);
+      made.block(stream);
+      record_use(value.storage(), stream);
+    }
+    if (plan.apart[i]) {
+      if (gradient->shared) {
+        const auto& layout = layouts_[plan.params[i]];
+        value = at::empty_strided(layout.sizes, layout.strides, layout.options).copy_(value);
+      }
+      apart.push_back(describe(value));
+      in_flight_.push_back(*gradient);
+      continue;
+    }
+    auto* data = static_cast<std::uint8_t*>(value.data_ptr());
+    const auto& view = bucket.views[i];
+    if (compressed || data != view.data_ptr()) {
+      pieces.push_back({data, plan.starts[i], static_cast<std::size_t>(value.numel())});
+    }
+    // What was accumulated where it lies stays the tensor that it is.
+    if (data != view.data_ptr()) value = view.variable_data();
+  }
+  if (plan.elems == 0 && apart.empty()) {
+    (*core_)->reduced_by_caller();
+    return plan;
+  }
+  const auto communication = communication_stream(static_cast<std::int64_t>((*core_)->group()), device_);
+  std::vector<TensorView> flat;
+  std::vector<TensorView> wire;
+  if (plan.elems > 0) flat.push_back(describe(bucket.flat));
+  if (plan.elems > 0 && compressed) {
+    const auto options = bucket.flat.options().dtype(scalar_type_of(plan.wire));
+    // Slots have gaps between them.
+    const auto narrow = plan.params.size() > 1 ? at::zeros({static_cast<int64_t>(plan.elems)}, options)
+                                               : at::empty({static_cast<int64_t>(plan.elems)}, options);
+    wire.push_back(describe(narrow));
+    record_use(narrow.storage(), communication);
+  }
+  DeviceBucket full;
+  full.pieces = {pieces.data(), pieces.size()};
+  full.flat = {flat.data(), flat.size()};
+  full.wire = {wire.data(), wire.size()};
+  full.apart = {apart.data(), apart.size()};
+  full.stream = handle_of(stream);
+  checked([&] { (*core_)->launch(index, full, handle_of(communication)); });
+  return plan;
+}
+
+void DeviceBuckets::follow() {
+  const auto here = current_stream(device_);
+  checked([&] { (*core_)->follow(handle_of(here)); });
+  // Memory of this stream that is let go from now on is used again after the reduction.
+  const auto is_safe = [&](const Gradient& gradient) { return gradient.stream == here; };
+  in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), is_safe), in_flight_.end());
+  leave();
+}
+
+void DeviceBuckets::leave() noexcept {
+  for (const auto& gradient : std::exchange(in_flight_, {})) protect(gradient.value);
+}
+
+bool DeviceBuckets::is_held(const Bucket& bucket, const std::vector<std::optional<Gradient>>& gradients) {
+  for (std::size_t i = 0; i < bucket.views.size(); ++i) {
+    const auto& view = bucket.views[i];
+    const auto& gradient = gradients[bucket.plan.params[i]];
+    if (!view.defined() || view.numel() == 0) continue;
+    // What was accumulated where it lies belongs there, whoever else refers to it.
+    if (gradient && gradient->value.data_ptr() == view.data_ptr()) continue;
+    if (view.storage().use_count() > 1) return true;
+  }
+  return false;
+}
+
+void DeviceBuckets::allocate(Bucket& bucket) const {
+  let_go(bucket);
+  const auto& plan = bucket.plan;
+  const auto& options = layouts_[plan.params[0]].options;
+  // Gaps between slots are reduced, too, and must be numbers.
+  bucket.flat = at::zeros({static_cast<int64_t>(plan.elems)}, options);
+  bucket.views.resize(plan.params.size());
+  for (std::size_t i = 0; i < plan.params.size(); ++i) {
+    if (plan.apart[i]) continue;
+    const auto& layout = layouts_[plan.params[i]];
+    auto* start = static_cast<std::uint8_t*>(bucket.flat.data_ptr()) + plan.starts[i] * bucket.flat.element_size();
+    const auto let_go = [](void* flat) { delete static_cast<at::Tensor*>(flat); };
+    bucket.views[i] = at::for_blob(start, layout.sizes)
+                          .strides(layout.strides)
+                          .context(new at::Tensor(bucket.flat), let_go)
+                          .options(layout.options)
+                          .make_tensor();
+  }
+}
+
+void DeviceBuckets::let_go(Bucket& bucket) const noexcept {
+  // A backward that failed may have left a reduction under way.
+  if (bucket.flat.defined()) protect(bucket.flat);
+  bucket.views.clear();
+  bucket.flat.reset();
+}
+
+void DeviceBuckets::protect(const at::Tensor& tensor) const noexcept {
+  try {
+    record_use(tensor.storage(), communication_stream(static_cast<std::int64_t>((*core_)->group()), device_));
+  } catch (...) {
+    // The process is ending, or the device has failed: nothing will use the memory.
+  }
+}
+
+}  // namespace smd::torch_ext
