@@ -79,7 +79,7 @@ bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Ope
 bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks at random moments, RUNS=200 times from SEED=0 on
 	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 
-torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups with gloo and smddp; ARGS= goes to compare.py
+torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
 
 fuzz: ## Fuzz the decoder of control messages for SECONDS=600
@@ -103,7 +103,7 @@ build-release:
 build-tests: build-release
 	cargo test --quiet --locked --no-run $(CRATES)
 
-packages-test: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/mpi
+packages-test: $(STAMPS)/torch $(STAMPS)/suite $(STAMPS)/tensorflow $(STAMPS)/mpi
 
 packages-demo: $(STAMPS)/torch $(STAMPS)/demo
 
@@ -122,7 +122,7 @@ $(STAMPS)/torch: constraints.txt | $(STAMPS)/base
 	@touch $@
 
 # tf-keras asks for the package `tensorflow`, which is a second copy of tensorflow-cpu.
-$(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/torch
+$(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/suite
 	$(PIP) tensorflow-cpu
 	$(PIP) --no-deps tf-keras
 	@touch $@

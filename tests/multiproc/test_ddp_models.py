@@ -1,4 +1,5 @@
-"""DistributedDataParallel against torch's own over gloo and against one process: a table of models, every gradient."""
+"""DistributedDataParallel against torch's own, over smddp and over gloo, and against one process: a table of models,
+every gradient."""
 
 from __future__ import annotations
 
@@ -209,23 +210,31 @@ def _table_body(names):
     torch, dist, ddp_class = _start()
     warnings.simplefilter("ignore")
     rank, size = dist.get_rank(), dist.get_world_size()
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
     theirs_class = torch.nn.parallel.DistributedDataParallel
+    smddp = torch.distributed.new_group(backend="smddp")
+    # There is one order to sum two numbers in.
+    tolerance = 0.0 if size == 2 else 1e-6
     seen = 0
     for name in names:
         make, options = MODELS[name]
         for keywords in options:
             alone = make(torch)
             ours, theirs = (kind(copy.deepcopy(alone), **keywords) for kind in (ddp_class, theirs_class))
-            models = (ours, theirs, alone)
+            over_smddp = theirs_class(copy.deepcopy(alone), process_group=smddp, **keywords)
+            models = (ours, over_smddp, theirs, alone)
             optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
             for step in range(STEPS):
                 where = f"rank {rank}, {name}, {keywords}, step {step}"
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 x = _share(torch, name, rank, step)
-                for model in (ours, theirs):
+                for model in (ours, over_smddp, theirs):
                     model(x).square().mean().backward()
-                _compare(torch, where, _gradients(ours.module), _gradients(theirs.module), 1e-6)
+                expected = _gradients(theirs.module)
+                _compare(torch, where, _gradients(ours.module), expected, tolerance)
+                _compare(torch, f"{where}, smddp", _gradients(over_smddp.module), expected, tolerance)
                 if name != "resnet":
                     # BatchNorm sees its rank's share only.
                     for r in range(size):
