@@ -1,8 +1,8 @@
 //! Where the members of a group run, if they are more than the cores.
 //!
-//! Note "three and one". Members that wait by yielding are always runnable and never cold, so the kernel's balancing leaves
-//! four of them on two cores as three and one for seconds, and each phase takes as long as three need: 1.4 to 1.6 times as
-//! long. A member that sees a core with fewer members asks to go there.
+//! Note "three and one". Members that wait by yielding are always runnable and never cold, so it seems that the kernel's
+//! balancing leaves four of them on two cores as three and one for long: binding them to cores, or moving them as here, made
+//! all-reduces 1.4 to 1.8 times as fast. A member that sees a core with fewer members asks to go there.
 
 use std::mem::MaybeUninit;
 
