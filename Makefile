@@ -49,6 +49,7 @@ test-rust: ## Run the tests of the Rust crates
 	$(CARGO_TEST) --locked $(CRATES)
 
 test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= goes to pytest
+	$(BOTH) shim-torch shim-tensorflow
 	$(BIN)/python -m pytest $(ARGS)
 
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
@@ -100,6 +101,10 @@ build-release:
 
 build-tests: build-release
 	cargo test --quiet --locked --no-run $(CRATES)
+
+# Built before tests run, so that no test's time limit pays for it.
+shim-%: $(STAMPS)/develop
+	@$(BIN)/python -c 'from smdistributed._common import shims; shims.load_$*()'
 
 packages-test: $(STAMPS)/torch $(STAMPS)/suite $(STAMPS)/tensorflow $(STAMPS)/mpi
 
