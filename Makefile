@@ -40,7 +40,7 @@ demo-hosts: ## The same training on two network namespaces as hosts, over MPI: t
 example-tch: $(STAMPS)/torch $(STAMPS)/develop ## Build examples/rust-tch (4 minutes; not part of `make test`) and train with 2 processes
 	$(BIN)/python tests/e2e/tch.py
 
-test: ## Run every test
+test: ## Run the tests of Rust and Python, but those that have a target of their own
 	$(BOTH) build-tests packages-test
 	@$(MAKE) --no-print-directory develop
 	@$(MAKE) --no-print-directory test-rust test-python
@@ -92,7 +92,7 @@ wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tensorflow ## Build a wheel t
 
 clean: ## Remove what was built, and .venv
 	cargo clean
-	rm -rf $(VENV) build dist python/smdistributed/_core*.so python/smdistributed/_prebuilt
+	rm -rf $(VENV) build dist fuzz/target examples/rust-tch/target .pytest_cache .ruff_cache python/smdistributed/_core*.so python/smdistributed/_prebuilt
 
 # Set-up, each step once.
 

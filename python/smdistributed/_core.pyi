@@ -1,6 +1,6 @@
 """The core: control goes through this module, tensors go through the frameworks' ops.
 
-`tests/unit/test_core_stub.py` compares this file with the module.
+`tests/unit/test_core.py` compares this file with the module.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ knobs! {
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
         "What to log on standard error: error, warn, info, debug or trace.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",
-        "Where shims that were built for the installed frameworks are kept.";
+        "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
     AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",
         "A buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect: there is no such buffer here.";
     AG_SORT_BUFFER_BYTES = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", [], "134217728",

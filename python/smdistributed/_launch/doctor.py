@@ -202,7 +202,7 @@ def _nccl() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    remedy = "needed for gradients on devices: it comes with PyTorch's CUDA build"
+    remedy = "needed for gradients on devices and for small messages between GPUs: it comes with PyTorch's CUDA build"
     return _library("NVRTC", "nvidia-cuda-nvrtc", ("libnvrtc.so.13", "libnvrtc.so.12"), remedy)
 
 
@@ -224,7 +224,16 @@ def _library(subject: str, wheel: str, names: tuple[str, ...], remedy: str) -> F
 def _mpi() -> Finding:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
-        return Finding("MPI", "--", "mpirun not found", "`apt-get install openmpi-bin` to launch with mpirun")
+        return Finding(
+            "MPI",
+            "--",
+            "mpirun not found",
+            "`apt-get install openmpi-bin libopenmpi-dev`: mpirun starts jobs, also on several hosts",
+        )
+    if shutil.which(os.environ.get("MPICC") or "mpicc") is None:
+        return Finding(
+            "MPI", "--", "mpirun, but no mpicc", "`apt-get install libopenmpi-dev`: for CPU tensors on several hosts"
+        )
     return Finding("MPI", "ok", f"{_first_line([mpirun, '--version'])} at {mpirun}")
 
 

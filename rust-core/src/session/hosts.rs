@@ -43,7 +43,7 @@ impl Session {
             true => mpi::provide(deadline),
             false => Err(Error::Unsupported(
                 "CPU tensors go between hosts over MPI, and no MPI launcher started this job: start it with `mpirun` \
-                 (Debian: packages openmpi-bin and libopenmpi-dev); tensors on GPUs go over NCCL, whatever the launcher is"
+                 (Debian: packages openmpi-bin and libopenmpi-dev); collectives on CUDA tensors go over NCCL, whatever the launcher is"
                     .to_owned(),
             )),
         };

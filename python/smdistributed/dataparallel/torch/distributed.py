@@ -2,7 +2,7 @@
 
 It stands beside ``torch.distributed`` and needs no call of it. Every rank of a group calls the same functions in the
 same order with tensors of the same shape and type; where ranks disagree, each of them gets a ``MismatchError`` that
-names the ranks and the difference. If a rank dies, the calls of the others end with a ``PeerFailedError`` that names
+names the ranks and the difference (for CUDA tensors that NCCL moves, once the operation is stuck). If a rank dies, the calls of the others end with a ``PeerFailedError`` that names
 it.
 
 Tensors are used where they lie. One that is not contiguous is copied, and copied back where it is an output. As in

@@ -47,10 +47,11 @@ _FIRST_BUCKET_BYTES = 1024 * 1024
 class DistributedDataParallel(_TorchDDP):
     """Wraps ``module`` so that the gradients of all ranks are averaged during backward.
 
-    At construction all ranks get the parameters and, with ``broadcast_buffers``, the buffers of rank 0. Gradients are reduced in buckets while backward
-    goes on, without Python; when ``backward()`` returns, ``.grad`` of every parameter is the average over the ranks,
-    bitwise the same on each. Gradients live in memory that the ranks of a host share; a gradient that the script keeps
-    a reference to is not overwritten by later steps.
+    At construction all ranks get the parameters and, with ``broadcast_buffers``, the buffers of rank 0. Gradients are
+    reduced in buckets while backward goes on, without Python; when ``backward()`` returns, ``.grad`` of every parameter
+    is the average over the ranks, bitwise the same on each. On CPUs, gradients live in memory that the ranks of a host
+    share; on GPUs, large ones are reduced where autograd made them. A gradient that the script keeps a reference to is
+    not overwritten by later steps.
 
     Every rank runs the same number of backwards, except under :meth:`join`. If a rank cannot, the others get an error
     that names it.
@@ -66,9 +67,9 @@ class DistributedDataParallel(_TorchDDP):
             Inputs are moved there.
         output_device: ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``. For torch's sake:
             outputs stay where the module makes them.
-        broadcast_buffers: Whether buffers follow rank 0's: they do at construction, after every reduced backward, and before a training
-            forward if there was another one since. A forward in eval mode communicates nothing, so that a single rank
-            may evaluate.
+        broadcast_buffers: Whether buffers follow rank 0's: they do at construction, after every reduced backward, and
+            before a training forward if there was another one since. A forward in eval mode communicates nothing, so
+            that a single rank may evaluate.
         process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
             ours or the one of ``torch.distributed``.
         bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE`` measured on
@@ -78,7 +79,8 @@ class DistributedDataParallel(_TorchDDP):
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
             no rank used keeps the gradient that it had. Costs one small collective a step.
         check_reduction: Without effect, as in torch.
-        gradient_as_bucket_view: For torch's sake: gradients are always made in the buckets where possible.
+        gradient_as_bucket_view: For torch's sake: without effect. On CPUs gradients are made in the buckets where
+            possible; on GPUs small ones become views of a bucket.
         static_graph: Whether every backward does what the first one does. Gradients may then come in several parts
             (re-entrant checkpoints that share parameters), and parameters without a gradient are known after the
             first step, which is reduced at its end.
