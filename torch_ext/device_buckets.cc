@@ -48,6 +48,8 @@ const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::opti
   const auto stream = current_stream(device_);
   const bool compressed = plan.wire != plan.dtype;
   std::vector<Piece> pieces;
+  // What is packed lives until that is queued.
+  std::vector<at::Tensor> packed;
   std::vector<TensorView> apart;
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
     auto& gradient = gradients[plan.params[i]];
@@ -74,7 +76,7 @@ const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::opti
       pieces.push_back({data, plan.starts[i], static_cast<std::size_t>(value.numel())});
     }
     // What was accumulated where it lies stays the tensor that it is.
-    if (data != view.data_ptr()) value = view.variable_data();
+    if (data != view.data_ptr()) packed.push_back(std::exchange(value, view.variable_data()));
   }
   if (plan.elems == 0 && apart.empty()) {
     (*core_)->reduced_by_caller();
@@ -90,7 +92,8 @@ const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::opti
     const auto narrow = plan.params.size() > 1 ? at::zeros({static_cast<int64_t>(plan.elems)}, options)
                                                : at::empty({static_cast<int64_t>(plan.elems)}, options);
     wire.push_back(describe(narrow));
-    record_use(narrow.storage(), communication);
+    // The reduction is queued later, perhaps by another thread: to note the use when it is let go would be too early.
+    in_flight_.push_back({narrow, stream});
   }
   DeviceBucket full;
   full.pieces = {pieces.data(), pieces.size()};

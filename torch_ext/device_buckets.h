@@ -76,7 +76,7 @@ class DeviceBuckets {
   std::vector<GradientLayout> layouts_;
   std::uint64_t plan_ = 0;
   std::vector<Bucket> buckets_;
-  // Gradients that are being reduced where they lie.
+  // Gradients that are being reduced where they lie, and what others are cast to.
   std::vector<Gradient> in_flight_;
 };
 

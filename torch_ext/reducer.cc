@@ -94,11 +94,15 @@ class Reducer::Backward {
   explicit Backward(c10::intrusive_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
-  ~Backward() { reducer_->leave(finished_); }
+  ~Backward() {
+    if (!finished_) reducer_->leave(false);
+  }
 
+  // Leaves at once: on a device's thread this object may outlive the call of `backward`, into the next step.
   void finish() {
     reducer_->finish();
     finished_ = true;
+    reducer_->leave(true);
   }
 
  private:
@@ -213,7 +217,7 @@ std::string Reducer::describe_plan() const { return std::string((*core_)->descri
 
 std::vector<std::vector<int64_t>> Reducer::buckets() const {
   std::vector<std::vector<int64_t>> buckets;
-  for (std::size_t index = 0, end = 1; index < end; ++index) {
+  for (std::size_t index = 0, end = watched_.empty() ? 0 : 1; index < end; ++index) {
     const auto bucket = (*core_)->bucket(index);
     buckets.emplace_back(bucket.params.begin(), bucket.params.end());
     end = bucket.num_buckets;

@@ -170,6 +170,8 @@ impl Options {
     /// What a bucket of `dtype` values travels as.
     pub fn wire_dtype(&self, dtype: DType) -> DType {
         match self.reduction {
+            // The packing kernels cast 32-bit floats only.
+            Reduction::Compressed(_) if self.on_device && dtype != DType::Float32 => dtype,
             Reduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
             Reduction::Average | Reduction::ByCaller => dtype,
         }

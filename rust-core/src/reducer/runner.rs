@@ -317,7 +317,11 @@ impl Reducer {
     /// gradient of a parameter ([`super::lending`]). A caller that gets none says where it made the tensor
     /// ([`Reducer::lent_elsewhere`]).
     pub fn lend(&self, bytes: usize) -> Option<SlotLease> {
-        let State { lending, layout, options, .. } = &mut *self.state.lock();
+        let State { active, lending, layout, options, .. } = &mut *self.state.lock();
+        // What an abandoned step has under way is still written to its slots.
+        if active.as_ref().is_some_and(|active| active.abandoned) {
+            return None;
+        }
         // Slots that lie side by side are not aligned as memory for tensors is.
         if options.reduction == Reduction::ByCaller {
             return None;
@@ -459,7 +463,11 @@ impl Reducer {
         let state = &mut *self.state.lock();
         let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
         match outcome {
-            Ok(()) => active.reduced += 1,
+            Ok(()) => {
+                active.reduced += 1;
+                // When it was queued: the device is not asked.
+                active.communication.end = trace::now();
+            }
             Err(error) => active.error = Some(error),
         }
         self.changed.notify_all();

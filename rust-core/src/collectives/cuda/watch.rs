@@ -82,8 +82,9 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
     for part in parts {
         if let Some(error) = part.comm.async_error() {
             // The connection to a member that died is lost before the news of its death is here.
-            let error = match part.flights.lock().queue.front() {
-                Some(flight) => group.explain(error, &flight.requests[0]),
+            let first = part.flights.lock().queue.front().map(|flight| flight.requests[0].clone());
+            let error = match first {
+                Some(request) => group.explain(error, &request),
                 None => error,
             };
             return fail(group, error);

@@ -475,7 +475,8 @@ class DistributedDataParallel(_TorchDDP):
         join.notify(self)
         ranks = self._agree_on_step(1, sync, with_buffers)
         by_present = sync and not self._divide_by_initial_world_size
-        self._reducer.scale_next(torch.tensor(self._group_size / ranks) if by_present else None)
+        factor = torch.tensor(self._group_size / ranks, dtype=torch.float64)
+        self._reducer.scale_next(factor if by_present else None)
 
     def _shadow_step(self) -> None:
         """The same of a rank that has none, and the backward that may follow."""
