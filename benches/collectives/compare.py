@@ -122,7 +122,7 @@ def spread_name(times: list[float] | None, quantile: float) -> str:
     if not times:
         return "-"
     ordered = sorted(times)
-    ends = [time_name(ordered[int(share * (len(ordered) - 1))]) for share in (0.1, 0.9)]
+    ends = [time_name(ordered[round(share * (len(ordered) - 1))]) for share in (0.1, 0.9)]
     return f"{time_name(pick(times, quantile))} ({' to '.join(ends)})"
 
 
@@ -193,7 +193,7 @@ def run_round(
     if gloo:
         # Slow, so fewer repeats.
         command = [sys.executable, str(HERE / "gloo.py")]
-        yield "gloo", run_ranks(command, size, cases(CASES, max(1, arguments.repeats // 3)))
+        yield "gloo", run_ranks(command, size, cases(CASES, max(3, arguments.repeats // 3)))
 
 
 if __name__ == "__main__":
