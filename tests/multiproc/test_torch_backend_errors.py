@@ -190,7 +190,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_in_every_wait():
             time.sleep(0.2)
             pressed = job.kill(0, signal.SIGINT)
             job.wait_for(f"interrupted {at}")
-            assert time.monotonic() - pressed < 2
+            assert time.monotonic() - pressed < 5
         job.kill(1)
         outcome = job.wait()
     assert outcome.ranks[0].value == 6, outcome.describe()

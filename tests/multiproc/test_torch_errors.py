@@ -143,4 +143,4 @@ def test_ctrl_c_ends_a_wait(how):
         job.kill(1)
         outcome = job.wait()
     assert outcome.ranks[0].value[0] == "interrupted", outcome.describe()
-    assert outcome.ranks[0].ended_at - pressed < 2
+    assert outcome.ranks[0].ended_at - pressed < 5

@@ -581,7 +581,7 @@ fn failing_members_are_named(make: Make) {
 fn roll_calls(make: Make) {
     let job = job(make, 3, TIMEOUT);
     // Long enough for whoever comes at once, on a busy machine too.
-    let short = Some(Duration::from_millis(500));
+    let short = Some(Duration::from_secs(1));
     on_all(&job, |me, communicator| {
         for round in 0..20 {
             communicator.roll_call(None, round % 2 == 0).unwrap();
@@ -621,7 +621,7 @@ fn departures_end_waits(make: Make) {
             }
         }
     });
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     for outcome in &outcomes[..2] {
         let text = outcome.as_ref().unwrap_err().to_string();
         assert!(text.starts_with("rank 2 died (killed by signal 9) while rank"), "{text}");
@@ -658,7 +658,7 @@ fn closing_ends_waits(make: Make) {
     std::thread::sleep(Duration::from_millis(20));
     communicator.close("the test ends");
     for _ in 0..3 {
-        let error = receiver.recv_timeout(Duration::from_secs(1)).unwrap().unwrap_err();
+        let error = receiver.recv_timeout(Duration::from_secs(10)).unwrap().unwrap_err();
         assert_eq!(error.to_string(), "the session is closed: the test ends");
     }
     assert_eq!(communicator.run(&Request::Barrier).unwrap_err().code(), Code::Closed);
