@@ -47,7 +47,7 @@ import smdistributed.dataparallel.tensorflow as sdp
 from smdistributed.dataparallel.exceptions import UnsupportedError
 assert "torch" not in sys.modules
 try:
-    sdp.DistributedGradientTape
+    sdp.DistributedOptimizer
 except UnsupportedError as error:
     assert "not part of this release yet" in str(error)
 assert not hasattr(sdp, "no_such_name")

@@ -19,10 +19,12 @@ from smdistributed.dataparallel.tensorflow.compression import (
     NoneCompression,
 )
 from smdistributed.dataparallel.tensorflow.job import init, local_rank, local_size, rank, shutdown, size
+from smdistributed.dataparallel.tensorflow.tape import DistributedGradientTape
 from smdistributed.dataparallel.tensorflow.variables import broadcast_variables
 
 __all__ = [
     "Compression",
+    "DistributedGradientTape",
     "FP16Compression",
     "NoneCompression",
     "ReduceOp",
@@ -42,7 +44,6 @@ __all__ = [
 _LATER = frozenset(
     {
         "BroadcastGlobalVariablesHook",
-        "DistributedGradientTape",
         "DistributedOptimizer",
         "broadcast_global_variables",
         "keras",

@@ -1,0 +1,96 @@
+"""A gradient tape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
+
+
+class DistributedGradientTape(tf.GradientTape):
+    """A ``tf.GradientTape`` whose ``gradient`` reduces what it returns over the ranks.
+
+    It is the given tape in all other respects: both record, watch and forget the same. So it may be wrapped after the
+    ``with`` block or used for it. ``jacobian`` and ``batch_jacobian`` are this rank's own.
+
+    Args:
+        gradtape: The tape.
+        device_dense: Not supported.
+        device_sparse: Not supported.
+        compression: A member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first; otherwise the ranks' slices are gathered.
+        op: ``AVERAGE``, which ``None`` means too, or ``SUM``.
+        bucket_cap_mb: Most MiB of gradients that are reduced together.
+
+    Raises:
+        NotImplementedError: A device is given.
+        ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the tape reduces already.
+    """
+
+    # What is the tape's own lies in its `__dict__`, which both share.
+    __slots__ = ("_local", "_options")
+
+    def __new__(cls, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> DistributedGradientTape:
+        return super().__new__(_class_for(cls, type(gradtape)))
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type = Compression.none,
+        sparse_as_dense: bool = True,
+        op: ReduceOp | None = ReduceOp.AVERAGE,
+        *,
+        bucket_cap_mb: float | None = 25,
+    ) -> None:
+        if device_dense or device_sparse:
+            raise NotImplementedError("`device_dense` and `device_sparse` are not supported: leave them empty")
+        if not isinstance(gradtape, tf.GradientTape):
+            raise TypeError(f"`gradtape` is {gradtape!r}: expected a tf.GradientTape")
+        if isinstance(gradtape, DistributedGradientTape):
+            raise ValueError("the tape is a DistributedGradientTape already: its gradients would be reduced twice")
+        check_options(op, bucket_cap_mb)
+        self.__dict__ = gradtape.__dict__
+        self._local = gradtape
+        self._options = {
+            "compression": compression,
+            "op": op,
+            "sparse_as_dense": sparse_as_dense,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As ``tf.GradientTape.gradient``, reduced over the ranks. All ranks call it in the same order."""
+        gradients = self._local.gradient(target, sources, output_gradients, unconnected_gradients)
+        reduced = reduce_gradients(tf.nest.flatten(gradients), tf.nest.flatten(sources), **self._options)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    # These call `gradient` for every row, which is not to be reduced.
+
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.jacobian``, of this rank alone."""
+        return self._local.jacobian(*args, **kwargs)
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.batch_jacobian``, of this rank alone."""
+        return self._local.batch_jacobian(*args, **kwargs)
+
+
+@functools.cache
+def _class_for(cls: type, tape: type) -> type:
+    """``cls``, with the methods of a script's own class of tapes."""
+    if tape is tf.GradientTape or not issubclass(tape, tf.GradientTape) or issubclass(tape, DistributedGradientTape):
+        return cls
+    return type(cls.__name__, (cls, tape), {"__slots__": ()})
