@@ -26,7 +26,8 @@ namespace smd::torch_ext {
 // What joins the parameters of one model to a reducer of the core: hooks on their gradient accumulators, a callback at
 // the end of backward, and gradients that are views of the reducer's memory.
 //
-// No Python runs here and nothing takes its lock, except that PyTorch may do so to free a tensor.
+// No Python runs and nothing takes its lock, except for a communication hook written in Python (`comm_hook.h`) and where
+// PyTorch frees a tensor that Python knows.
 class Reducer : public torch::CustomClassHolder {
  public:
   struct Parameter {

@@ -87,11 +87,6 @@ impl SlotLease {
         self.arena.slots[self.param].bytes
     }
 
-    /// Whose slot it is.
-    pub fn param(&self) -> usize {
-        self.param
-    }
-
     /// Fills the slot with the bytes at `from`.
     ///
     /// # Safety

@@ -136,10 +136,7 @@ impl Launcher {
         if capturing || (at_once && state.queue.is_empty() && !state.busy) {
             state.busy = true;
             drop(state);
-            let outcome = shared.reduce(job);
-            shared.state.lock().busy = false;
-            shared.changed.notify_all();
-            launched(outcome);
+            shared.carry_out(job, launched);
             return Ok(());
         }
         if !state.has_thread {
@@ -195,12 +192,18 @@ impl Shared {
             let Some((job, launched)) = state.queue.pop_front() else { return };
             state.busy = true;
             drop(state);
-            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
-            launched(outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic))));
+            self.carry_out(job, launched);
             state = self.state.lock();
-            state.busy = false;
-            self.changed.notify_all();
         }
+    }
+
+    /// Launches a reduction for a caller that has made this launcher busy, which it then no longer is: also after a
+    /// panic, since whoever settles would wait for ever.
+    fn carry_out(&self, job: Job, launched: Launched) {
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
+        launched(outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic))));
+        self.state.lock().busy = false;
+        self.changed.notify_all();
     }
 
     fn packer(&self, way: Way, from: DType, to: DType) -> Result<Packer> {

@@ -65,6 +65,8 @@ struct State {
     lending: Lending,
     rebuilt: bool,
     record: Record,
+    /// What the others were not told of a step that was abandoned, as they waited for nothing more of it.
+    untold: Option<(u64, String)>,
 }
 
 /// What the last reduced step did, for whoever looks for lost time.
@@ -153,6 +155,7 @@ impl Reducer {
                 options,
                 lending: Lending::new(params.iter().map(ParamSpec::bytes)),
                 rebuilt: false,
+                untold: None,
                 record: Record::default(),
             }),
             params: params.into(),
@@ -232,6 +235,7 @@ impl Reducer {
         }
         state.accumulated = 0;
         state.steps += 1;
+        state.untold = None;
         if let Some(history) = &mut state.history {
             history.start();
         }
@@ -490,7 +494,7 @@ impl Reducer {
 
     /// What the communicator should do now (RED-2: one operation at a time, none after an error).
     fn next(&self, state: &mut State) -> Action {
-        let State { active: Some(active), layout, options, .. } = state else { return Action::Nothing };
+        let State { active: Some(active), layout, options, untold, .. } = state else { return Action::Nothing };
         if active.in_flight || active.error.is_some() {
             return Action::Nothing;
         }
@@ -520,10 +524,14 @@ impl Reducer {
         // then they have ended the step well, and what this rank said would end their next one.
         let wait_for_buckets = active.reduced < layout.plan.buckets().len() && options.reduction != Reduction::ByCaller;
         let others_wait = wait_for_buckets || active.more_follows;
-        match active.giving_up.take().filter(|_| others_wait) {
-            Some(message) => {
+        match active.giving_up.take() {
+            Some(message) if others_wait => {
                 active.in_flight = true;
                 Action::GiveUp(active.id, message)
+            }
+            Some(message) => {
+                *untold = Some((active.id, message));
+                Action::Nothing
             }
             None => Action::Nothing,
         }
@@ -786,15 +794,23 @@ impl Reducer {
 
     /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
     /// `message`. `more_follows` says whether the caller would have run more on the communicator after
-    /// [`Reducer::finish`], as the others will. Does nothing if no backward is under way.
+    /// [`Reducer::finish`], as the others will: it counts also after a `finish` that has abandoned the backward by
+    /// itself. Otherwise this does nothing if no backward is under way.
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
         if let Some(launcher) = self.launcher.get() {
             // Buckets may be gone as soon as this function returns.
             launcher.settle();
         }
-        let action = {
+        let action = 'decided: {
             let state = &mut *self.state.lock();
-            let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else { return };
+            let Some(active) = state.active.as_mut() else {
+                let untold = state.untold.take().filter(|_| more_follows);
+                break 'decided untold.map_or(Action::Nothing, |(id, message)| Action::GiveUp(id, message));
+            };
+            if active.abandoned {
+                active.more_follows |= more_follows;
+                return;
+            }
             active.abandoned = true;
             // Their gradients may be gone as soon as this function returns.
             active.queue.clear();

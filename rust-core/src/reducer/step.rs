@@ -50,16 +50,6 @@ impl Step {
         Some(start..self.launched)
     }
 
-    /// Whether this parameter's gradient is there.
-    pub fn is_ready(&self, param: usize) -> bool {
-        self.ready[param]
-    }
-
-    /// Whether every bucket is launched.
-    pub fn all_launched(&self) -> bool {
-        self.launched == self.pending.len()
-    }
-
     /// Parameters without a gradient, by index.
     pub fn missing(&self) -> Vec<usize> {
         (0..self.ready.len()).filter(|&param| !self.ready[param]).collect()
@@ -99,7 +89,7 @@ mod tests {
         assert_eq!(step.missing(), [2, 3]);
         assert_eq!(step.mark_ready(&plan, 2), Some(1..1));
         assert_eq!(step.mark_ready(&plan, 3), Some(1..3));
-        assert!(step.all_launched());
+        assert!(step.missing().is_empty());
         assert_eq!(step.observed_order(), [5, 4, 0, 1, 2, 3]);
     }
 
@@ -119,10 +109,8 @@ mod tests {
             let mut step = Step::new(&plan);
             let mut launched = Vec::new();
             for &param in &order {
-                prop_assert!(!step.all_launched());
                 launched.extend(step.mark_ready(&plan, param).unwrap());
             }
-            prop_assert!(step.all_launched());
             prop_assert_eq!(launched, (0..plan.buckets().len()).collect::<Vec<_>>());
             prop_assert_eq!(step.observed_order(), order);
         }

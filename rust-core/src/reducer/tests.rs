@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::fingerprint::view;
 use super::{Options, ParamSpec, Reducer};
 use crate::buffer::DType;
-use crate::collectives::Communicator;
+use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::transport::{Members, ShmTransport, Transport};
@@ -180,6 +181,40 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
     };
     over_each_transport(2, |me, communicator| rank(Options::default(), me, communicator), drop);
     over_each_transport(2, |me, communicator| rank(options(), me, communicator), drop);
+}
+
+#[test]
+fn what_follows_a_backward_ends_too_if_the_reducer_gave_up_first() {
+    // What `finish` does when a signal interrupts it, and what its caller says then.
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator.clone(), params(), options()).unwrap();
+        let order: Vec<usize> = (0..PARAMS).rev().collect();
+        backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
+        for _ in 0..20 {
+            let mut buffer = [me as u8];
+            let data = view(&mut buffer).unwrap();
+            if me == 0 {
+                assert!(reducer.begin(true).unwrap());
+                let leases: Vec<_> = order.iter().map(|&param| reducer.take_slot(param).unwrap()).collect();
+                for &param in &order {
+                    // SAFETY: the leases live until the step has ended.
+                    unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.unwrap();
+                }
+                reducer.abandon("it was interrupted", false);
+                reducer.abandon("its backward ended with an exception", true);
+                drop(leases);
+            } else {
+                let outcome = backward(&reducer, &order, &[], |param| value(me, param))
+                    .and_then(|_| communicator.run(&Request::Broadcast { data, root: 0 }));
+                let error = outcome.unwrap_err();
+                assert!(matches!(error, Error::PeerFailed { rank: 0, .. }), "{error}");
+                assert!(error.to_string().contains("it was interrupted"), "{error}");
+            }
+            let whole = backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
+            assert_eq!(whole[4], 40.5);
+        }
+    };
+    over_each_transport(2, rank, drop);
 }
 
 #[test]

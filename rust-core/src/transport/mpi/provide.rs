@@ -60,13 +60,19 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
 }
 
 fn cache_folder() -> Result<PathBuf> {
-    if let Some(folder) = config::CACHE_DIR.text() {
-        return Ok(folder.into());
-    }
-    std::env::home_dir().map(|home| home.join(".cache").join("opensmd")).ok_or_else(|| {
+    let folder = config::CACHE_DIR.text().unwrap_or_else(|| config::CACHE_DIR.default.to_owned());
+    in_home(&folder, std::env::home_dir()).ok_or_else(|| {
         let name = config::CACHE_DIR.name;
         Error::Config(format!("this user has no home folder to keep the MPI plug-in in: set `{name}`"))
     })
+}
+
+/// The folder with a leading `~` as the shell, and Python for the shims beside the plug-in, understand it.
+fn in_home(folder: &str, home: Option<PathBuf>) -> Option<PathBuf> {
+    match Path::new(folder).strip_prefix("~") {
+        Ok(inside) => home.map(|home| home.join(inside)),
+        Err(_) => Some(folder.into()),
+    }
 }
 
 fn cache_error(folder: &Path, error: std::io::Error) -> Error {
@@ -138,4 +144,19 @@ fn short_digest(parts: &[&[u8]]) -> String {
         hash.update(part);
     }
     hash.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_may_be_in_the_home_folder() {
+        let home = || Some(PathBuf::from("/home/ada"));
+        assert_eq!(in_home("~/.cache/opensmd", home()), Some("/home/ada/.cache/opensmd".into()));
+        assert_eq!(in_home("~", home()), Some("/home/ada".into()));
+        assert_eq!(in_home("/var/~/cache", home()), Some("/var/~/cache".into()));
+        assert_eq!(in_home("cache", None), Some("cache".into()));
+        assert_eq!(in_home("~/cache", None), None);
+    }
 }
