@@ -49,6 +49,8 @@ knobs! {
         "What to log on standard error: error, warn, info, debug or trace.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",
         "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
+    KERAS_COMPAT = "SMD_KERAS_COMPAT", [], "1",
+        "0: leaves out the adapters that let scripts for TensorFlow 2.3 and 2.4 run with today's Keras, such as `optimizer.variables()`.";
     AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",
         "A buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect: there is no such buffer here.";
     AG_SORT_BUFFER_BYTES = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", [], "134217728",

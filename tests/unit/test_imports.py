@@ -44,12 +44,10 @@ def test_tensorflow_in_either_order_and_no_torch(first):
 import sys
 import {first}
 import smdistributed.dataparallel.tensorflow as sdp
-from smdistributed.dataparallel.exceptions import UnsupportedError
-assert "torch" not in sys.modules
-try:
-    sdp.DistributedOptimizer
-except UnsupportedError as error:
-    assert "not part of this release yet" in str(error)
+assert "torch" not in sys.modules and "tf_keras" not in sys.modules
+assert all(hasattr(sdp, name) for name in sdp.__all__)
+assert sdp.tensorflow is sdp
+assert sdp.keras.callbacks.MetricAverageCallback
 assert not hasattr(sdp, "no_such_name")
 """)
 

@@ -6,53 +6,51 @@ its own, with the same text.
 
 from __future__ import annotations
 
-from typing import NoReturn
+import sys
 
-from smdistributed._common.errors import UnsupportedError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 
 # First: its loader says what is missing.
 from smdistributed.dataparallel.tensorflow.collectives import allreduce, broadcast, oob_allreduce
+
+# isort: split
+from smdistributed.dataparallel.tensorflow import compat, keras
 from smdistributed.dataparallel.tensorflow.compression import (
     Compression,
     FP16Compression,
     NoneCompression,
 )
+from smdistributed.dataparallel.tensorflow.hook import BroadcastGlobalVariablesHook
 from smdistributed.dataparallel.tensorflow.job import init, local_rank, local_size, rank, shutdown, size
+from smdistributed.dataparallel.tensorflow.optimizer import DistributedOptimizer
+from smdistributed.dataparallel.tensorflow.overlap import overlap
 from smdistributed.dataparallel.tensorflow.tape import DistributedGradientTape
-from smdistributed.dataparallel.tensorflow.variables import broadcast_variables
+from smdistributed.dataparallel.tensorflow.variables import broadcast_global_variables, broadcast_variables
 
 __all__ = [
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "FP16Compression",
     "NoneCompression",
     "ReduceOp",
     "allreduce",
     "broadcast",
+    "broadcast_global_variables",
     "broadcast_variables",
     "init",
+    "keras",
     "local_rank",
     "local_size",
     "oob_allreduce",
+    "overlap",
     "rank",
     "shutdown",
     "size",
 ]
 
-# Documented, and to come.
-_LATER = frozenset(
-    {
-        "BroadcastGlobalVariablesHook",
-        "DistributedOptimizer",
-        "broadcast_global_variables",
-        "keras",
-        "overlap",
-    }
-)
+# Documentation of the original says `sdp.tensorflow.rank()` where `sdp` is this module.
+tensorflow = sys.modules[__name__]
 
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _LATER:
-        raise UnsupportedError(f"`smdistributed.dataparallel.tensorflow.{name}` is not part of this release yet")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+compat.install()

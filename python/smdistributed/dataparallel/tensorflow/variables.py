@@ -2,19 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.collectives import broadcast
+from smdistributed.dataparallel.tensorflow.job import size
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+# Smaller variables travel together: one operation costs more than a copy of this many bytes.
+_TOGETHER_BYTES = 1 << 20
 
 
-def broadcast_variables(variables: Iterable[tf.Variable], root_rank: int) -> None:
+@tf.autograph.experimental.do_not_convert
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operation | None:
     """Assigns the values of rank ``root_rank`` to variables on all ranks.
 
+    In eager mode, in a ``tf.function`` (also under a condition, if it is the same on all ranks), and in graphs of TF1.
+
     Args:
-        variables: The same on all ranks, in the same order.
+        variables: ``tf.Variable`` and Keras variables, the same on all ranks in the same order; or a single one.
         root_rank: Whose values.
+
+    Returns:
+        ``None``; in a graph of TF1, the operation to run.
+
+    Raises:
+        TypeError: One of them is no variable, or of a type that cannot be sent.
+        ValueError: There is no rank ``root_rank``.
     """
+    _check_root(root_rank)
+    if isinstance(underlying(variables), tf.Variable):
+        variables = [variables]
+    # One that is named twice is sent once.
+    distinct = {id(variable): variable for variable in map(_sendable, variables)}
+    assignments: list[Any] = []
+    sent: list[tf.Tensor] = []
+    ordered = not _is_tf1_graph()
+    for together in _packs(distinct.values()):
+        # Graphs of TF1 have no order but the one that they are told.
+        with tf.control_dependencies([] if ordered else sent[-1:]):
+            values = _joined(together)
+            sent.append(broadcast(values, root_rank))
+        assignments += _assign(together, sent[-1])
+    return None if ordered else tf.group(*assignments)
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation | None:
+    """Assigns the values of rank ``root_rank`` to all global variables of a TF1 graph on all ranks.
+
+    Args:
+        root_rank: Whose values.
+
+    Returns:
+        The operation for the session to run. In eager mode and in a ``tf.function``, which have no such collection,
+        it warns and returns ``None``: there, ``broadcast_variables`` is told which ones.
+
+    Raises:
+        ValueError: There is no rank ``root_rank``.
+    """
+    _check_root(root_rank)
+    if not _is_tf1_graph():
+        warnings.warn(
+            "there are no global variables in eager mode, so nothing is broadcast: "
+            "use `broadcast_variables(model.variables, root_rank)`",
+            stacklevel=2,
+        )
+        return None
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+def _is_tf1_graph() -> bool:
+    return not tf.executing_eagerly() and not tf.inside_function()
+
+
+def _check_root(root_rank: int) -> None:
+    ranks = size()
+    if not isinstance(root_rank, int) or not 0 <= root_rank < ranks:
+        raise ValueError(f"`root_rank` is {root_rank!r}: expected a rank, 0 to {ranks - 1}")
+
+
+def _sendable(variable: Any) -> tf.Variable:
+    inner = underlying(variable)
+    if not isinstance(inner, tf.Variable):
+        raise TypeError(f"{variable!r} is not a variable: expected tf.Variable, or Keras variables that are built")
+    if not (inner.dtype.is_numeric or inner.dtype.is_bool):
+        raise TypeError(f"variable `{inner.name}` is of {inner.dtype.name}, which cannot be sent")
+    return inner
+
+
+def _packs(variables: Iterable[tf.Variable]) -> Iterator[list[tf.Variable]]:
+    """What is sent together: small variables of one type; the order is the same on all ranks."""
+    small: dict[tf.DType, list[tf.Variable]] = {}
     for variable in variables:
-        variable.assign(broadcast(variable, root_rank))
+        elements = variable.shape.num_elements()
+        if elements is None or elements * variable.dtype.size >= _TOGETHER_BYTES:
+            yield [variable]
+        else:
+            small.setdefault(variable.dtype.base_dtype, []).append(variable)
+    for together in small.values():
+        first = 0
+        total = 0
+        for index, variable in enumerate(together):
+            total += variable.shape.num_elements() * variable.dtype.size
+            if total >= _TOGETHER_BYTES:
+                yield together[first : index + 1]
+                first, total = index + 1, 0
+        if together[first:]:
+            yield together[first:]
+
+
+def _joined(together: list[tf.Variable]) -> tf.Tensor:
+    if len(together) == 1:
+        return tf.convert_to_tensor(together[0])
+    return tf.concat([tf.reshape(variable, [-1]) for variable in together], 0)
+
+
+def _assign(together: list[tf.Variable], values: tf.Tensor) -> list[Any]:
+    if len(together) == 1:
+        return [together[0].assign(values)]
+    parts = tf.split(values, [variable.shape.num_elements() for variable in together])
+    return [variable.assign(tf.reshape(part, variable.shape)) for variable, part in zip(together, parts, strict=True)]

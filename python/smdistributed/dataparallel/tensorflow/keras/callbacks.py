@@ -1,0 +1,308 @@
+"""Callbacks for ``model.fit``, of Keras 3 and of tf_keras alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.dataparallel.exceptions import MismatchError
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
+from smdistributed.dataparallel.tensorflow.job import rank, size
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.variables import broadcast_variables
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class _Callback:
+    """What both Keras packages ask of a callback: neither looks at its class.
+
+    So one class serves both, and importing this module imports neither.
+    """
+
+    model: Any = None
+    params: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.params = {}
+
+    def set_model(self, model: Any) -> None:
+        """Keras says whose callback this is."""
+        self.model = model
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Keras says how it trains: `epochs`, `steps`, `verbose`."""
+        self.params = params
+
+    def _implements_train_batch_hooks(self) -> bool:
+        names = ("on_train_batch_begin", "on_train_batch_end")
+        return any(getattr(type(self), name) is not getattr(_Callback, name) for name in names)
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        # The events that a callback does not care for.
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing."""
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """An event that a callback does not care for."""
+
+
+# Both packages ask by this mark whether a batch's end has to be waited for.
+for _event in (_Callback.on_train_batch_begin, _Callback.on_train_batch_end, _nothing):
+    _event._is_default = True
+
+
+class BroadcastGlobalVariablesCallback(_Callback):
+    """Gives all ranks the model's and the optimizer's variables of one rank, once.
+
+    Before the first batch, what exists then, and at the end of the first batch, all: layers and optimizers make variables
+    when they see their first batch.
+
+    Args:
+        root_rank: Whose values.
+        device: Ignored.
+        local_variables: A variable or a list of them: those that keep each rank's own values.
+
+    Raises:
+        ValueError: ``local_variables`` is something else.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._done = False
+        if local_variables is None:
+            local_variables = []
+        elif isinstance(underlying(local_variables), tf.Variable):
+            local_variables = [local_variables]
+        self._local = [underlying(variable) for variable in local_variables]
+        if not all(isinstance(variable, tf.Variable) for variable in self._local):
+            raise ValueError(f"local variables must be of tf.Variable type, not {local_variables!r}")
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts what exists."""
+        if not self._done:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts all, after the first batch."""
+        if not self._done:
+            self._broadcast()
+            self._done = True
+
+    def _broadcast(self) -> None:
+        local = {id(variable) for variable in self._local}
+        optimizer = getattr(self.model, "optimizer", None)
+        variables = [*self._variables(self.model), *self._variables(optimizer)]
+        broadcast_variables([variable for variable in variables if id(variable) not in local], self.root_rank)
+
+    @staticmethod
+    def _variables(owner: Any) -> Iterable[Any]:
+        """The variables that exist; those of a lazy layer may be still to come."""
+        variables = getattr(owner, "variables", [])
+        # A method in legacy optimizers.
+        variables = variables() if callable(variables) else variables
+        return [inner for inner in map(underlying, variables) if isinstance(inner, tf.Variable)]
+
+
+class MetricAverageCallback(_Callback):
+    """Averages the metrics of an epoch over the ranks, each with the same weight.
+
+    It has to come before callbacks that read them, as checkpoints and schedules do. Entries that are no numbers stay as
+    they are.
+
+    Args:
+        device: Ignored.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages ``logs``, in place."""
+        if logs is None:
+            return
+        names = sorted(name for name, value in logs.items() if _is_number(value))
+        # Ranks with other names would average other things, or wait for ranks that have none.
+        mine = zlib.crc32(",".join(names).encode())
+        lowest, highest = oob_allreduce(tf.constant([mine, -mine], tf.int64), op=ReduceOp.MIN).numpy()
+        if lowest != -highest:
+            raise MismatchError(f"ranks have different metrics at the end of epoch {epoch}: rank {rank()} has {names}")
+        if names:
+            values = oob_allreduce(tf.constant([float(logs[name]) for name in names], tf.float64)).numpy()
+            logs.update(zip(names, map(float, values), strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
+    except (TypeError, ValueError):
+        return False
+
+
+class LearningRateScheduleCallback(_Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for the epochs from ``start_epoch`` to ``end_epoch``.
+
+    Args:
+        initial_lr: The learning rate that is multiplied.
+        multiplier: A function of the epoch; or a number m, for m to the power of the epochs since ``start_epoch``.
+        start_epoch: The first epoch.
+        end_epoch: The first epoch that is left alone; ``None``: none.
+        staircase: Whether the rate changes once in an epoch, or at every batch, where the epoch is fractional.
+        momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
+        steps_per_epoch: Batches of an epoch, if Keras does not know.
+
+    Raises:
+        ValueError: ``initial_lr`` is missing.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("`initial_lr` is missing: the learning rate that is multiplied")
+        self.initial_lr = float(initial_lr)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        if callable(multiplier):
+            self._multiplier = multiplier
+        else:
+            self._multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds out how many batches an epoch has."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError("Could not autodetect the number of steps per epoch: pass `steps_per_epoch`")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate."""
+        if not self._is_active:
+            return
+        if not self.staircase:
+            self._set(self._epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the rate to ``logs``."""
+        if logs is not None:
+            logs["lr"] = _learning_rate(self.model.optimizer)
+
+    @property
+    def _is_active(self) -> bool:
+        return self.start_epoch <= self._epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
+
+    def _set(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        before = _learning_rate(optimizer)
+        now = self.initial_lr * self._multiplier(epoch)
+        optimizer.learning_rate = now
+        if self.momentum_correction and before > 0 and now != before:
+            # v = momentum * v - lr * gradient: v is made of steps at the rate before.
+            for velocity in _velocities(optimizer):
+                velocity.assign(velocity * tf.cast(now / before, velocity.dtype))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch.
+
+    Many ranks make a large batch, and a large batch asks for a large learning rate, which is too much at the start.
+
+    Args:
+        initial_lr: The learning rate after the warm-up, such as ``0.001 * size()``.
+        warmup_epochs: How many epochs it takes.
+        momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
+        steps_per_epoch: Batches of an epoch, if Keras does not know.
+        verbose: 1: rank 0 prints a line at the end.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # The last batch of the warm-up has the whole rate.
+            epoch += 1 / self.steps_per_epoch
+            return (epoch * (size() - 1) / warmup_epochs + 1) / size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the rate to ``logs``; says when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and rank() == 0 and epoch == self.end_epoch - 1:
+            rate = _learning_rate(self.model.optimizer)
+            print(f"\nepoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}")
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return float(tf.convert_to_tensor(underlying(optimizer.learning_rate)))
+
+
+def _velocities(optimizer: Any) -> list[tf.Variable]:
+    """What SGD and RMSprop with momentum add to the variables in each step; empty before the first one."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # A legacy optimizer keeps a hyperparameter of this name, which may be a variable.
+    momentum = getattr(inner, "momentum", None) or getattr(inner, "_momentum", None)
+    if momentum is None:
+        return []
+    found = getattr(inner, "momentums", None) or getattr(inner, "_momentums", None)
+    if found is None and "momentum" in getattr(inner, "get_slot_names", list)():
+        slots = getattr(inner, "_weights", [])
+        found = [variable for variable in slots if variable.name.split(":")[0].endswith("/momentum")]
+    return [underlying(variable) for variable in found or []]

@@ -1,0 +1,192 @@
+"""Optimizers that reduce gradients over the ranks before they apply them.
+
+A distributed optimizer is a *view* of the given one: an object of a subclass with the same name that shares the given
+one's ``__dict__``. Variables, hyperparameters, slots and what checkpoints track are therefore one and the same, whatever
+of both is used, and a saved model carries the given optimizer's class and no trace of this library.
+
+Each family has one place that every way of training goes through, and reduces there (OPT-1): ``apply`` in Keras 3,
+the aggregation in ``apply_gradients`` in tf_keras, ``compute_gradients`` in TF1. So a gradient is reduced once, whoever
+computed it, and clipping, weight decay and moving averages see reduced gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed._common.errors import UnsupportedError
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow import keras3
+from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
+
+Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+GradientsAndVariables = Iterable[tuple[Any, Any]]
+
+
+def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts take for a class
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type = Compression.none,
+    sparse_as_dense: bool = True,
+    op: ReduceOp | None = ReduceOp.AVERAGE,
+    bucket_cap_mb: float | None = 25,
+) -> Any:
+    """Makes an optimizer reduce gradients over the ranks before it applies them.
+
+    Args:
+        optimizer: Of Keras 3, of tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
+        name: Prefix of the operations in a graph; by default ``smdistributed.dataparallel`` and the class's name.
+        use_locking: Whether a TF1 optimizer locks variables while it updates them.
+        device_dense: Not supported.
+        device_sparse: Not supported.
+        compression: A member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first; otherwise the ranks' slices are gathered.
+        op: ``AVERAGE``, which ``None`` means too, or ``SUM``.
+        bucket_cap_mb: Most MiB of gradients that are reduced together.
+
+    Returns:
+        An optimizer of a subclass of the given one's class, which shares all state with it.
+
+    Raises:
+        NotImplementedError: A device is given.
+        TypeError: It is no optimizer of these families.
+        ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
+    """
+    if device_dense or device_sparse:
+        raise NotImplementedError("`device_dense` and `device_sparse` are not supported: leave them empty")
+    check_options(op, bucket_cap_mb)
+    if is_distributed(optimizer):
+        raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    methods = _methods(optimizer)
+    if use_locking:
+        if methods is _TF1:
+            optimizer._use_locking = True
+        else:
+            warnings.warn("`use_locking` is for tf.compat.v1.train optimizers and has no effect here", stacklevel=2)
+    prefix = name or f"smdistributed.dataparallel{type(optimizer).__name__}"
+
+    def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return reduce_gradients(
+            gradients,
+            variables,
+            compression=compression,
+            op=op,
+            sparse_as_dense=sparse_as_dense,
+            bucket_cap_mb=bucket_cap_mb,
+            name=prefix,
+        )
+
+    return _view(optimizer, methods, reduce)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether the optimizer, or the one inside of it, reduces gradients over the ranks."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))
+
+
+def _view(optimizer: Any, methods: type[_Methods], reduce: Reduce) -> Any:
+    cls = type(optimizer)
+    members = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "_smd_reduce": staticmethod(reduce),
+    }
+    view = object.__new__(type(cls)(cls.__name__, (methods, cls), members))
+    # Past Keras' own `__setattr__`, which would track the dictionary as state.
+    object.__setattr__(view, "__dict__", optimizer.__dict__)
+    return view
+
+
+def _methods(optimizer: Any) -> type[_Methods]:
+    """What is different about a distributed optimizer of this family. Imports no Keras: a family whose module was not
+    imported has no optimizers."""
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return _TF1
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(optimizer, keras.optimizers.Optimizer):
+        if keras.backend.backend() != "tensorflow":
+            raise UnsupportedError(f"Keras runs on {keras.backend.backend()}: optimizers here need TensorFlow")
+        keras3.install(is_distributed)
+        return _Keras3
+    tf_keras = sys.modules.get("tf_keras")
+    if tf_keras is not None:
+        scales = isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
+        if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
+            return _LegacyLossScale if scales else _Legacy
+        if isinstance(optimizer, tf_keras.optimizers.Optimizer):
+            return _TfKerasLossScale if scales else _TfKeras
+    raise TypeError(f"{optimizer!r} is not an optimizer: expected one of Keras, of tf_keras or of tf.compat.v1.train")
+
+
+class _Methods:
+    """The part of a distributed optimizer that comes before the given one's class."""
+
+    _smd_reduce: Reduce
+
+    def _smd_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        reduced = self._smd_reduce([gradient for gradient, _ in pairs], variables)
+        return list(zip(reduced, variables, strict=True))
+
+
+class _Keras3(_Methods):
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        # What does not match is for Keras to refuse.
+        if len(grads) == len(variables):
+            grads = self._smd_reduce(grads, [underlying(variable) for variable in variables])
+        super().apply(grads, trainable_variables)
+
+
+class _TfKeras(_Methods):
+    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        # Where the optimizer is inside a LossScaleOptimizer, that one calls this.
+        return self._smd_reduced(super().aggregate_gradients(grads_and_vars))
+
+
+class _TfKerasLossScale(_Methods):
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        # The scaled gradients: what is not finite on one rank is not finite on all, so all skip the step.
+        if experimental_aggregate_gradients and not skip_gradients_aggregation:
+            grads_and_vars = self._smd_reduced(grads_and_vars)
+        return super().apply_gradients(grads_and_vars, skip_gradients_aggregation=True, **kwargs)
+
+
+class _Legacy(_Methods):
+    def _aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        return self._smd_reduced(super()._aggregate_gradients(grads_and_vars))
+
+
+class _LegacyLossScale(_Methods):
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        if experimental_aggregate_gradients:
+            grads_and_vars = self._smd_reduced(grads_and_vars)
+        return super().apply_gradients(grads_and_vars, name, experimental_aggregate_gradients=False)
+
+
+class _TF1(_Methods):
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        return self._smd_reduced(super().compute_gradients(*args, **kwargs))
