@@ -11,6 +11,7 @@
 //! | [`collectives`] | what a collective means, and which algorithm runs it |
 //! | [`device`] | CUDA: streams, events, memory, kernels |
 //! | [`reducer`] | planned gradient reduction |
+//! | [`pipeline`] | who does what in which order when a model is spread over ranks |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
@@ -19,6 +20,7 @@ pub mod config;
 pub mod device;
 pub mod error;
 pub mod launch;
+pub mod pipeline;
 pub mod reducer;
 pub mod session;
 pub mod trace;

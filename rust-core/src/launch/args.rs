@@ -14,8 +14,9 @@ use crate::error::{Error, Result};
     name = "smdrun",
     version,
     override_usage = "smdrun -n N [OPTIONS] SCRIPT.py [ARGS]...\n       smdrun -n N [OPTIONS] -m MODULE [ARGS]...\n       \
-                      smdrun doctor",
-    after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap.\n\
+                      smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]",
+    after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap; `smdrun plan` shows a\n\
+                  pipeline's schedule.\n\
                   Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]

@@ -22,6 +22,7 @@ mod distribution;
 mod environment;
 mod output;
 mod parameters;
+mod plan;
 mod process;
 mod report;
 mod signals;
@@ -43,6 +44,9 @@ const USAGE_EXIT_CODE: i32 = 2;
 /// Runs `smdrun` with this command line (the program's name first) and returns its exit code. `python` is the
 /// interpreter for the ranks.
 pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
+    if argv.get(1).is_some_and(|word| word == "plan") {
+        return plan::main(&argv[2..]);
+    }
     let args = match args::parse(argv) {
         Ok(args) => args,
         Err(usage) => {

@@ -1,0 +1,136 @@
+//! The vocabulary of programs.
+//!
+//! | text | means |
+//! | --- | --- |
+//! | `2F0` | stage 2, forward of microbatch 0 |
+//! | `2B0` | its backward; `2I0`, `2W0`: its two parts, gradients of inputs and of weights |
+//! | `2SF0>3`, `3RF0<2` | stage 2's value for stage 3 is sent, is received |
+//! | `3SB0>2`, `2RB0<3` | the same of its gradient, back from stage 3 |
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// What is done for a microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// The forward.
+    Forward,
+    /// The whole backward.
+    Backward,
+    /// The gradients of the stage's inputs.
+    Input,
+    /// The gradients of its parameters.
+    Weight,
+    /// Gives a value to a later stage.
+    SendForward,
+    /// Takes a value of an earlier stage.
+    RecvForward,
+    /// Gives a value's gradient to the stage that made the value.
+    SendBackward,
+    /// Takes a gradient from a stage that took the value.
+    RecvBackward,
+}
+
+impl Kind {
+    const ALL: [(Kind, &str); 8] = [
+        (Kind::SendForward, "SF"),
+        (Kind::RecvForward, "RF"),
+        (Kind::SendBackward, "SB"),
+        (Kind::RecvBackward, "RB"),
+        (Kind::Forward, "F"),
+        (Kind::Backward, "B"),
+        (Kind::Input, "I"),
+        (Kind::Weight, "W"),
+    ];
+
+    /// Whether it computes something.
+    pub fn computes(self) -> bool {
+        matches!(self, Kind::Forward | Kind::Backward | Kind::Input | Kind::Weight)
+    }
+
+    /// Whether it hands something out.
+    pub fn sends(self) -> bool {
+        matches!(self, Kind::SendForward | Kind::SendBackward)
+    }
+
+    fn text(self) -> &'static str {
+        Self::ALL.iter().find(|(kind, _)| *kind == self).expect("the table has all kinds").1
+    }
+}
+
+/// One line of a rank's program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Action {
+    /// What.
+    pub kind: Kind,
+    /// The stage that does it, on the rank of the program.
+    pub stage: u32,
+    /// For which microbatch.
+    pub microbatch: u32,
+    /// Of a transfer: the stage at its other end.
+    pub peer: Option<u32>,
+}
+
+impl Action {
+    /// A computation.
+    pub fn compute(kind: Kind, stage: usize, microbatch: usize) -> Self {
+        debug_assert!(kind.computes());
+        Self { kind, stage: stage as u32, microbatch: microbatch as u32, peer: None }
+    }
+
+    /// A transfer.
+    pub fn transfer(kind: Kind, stage: usize, microbatch: usize, peer: usize) -> Self {
+        debug_assert!(!kind.computes());
+        Self { kind, stage: stage as u32, microbatch: microbatch as u32, peer: Some(peer as u32) }
+    }
+
+    /// Of a send, the receive that belongs to it, and the reverse.
+    pub fn counterpart(self) -> Option<Self> {
+        let kind = match self.kind {
+            Kind::SendForward => Kind::RecvForward,
+            Kind::RecvForward => Kind::SendForward,
+            Kind::SendBackward => Kind::RecvBackward,
+            Kind::RecvBackward => Kind::SendBackward,
+            _ => return None,
+        };
+        Some(Self { kind, stage: self.peer?, microbatch: self.microbatch, peer: Some(self.stage) })
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage, self.kind.text(), self.microbatch)?;
+        match self.peer {
+            Some(peer) if self.kind.sends() => write!(f, ">{peer}"),
+            Some(peer) => write!(f, "<{peer}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl FromStr for Action {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::InvalidArgument(format!("`{text}` is no action of a pipeline, such as `2F0` or `2SF0>3`"));
+        let digits = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
+        let (stage, rest) = text.split_at(digits);
+        let &(kind, name) = Kind::ALL.iter().find(|(_, name)| rest.starts_with(name)).ok_or_else(bad)?;
+        let rest = &rest[name.len()..];
+        let (microbatch, peer) = if kind.computes() {
+            (rest, None)
+        } else {
+            let (microbatch, peer) = rest.split_once(if kind.sends() { '>' } else { '<' }).ok_or_else(bad)?;
+            (microbatch, Some(number(peer).ok_or_else(bad)?))
+        };
+        let (Some(stage), Some(microbatch)) = (number(stage), number(microbatch)) else { return Err(bad()) };
+        Ok(Self { kind, stage, microbatch, peer })
+    }
+}
+
+/// Digits only: `parse` would take a sign.
+fn number(text: &str) -> Option<u32> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+}

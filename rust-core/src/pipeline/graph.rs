@@ -1,0 +1,215 @@
+//! What is to be computed for each microbatch, where, and at which price.
+//!
+//! - GRAPH-1: an edge leads from a stage to a later one in the list, so the list is a topological order.
+
+use crate::error::{Error, Result};
+
+/// Prices of one stage for one microbatch, in nanoseconds or in any unit that all stages share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// The forward.
+    pub forward: u64,
+    /// The backward's first part, the gradients of the stage's inputs, for which other ranks wait.
+    pub input: u64,
+    /// The backward's second part, the gradients of its parameters, for which nobody waits.
+    pub weight: u64,
+}
+
+impl Costs {
+    /// A unit each: the case that the literature's closed forms assume.
+    pub const UNIT: Self = Self { forward: 1, input: 1, weight: 1 };
+
+    /// Of the three together.
+    pub fn total(&self) -> u64 {
+        self.forward + self.input + self.weight
+    }
+}
+
+/// A value that a later stage takes from an earlier one, and whose gradient comes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// The stage that makes it.
+    pub from: usize,
+    /// Its size, for one microbatch.
+    pub bytes: u64,
+}
+
+/// A part of the model that lies on one rank and runs as a whole: a maximal piece between transfers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stage {
+    /// Who runs it.
+    pub rank: usize,
+    /// Prices, for one microbatch.
+    pub costs: Costs,
+    /// What it keeps from a microbatch's forward to the end of its backward.
+    pub activation_bytes: u64,
+    /// What it takes from other stages.
+    pub inputs: Vec<Edge>,
+    /// Whether it has a backward: not, if nothing in it and before it wants a gradient.
+    pub backward: bool,
+}
+
+/// Transfers between ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Link {
+    /// From the end of the sender's task to the start of the receiver's, in the unit of [`Costs`].
+    pub latency: u64,
+    /// Bytes in one unit of time; 0 is without limit.
+    pub bytes_per_tick: u64,
+}
+
+impl Link {
+    /// How long `bytes` take.
+    pub fn time(&self, bytes: u64) -> u64 {
+        self.latency + bytes.checked_div(self.bytes_per_tick).unwrap_or(0)
+    }
+}
+
+/// Which rank has which stage of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Stage `i` is on rank `i % ranks`: 0 1 2 0 1 2.
+    Looped,
+    /// There and back: 0 1 2 2 1 0, so that the loss is where the input is.
+    There,
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Graph {
+    ranks: usize,
+    microbatches: usize,
+    stages: Vec<Stage>,
+    /// For each stage, who takes a value of it, and how large it is.
+    consumers: Vec<Vec<(usize, u64)>>,
+    link: Link,
+}
+
+impl Graph {
+    /// A graph of `stages` (GRAPH-1) that each of `microbatches` passes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards, or a stage with a backward
+    /// feeds only stages without one.
+    pub fn new(ranks: usize, microbatches: usize, stages: Vec<Stage>, link: Link) -> Result<Self> {
+        let mut consumers = vec![Vec::new(); stages.len()];
+        if ranks == 0 || microbatches == 0 || stages.is_empty() {
+            return Err(Error::InvalidArgument(format!(
+                "a pipeline needs ranks, microbatches and stages, not {ranks}, {microbatches} and {}",
+                stages.len()
+            )));
+        }
+        for (index, stage) in stages.iter().enumerate() {
+            if stage.rank >= ranks {
+                return Err(Error::InvalidArgument(format!("stage {index} is on rank {} of {ranks}", stage.rank)));
+            }
+            for edge in &stage.inputs {
+                if edge.from >= index {
+                    return Err(Error::InvalidArgument(format!(
+                        "stage {index} takes a value of stage {}, which does not come before it",
+                        edge.from
+                    )));
+                }
+                if stage.inputs.iter().filter(|other| other.from == edge.from).count() > 1 {
+                    return Err(Error::InvalidArgument(format!(
+                        "stage {index} has two edges from stage {}: one carries all that it takes",
+                        edge.from
+                    )));
+                }
+                if stages[edge.from].backward && !stage.backward {
+                    return Err(Error::InvalidArgument(format!(
+                        "stage {} has a backward, but stage {index}, which takes its value, has none",
+                        edge.from
+                    )));
+                }
+                consumers[edge.from].push((index, edge.bytes));
+            }
+        }
+        Ok(Self { ranks, microbatches, stages, consumers, link })
+    }
+
+    /// A chain of `chunks` stages on each of `ranks` ranks, all alike.
+    ///
+    /// # Errors
+    /// As [`Graph::new`].
+    pub fn chain(ranks: usize, chunks: usize, placement: Placement, microbatches: usize, costs: Costs) -> Result<Self> {
+        let stages = (0..ranks * chunks)
+            .map(|index| {
+                let (lap, place) = (index / ranks, index % ranks);
+                let back = placement == Placement::There && lap % 2 == 1;
+                Stage {
+                    rank: if back { ranks - 1 - place } else { place },
+                    costs,
+                    activation_bytes: 1,
+                    inputs: index.checked_sub(1).map(|from| Edge { from, bytes: 0 }).into_iter().collect(),
+                    backward: true,
+                }
+            })
+            .collect();
+        Self::new(ranks, microbatches, stages, Link::default())
+    }
+
+    /// The same graph with another price of transfers.
+    pub fn with_link(mut self, link: Link) -> Self {
+        self.link = link;
+        self
+    }
+
+    /// Ranks of the pipeline.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Microbatches of a step.
+    pub fn microbatches(&self) -> usize {
+        self.microbatches
+    }
+
+    /// All stages, in a topological order.
+    pub fn stages(&self) -> &[Stage] {
+        &self.stages
+    }
+
+    /// One of them.
+    pub fn stage(&self, index: usize) -> &Stage {
+        &self.stages[index]
+    }
+
+    /// Stages that take a value of `stage`, with its size.
+    pub fn consumers(&self, stage: usize) -> &[(usize, u64)] {
+        &self.consumers[stage]
+    }
+
+    /// Price of transfers.
+    pub fn link(&self) -> Link {
+        self.link
+    }
+
+    /// Time from the end of a task of stage `from` until its value of `bytes` is at stage `to`.
+    pub fn transfer(&self, from: usize, to: usize, bytes: u64) -> u64 {
+        if self.stages[from].rank == self.stages[to].rank { 0 } else { self.link.time(bytes) }
+    }
+
+    /// Work of each rank in one step.
+    pub fn work(&self) -> Vec<u64> {
+        let mut work = vec![0; self.ranks];
+        for stage in &self.stages {
+            let cost = if stage.backward { stage.costs.total() } else { stage.costs.forward };
+            work[stage.rank] += cost * self.microbatches as u64;
+        }
+        work
+    }
+
+    /// For each stage, on how many ranks in a row the value that it makes is worked on until there is a loss, itself
+    /// included: 1 for a stage whose values go nowhere else.
+    pub fn heights(&self) -> Vec<usize> {
+        let mut heights = vec![1; self.stages.len()];
+        for index in (0..self.stages.len()).rev() {
+            for &(to, _) in &self.consumers[index] {
+                let hop = usize::from(self.stages[to].rank != self.stages[index].rank);
+                heights[index] = heights[index].max(heights[to] + hop);
+            }
+        }
+        heights
+    }
+}

@@ -1,0 +1,36 @@
+//! Pipelines: which rank does what, in which order, when a model is spread over ranks and a batch is cut into
+//! microbatches.
+//!
+//! ```text
+//!   Graph ── schedule::plan ──> Program ── validate ──> executed
+//!   (stages, edges,             (one list of              |
+//!    microbatches)               actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
+//! ```
+//!
+//! Everything here is a value: no process, no tensor. Every rank plans for itself and comes to the same program, so
+//! nobody asks anybody for an order.
+//!
+//! - PIPE-1: a program is a projection of one order of all actions of all ranks that respects every dependency.
+//!   So it cannot deadlock, whatever tasks and transfers cost when it is executed.
+//! - PIPE-2: messages between two ranks are sent and received in the same order, in each direction.
+//! - PIPE-3: a program is a function of the graph, the schedule and the bounds alone; no clock, no hash order.
+//! - PIPE-4: microbatches pass each stage in order, forwards and backwards, so that gradients are always added up in
+//!   the same order.
+
+mod action;
+mod draw;
+mod graph;
+mod program;
+pub mod schedule;
+mod simulate;
+#[cfg(test)]
+mod tests;
+mod transfers;
+mod validate;
+
+pub use action::{Action, Kind};
+pub use draw::{grid, svg};
+pub use graph::{Costs, Edge, Graph, Link, Placement, Stage};
+pub use program::Program;
+pub use simulate::{Span, Timeline, simulate};
+pub use validate::validate;

@@ -1,0 +1,325 @@
+//! A list scheduler: it lets time pass, and whenever a rank is free it starts the task that the policy likes best
+//! among those that can run. The order in which tasks start is the program (PIPE-1).
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use super::Schedule;
+use crate::error::{Error, Result};
+use crate::pipeline::{Action, Graph, Kind, Program};
+
+/// The computations of all ranks. `active` says for each rank how many microbatches it may have under way.
+pub(super) fn order(graph: &Graph, schedule: Schedule, active: &[usize]) -> Result<Program> {
+    let mut scheduler = Scheduler::new(graph, schedule, active);
+    scheduler.run();
+    let planned: usize = scheduler.lists.iter().map(Vec::len).sum();
+    let expected =
+        graph.microbatches() * graph.stages().iter().map(|stage| scheduler.kinds(stage.backward).len()).sum::<usize>();
+    if planned != expected {
+        return Err(Error::Internal(format!("the schedule `{schedule}` stopped after {planned} of {expected} tasks")));
+    }
+    Ok(Program::new(scheduler.lists))
+}
+
+/// How far a stage is. Microbatches come in order (PIPE-4), so numbers are enough.
+struct StageState {
+    /// Of the next forwards, how many inputs are to come; likewise gradients of the next backwards.
+    inputs: Awaited,
+    gradients: Awaited,
+    /// Next microbatch of each kind.
+    forward: usize,
+    backward: usize,
+    weight: usize,
+    forward_ended: usize,
+    backward_ended: usize,
+    /// Microbatches of which nothing is left to do.
+    ended: usize,
+    /// How many forwards may be ahead of backwards.
+    ahead: usize,
+}
+
+/// How much is still to come for each of the next microbatches.
+struct Awaited {
+    each: usize,
+    left: VecDeque<usize>,
+}
+
+impl Awaited {
+    fn new(each: usize) -> Self {
+        Self { each, left: VecDeque::new() }
+    }
+
+    /// One came for the microbatch that is `distance` after the next one.
+    fn arrive(&mut self, distance: usize) {
+        while self.left.len() <= distance {
+            self.left.push_back(self.each);
+        }
+        self.left[distance] -= 1;
+    }
+
+    /// Whether nothing is to come for the next one.
+    fn complete(&self) -> bool {
+        self.left.front().copied().unwrap_or(self.each) == 0
+    }
+
+    /// On to the one after it.
+    fn advance(&mut self) {
+        self.left.pop_front();
+    }
+}
+
+struct Scheduler<'a> {
+    graph: &'a Graph,
+    schedule: Schedule,
+    /// Microbatches that each rank may have under way.
+    active: Vec<usize>,
+    /// Activations that a rank may keep, in stages; only where backwards are split, as a second part that is put
+    /// off keeps them longer than 1F1B would.
+    kept: usize,
+    stages: Vec<StageState>,
+    /// For each rank its stages.
+    own: Vec<Vec<usize>>,
+    /// For each rank the microbatches that it has begun.
+    begun: Vec<usize>,
+    busy: Vec<bool>,
+    events: BinaryHeap<Reverse<(u64, Event)>>,
+    lists: Vec<Vec<Action>>,
+}
+
+/// What happens at some time: the end of a task, or the arrival of what a stage needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    End(usize, Kind),
+    Value(usize, usize),
+    Gradient(usize, usize),
+}
+
+impl<'a> Scheduler<'a> {
+    fn new(graph: &'a Graph, schedule: Schedule, active: &[usize]) -> Self {
+        let ranks = graph.ranks();
+        let heights = graph.heights();
+        let mut own = vec![Vec::new(); ranks];
+        let mut stages = Vec::with_capacity(graph.stages().len());
+        for (index, stage) in graph.stages().iter().enumerate() {
+            own[stage.rank].push(index);
+            let ahead = match schedule {
+                Schedule::Simple | Schedule::ForwardOnly => usize::MAX,
+                Schedule::Interleaved | Schedule::ZeroBubble => heights[index],
+            };
+            stages.push(StageState {
+                inputs: Awaited::new(stage.inputs.len()),
+                gradients: Awaited::new(graph.consumers(index).len()),
+                forward: 0,
+                backward: 0,
+                weight: 0,
+                forward_ended: 0,
+                backward_ended: 0,
+                ended: 0,
+                ahead,
+            });
+        }
+        let kept = own.iter().map(|own: &Vec<usize>| own.iter().map(|&stage| heights[stage]).sum()).max();
+        // Rounds of forwards and backwards are the same everywhere.
+        let fewest = active.iter().copied().min().unwrap_or(1);
+        let active = if schedule == Schedule::Simple { vec![fewest; ranks] } else { active.to_vec() };
+        Self {
+            graph,
+            schedule,
+            active,
+            kept: kept.unwrap_or(1),
+            stages,
+            own,
+            begun: vec![0; ranks],
+            busy: vec![false; ranks],
+            events: BinaryHeap::new(),
+            lists: vec![Vec::new(); ranks],
+        }
+    }
+
+    /// What is planned for a stage.
+    fn kinds(&self, backward: bool) -> &'static [Kind] {
+        match self.schedule {
+            _ if !backward => &[Kind::Forward],
+            Schedule::ForwardOnly => &[Kind::Forward],
+            Schedule::ZeroBubble => &[Kind::Forward, Kind::Input, Kind::Weight],
+            Schedule::Simple | Schedule::Interleaved => &[Kind::Forward, Kind::Backward],
+        }
+    }
+
+    fn run(&mut self) {
+        // Ranks for which something changed at this moment.
+        let mut touched: Vec<usize> = (0..self.graph.ranks()).collect();
+        let mut now = 0;
+        loop {
+            touched.sort_unstable();
+            touched.dedup();
+            for rank in touched.drain(..) {
+                if !self.busy[rank] {
+                    self.start(rank, now);
+                }
+            }
+            let Some(&Reverse((time, _))) = self.events.peek() else { return };
+            now = time;
+            // All that happens at one moment is known before anybody chooses.
+            while let Some(&Reverse((time, event))) = self.events.peek()
+                && time == now
+            {
+                self.events.pop();
+                touched.push(self.happen(event, now));
+            }
+        }
+    }
+
+    /// Starts the task that `rank` likes best, if there is one.
+    fn start(&mut self, rank: usize, now: u64) {
+        let task = match self.schedule {
+            Schedule::Simple => self.next_forward(rank).or_else(|| self.next_backward(rank)),
+            Schedule::Interleaved => self.next_backward(rank).or_else(|| self.next_forward(rank)),
+            Schedule::ZeroBubble => {
+                // A forward that could run is worth more than a gradient, and so is the room that it lacks: the ranks
+                // after this one wait for it.
+                let forward = match self.next_forward(rank) {
+                    Some(_) if self.kept(rank) >= self.kept => self.next_weight(rank),
+                    forward => forward,
+                };
+                forward.or_else(|| self.next_backward(rank)).or_else(|| self.next_weight(rank))
+            }
+            Schedule::ForwardOnly => self.next_forward(rank),
+        };
+        let Some((microbatch, index, kind)) = task else { return };
+        let stage = &mut self.stages[index];
+        let costs = self.graph.stage(index).costs;
+        let cost = match kind {
+            Kind::Forward => {
+                stage.inputs.advance();
+                stage.forward += 1;
+                self.begun[rank] = self.begun[rank].max(microbatch + 1);
+                costs.forward
+            }
+            Kind::Weight => {
+                stage.weight += 1;
+                costs.weight
+            }
+            _ => {
+                stage.gradients.advance();
+                stage.backward += 1;
+                if kind == Kind::Input { costs.input } else { costs.input + costs.weight }
+            }
+        };
+        self.lists[rank].push(Action::compute(kind, index, microbatch));
+        self.busy[rank] = true;
+        self.events.push(Reverse((now + cost, Event::End(index, kind))));
+    }
+
+    /// The earliest microbatch, and of that the earliest stage.
+    fn next_forward(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+        let microbatches = self.graph.microbatches();
+        let candidates = self.own[rank].iter().filter(|&&index| {
+            let stage = &self.stages[index];
+            stage.forward < microbatches
+                && stage.inputs.complete()
+                && (!self.graph.stage(index).backward || stage.forward - stage.backward < stage.ahead)
+                && self.admits(rank, stage.forward)
+        });
+        candidates.map(|&index| (self.stages[index].forward, index, Kind::Forward)).min()
+    }
+
+    /// Activations that `rank` keeps, in stages.
+    fn kept(&self, rank: usize) -> usize {
+        let own = self.own[rank].iter().filter(|&&index| self.graph.stage(index).backward);
+        own.map(|&index| self.stages[index].forward - self.stages[index].ended).sum()
+    }
+
+    /// Whether `rank` may go on with `microbatch`, or begin it.
+    fn admits(&self, rank: usize, microbatch: usize) -> bool {
+        let begun = self.begun[rank];
+        if microbatch < begun {
+            return true;
+        }
+        let ended = self.own[rank].iter().map(|&index| self.stages[index].ended).min().unwrap_or(0);
+        match self.schedule {
+            Schedule::Simple => ended >= microbatch / self.active[rank] * self.active[rank],
+            _ => microbatch == begun && begun - ended < self.active[rank],
+        }
+    }
+
+    /// The earliest microbatch, and of that the latest stage.
+    fn next_backward(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+        let candidates = self.own[rank].iter().filter(|&&index| {
+            let stage = &self.stages[index];
+            self.graph.stage(index).backward
+                && stage.backward < stage.forward_ended
+                && stage.gradients.complete()
+                && (self.schedule != Schedule::Simple || self.round_is_forward(rank, stage.backward))
+        });
+        let kind = if self.schedule == Schedule::ZeroBubble { Kind::Input } else { Kind::Backward };
+        let best = candidates.min_by_key(|&&index| (self.stages[index].backward, Reverse(index)));
+        best.map(|&index| (self.stages[index].backward, index, kind))
+    }
+
+    /// GPipe: whether all forwards that go together with this microbatch's have ended.
+    fn round_is_forward(&self, rank: usize, microbatch: usize) -> bool {
+        let active = self.active[rank];
+        let end = (microbatch / active).saturating_add(1).saturating_mul(active).min(self.graph.microbatches());
+        self.own[rank].iter().all(|&index| self.stages[index].forward_ended >= end)
+    }
+
+    fn next_weight(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+        let candidates =
+            self.own[rank].iter().filter(|&&index| self.stages[index].weight < self.stages[index].backward_ended);
+        candidates.map(|&index| (self.stages[index].weight, index, Kind::Weight)).min()
+    }
+
+    /// Takes note of an event; returns the rank that may go on.
+    fn happen(&mut self, event: Event, now: u64) -> usize {
+        match event {
+            Event::End(index, kind) => {
+                self.end(index, kind, now);
+                let rank = self.graph.stage(index).rank;
+                self.busy[rank] = false;
+                rank
+            }
+            Event::Value(index, microbatch) => {
+                let stage = &mut self.stages[index];
+                stage.inputs.arrive(microbatch - stage.forward);
+                self.graph.stage(index).rank
+            }
+            Event::Gradient(index, microbatch) => {
+                let stage = &mut self.stages[index];
+                stage.gradients.arrive(microbatch - stage.backward);
+                self.graph.stage(index).rank
+            }
+        }
+    }
+
+    fn end(&mut self, index: usize, kind: Kind, now: u64) {
+        let graph = self.graph;
+        let last = *self.kinds_last(index);
+        let stage = &mut self.stages[index];
+        stage.ended += usize::from(kind == last);
+        match kind {
+            Kind::Forward => {
+                let microbatch = stage.forward_ended;
+                stage.forward_ended += 1;
+                for &(to, bytes) in graph.consumers(index) {
+                    let at = now + graph.transfer(index, to, bytes);
+                    self.events.push(Reverse((at, Event::Value(to, microbatch))));
+                }
+            }
+            Kind::Weight => {}
+            _ => {
+                let microbatch = stage.backward_ended;
+                stage.backward_ended += 1;
+                for edge in graph.stage(index).inputs.iter().filter(|edge| graph.stage(edge.from).backward) {
+                    let at = now + graph.transfer(index, edge.from, edge.bytes);
+                    self.events.push(Reverse((at, Event::Gradient(edge.from, microbatch))));
+                }
+            }
+        }
+    }
+
+    /// With which kind of task a microbatch is through a stage.
+    fn kinds_last(&self, index: usize) -> &'static Kind {
+        self.kinds(self.graph.stage(index).backward).last().expect("every stage has a forward")
+    }
+}

@@ -1,0 +1,125 @@
+//! Schedules: from a graph to a program.
+//!
+//! | name | in the literature | keeps |
+//! | --- | --- | --- |
+//! | `simple` | GPipe (Huang et al. 2019) | every microbatch's activations |
+//! | `interleaved` | 1F1B (PipeDream-Flush, Narayanan et al. 2021); with several stages a rank, interleaved 1F1B | as many microbatches as there are ranks after it |
+//! | `zero_bubble` | ZB-H1; on a chain that goes there and back, ZB-V (Qi et al. 2023, 2024) | as 1F1B's first rank |
+//! | `_only_forward` | - | nothing |
+//!
+//! All but one are the list scheduler of `list.rs` with another policy, so they take any graph: skip connections, ranks
+//! that are visited several times, branches. Chains that loop over the ranks get the order of the literature
+//! (`looped.rs`).
+
+mod list;
+mod looped;
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{Graph, Program, transfers, validate};
+use crate::error::{Error, Result};
+
+/// See the module's text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Schedule {
+    /// All forwards, then all backwards.
+    Simple,
+    /// Backwards as soon as they can run.
+    Interleaved,
+    /// Backwards in two parts, of which the second one fills gaps.
+    ZeroBubble,
+    /// Evaluation.
+    ForwardOnly,
+}
+
+impl Schedule {
+    /// All, in the order of the table.
+    pub const ALL: [Self; 4] = [Self::Simple, Self::Interleaved, Self::ZeroBubble, Self::ForwardOnly];
+
+    /// The value of the configuration's key `pipeline`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Simple => "simple",
+            Self::Interleaved => "interleaved",
+            Self::ZeroBubble => "zero_bubble",
+            Self::ForwardOnly => "_only_forward",
+        }
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Schedule {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|schedule| schedule.name() == text).ok_or_else(|| {
+            let names: Vec<String> = Self::ALL[..3].iter().map(|schedule| format!("`{schedule}`")).collect();
+            Error::Config(format!("`pipeline` is one of {}, not `{text}`", names.join(", ")))
+        })
+    }
+}
+
+/// Limits that a program keeps on every rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// Microbatches that a rank has begun and not ended.
+    pub active_microbatches: Option<usize>,
+    /// Bytes of activations that it keeps.
+    pub memory_bytes: Option<u64>,
+}
+
+impl Bounds {
+    /// Microbatches that `rank` may have under way: those whose activations fit together.
+    fn active(&self, graph: &Graph, rank: usize) -> Result<usize> {
+        let own = graph.stages().iter().filter(|stage| stage.rank == rank && stage.backward);
+        let bytes: u64 = own.map(|stage| stage.activation_bytes).sum();
+        let fitting = match self.memory_bytes {
+            Some(bound) if bytes > 0 => usize::try_from(bound / bytes).unwrap_or(usize::MAX),
+            _ => usize::MAX,
+        };
+        if fitting == 0 {
+            return Err(Error::InvalidArgument(format!(
+                "one microbatch keeps {bytes} bytes of activations on rank {rank}, and the bound is {}",
+                self.memory_bytes.unwrap_or(0)
+            )));
+        }
+        match self.active_microbatches {
+            Some(0) => Err(Error::InvalidArgument("`active_microbatches` must be at least 1".to_owned())),
+            bound => Ok(fitting.min(bound.unwrap_or(usize::MAX))),
+        }
+    }
+}
+
+/// A valid program for `graph`, with its transfers.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the bounds leave no room for one microbatch.
+pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
+    let program = transfers::insert(graph, &computations(graph, schedule, bounds)?);
+    match validate(graph, &program, bounds, schedule != Schedule::ForwardOnly) {
+        Ok(_) => Ok(program),
+        Err(error) => Err(Error::Internal(format!("the schedule `{schedule}` made a wrong program: {error}"))),
+    }
+}
+
+/// The same without transfers, and not validated: what a simulation of a large pipeline needs.
+///
+/// # Errors
+/// As [`plan`].
+pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
+    let active = (0..graph.ranks()).map(|rank| bounds.active(graph, rank)).collect::<Result<Vec<_>>>()?;
+    if schedule == Schedule::Interleaved
+        && let Some(program) = looped::order(graph)
+        && validate(graph, &program, bounds, true).is_ok()
+    {
+        return Ok(program);
+    }
+    // It takes any graph, and keeps bounds that are too tight for the order of the literature.
+    list::order(graph, schedule, &active)
+}

@@ -1,0 +1,61 @@
+//! Whether a program does what its graph says, before anybody executes it.
+
+use super::schedule::Bounds;
+use super::{Graph, Kind, Program, Timeline, simulate};
+use crate::error::{Error, Result};
+
+/// Checks that `program` runs every task of `graph` once and after all that it needs, that every message that is sent is
+/// received, in the same order on both sides, that no rank waits without end, and that the bounds are kept. With
+/// `backward` false, only forwards are expected. Returns what [`simulate`] says of it.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming the rank and the action.
+pub fn validate(graph: &Graph, program: &Program, bounds: Bounds, backward: bool) -> Result<Timeline> {
+    let timeline = simulate(graph, program)?;
+    let mut counts = vec![[0_usize; 3]; graph.stages().len()];
+    for action in program.ranks().iter().flatten() {
+        let count = &mut counts[action.stage as usize];
+        match action.kind {
+            Kind::Forward => count[0] += 1,
+            Kind::Backward => {
+                count[1] += 1;
+                count[2] += 1;
+            }
+            Kind::Input => count[1] += 1,
+            Kind::Weight => count[2] += 1,
+            _ => {}
+        }
+    }
+    // No task is there twice, or `simulate` would have said so: numbers are enough.
+    for (index, (stage, count)) in graph.stages().iter().zip(counts).enumerate() {
+        let expected = if stage.backward && backward { graph.microbatches() } else { 0 };
+        for (what, found, expected) in [
+            ("forwards", count[0], graph.microbatches()),
+            ("gradients of inputs", count[1], expected),
+            ("gradients of weights", count[2], expected),
+        ] {
+            if found != expected {
+                return Err(Error::InvalidArgument(format!(
+                    "rank {} has {found} {what} of stage {index} instead of {expected}",
+                    stage.rank
+                )));
+            }
+        }
+    }
+    if let Some(bound) = bounds.active_microbatches
+        && let Some((rank, active)) =
+            timeline.active_microbatches.iter().enumerate().find(|(_, active)| **active > bound)
+    {
+        return Err(Error::InvalidArgument(format!(
+            "rank {rank} has {active} microbatches under way at once, and the bound is {bound}"
+        )));
+    }
+    if let Some(bound) = bounds.memory_bytes
+        && let Some((rank, &peak)) = timeline.peak_bytes.iter().enumerate().find(|(_, peak)| **peak > bound)
+    {
+        return Err(Error::InvalidArgument(format!(
+            "rank {rank} keeps {peak} bytes of activations at once, and the bound is {bound}"
+        )));
+    }
+    Ok(timeline)
+}
