@@ -1,0 +1,160 @@
+"""The TensorFlow scripts of the original's guides run as they stand, and learn as one process does.
+
+The guides leave three things out, written `...`: the data, the model and the training loop. The test puts them in and
+changes nothing else, nor does it define anything but `checkpoint` and `checkpoint_dir`, which the scripts use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from support import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"),
+]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+_ENV["CUDA_VISIBLE_DEVICES"] = ""
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+SCRIPTS = ("developer_guide_tensorflow.py.txt", "sdk_guide_tensorflow.py.txt")
+GLOBAL_BATCH = 64
+STEPS = 15
+LEARNING_RATE = 0.000125
+
+LOOP = """
+for batch, (images, labels) in enumerate(dataset.batch({global_batch} // sdp.size())):
+    # A Python condition in one of the scripts, one of TensorFlow in the other.
+    loss_value = training_step(images, labels, {first_batch})
+    losses.append(float(sdp.oob_allreduce(loss_value)))
+
+checkpoint = tf.train.Checkpoint(model=mnist_model, optimizer=opt)
+"""
+
+
+def digits():
+    """Whole batches of scikit-learn's handwritten digits."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    count = GLOBAL_BATCH * STEPS
+    return (images[:count] / 16).astype("float32").reshape(-1, 8, 8, 1), labels[:count].astype("int64")
+
+
+def layers():
+    """The same weights on every rank, as in one process; a layer of every kind that makes variables."""
+    import tensorflow as tf
+
+    keras = tf.keras
+
+    def start(seed):
+        return keras.initializers.GlorotUniform(seed=seed)
+
+    return [
+        keras.layers.Conv2D(8, 3, activation="relu", kernel_initializer=start(1)),
+        keras.layers.MaxPooling2D(2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(32, activation="relu", kernel_initializer=start(2)),
+        keras.layers.Dense(10, activation="softmax", kernel_initializer=start(3)),
+    ]
+
+
+def filled(text, first_batch):
+    """The script with its three gaps closed; one of the documents has spaces that do not break, which Python refuses."""
+    text = text.replace("\N{NO-BREAK SPACE}", " ")
+    code = "\n".join(line.split("#")[0] for line in text.splitlines())
+    assert code.count("...") == 3
+    text = text.replace("from_tensor_slices(...)", "from_tensor_slices(my_share(sdp.rank(), sdp.size()))")
+    text = text.replace("Sequential(...)", "Sequential(layers())")
+    loop = LOOP.format(global_batch=GLOBAL_BATCH, first_batch=first_batch)
+    return re.sub(r"^\.\.\.$", lambda _: loop, text, flags=re.MULTILINE)
+
+
+def one_process(size):
+    """The losses of plain TensorFlow on whole batches, at the learning rate of `size` ranks."""
+    import tensorflow as tf
+
+    model = tf.keras.Sequential(layers())
+    loss = tf.keras.losses.SparseCategoricalCrossentropy()
+    optimizer = tf.keras.optimizers.Adam(LEARNING_RATE * size)
+
+    @tf.function
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            value = loss(labels, model(images, training=True))
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return value
+
+    return [float(step(*batch)) for batch in tf.data.Dataset.from_tensor_slices(digits()).batch(GLOBAL_BATCH)]
+
+
+def guides(folder):
+    """Runs each script; returns its losses, and what it has left."""
+    import numpy as np
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    def my_share(rank, size):
+        return tuple(part[rank::size] for part in digits())
+
+    results = []
+    for name, first_batch in zip(SCRIPTS, ("batch == 0", "tf.constant(batch == 0)"), strict=True):
+        # A file, since TensorFlow reads the source of a tf.function.
+        script = Path(folder) / f"{name}.{np.random.default_rng().integers(2**60)}.py"
+        script.write_text(filled((GOLDENS / name).read_text(), first_batch))
+        losses: list[float] = []
+        checkpoints = Path(folder) / name / "checkpoint"
+        given = {"my_share": my_share, "layers": layers, "losses": losses, "checkpoint_dir": str(checkpoints)}
+        script_globals = runpy.run_path(str(script), init_globals=given, run_name="__main__")
+        kinds = script_globals["opt"].__module__.split(".")[0], script_globals["sdp"] is sdp
+        weights = [variable.numpy() for variable in script_globals["mnist_model"].variables]
+        results.append((kinds, losses, weights))
+        rank, size = sdp.rank(), sdp.size()
+        # The next script is another job.
+        sdp.shutdown()
+    return results, one_process(size) if rank == 0 else None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_the_guides_scripts(keras, size, tmp_path):
+    import numpy as np
+
+    if importlib.util.find_spec(keras) is None:
+        pytest.skip(f"{keras} is not installed")
+    env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
+    ranks = run_ranks(guides, size, str(tmp_path), env=env, timeout=115)
+    expected = ranks[0][1]
+    assert np.mean(expected[-5:]) < np.mean(expected[:5]) - 0.01 * size
+    for index, name in enumerate(SCRIPTS):
+        kinds, losses, weights = ranks[0][0][index]
+        assert kinds == (keras, True)
+        assert len(losses) == STEPS
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-4)
+        for other in ranks[1:]:
+            for one, another in zip(weights, other[0][index][2], strict=True):
+                np.testing.assert_array_equal(one, another)
+        assert (tmp_path / name / "checkpoint-1.index").exists()
+
+
+def documents():
+    """The guides themselves, where they lie beside the checkout."""
+    return sorted((Path(__file__).parents[3] / "shared" / "seeds").glob("00[12]_*.txt"))
+
+
+@pytest.mark.skipif(not documents(), reason="the guides are not here")
+def test_the_scripts_are_those_of_the_guides():
+    markdown, restructured = (path.read_text() for path in documents())
+    fenced = re.findall(r"^```\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^\.\. code:: python\n\n((?:(?: {3}.*)?\n)+)", restructured, re.MULTILINE)
+    for name, parts in zip(SCRIPTS, (fenced, blocks), strict=True):
+        whole = [part for part in map(textwrap.dedent, parts) if "import tensorflow as tf" in part]
+        assert [part.strip() for part in whole] == [(GOLDENS / name).read_text().strip()]
