@@ -428,7 +428,6 @@ impl Shared {
                 return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
             }
         }
-        self.transport.ready()?;
         let start = Instant::now();
         let during = || call.to_string();
         let wait = Wait {

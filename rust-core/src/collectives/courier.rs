@@ -111,7 +111,6 @@ impl Courier {
 
     /// See [`super::Communicator::roll_call`].
     pub(super) fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
-        self.shared.transport.ready()?;
         match self.shared.transport.members().me {
             0 => self.shared.call_roll(timeout, all),
             _ => self.shared.answer_roll(timeout),
@@ -155,7 +154,6 @@ impl Shared {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
         }
-        self.transport.ready()?;
         let size = self.transport.members().size();
         let check = |peer: Option<usize>, data: &TensorView| match (peer, data.device()) {
             (Some(peer), _) if peer >= size => Err(Error::InvalidArgument(format!(

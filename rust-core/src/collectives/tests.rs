@@ -11,7 +11,8 @@ use crate::error::{Code, Error, Result};
 use crate::transport::hosts::Plan;
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::transport::mpi::{Engine, loopback};
-use crate::transport::{HostsTransport, Members, ShmTransport, Transport};
+use crate::transport::ports::Carrier;
+use crate::transport::{HostsTransport, Members, ShmTransport, Transport, tcp};
 use crate::world::{Departure, LocalStore, Monitor};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -38,41 +39,58 @@ fn mock(size: usize) -> Vec<Arc<dyn Transport>> {
     MockTransport::net(size, options).into_iter().map(|end| end as Arc<dyn Transport>).collect()
 }
 
-/// Members on several hosts, which are threads all the same: `host` says where each one is. The hosts talk through an
-/// engine whose wire leads back to it.
-fn on_hosts(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
-    let engine = Engine::start(Box::new(loopback::Loopback::default())).expect("a thread can be started");
-    members_of_hosts(size, host, &engine)
-}
-
-fn members_of_hosts(size: usize, host: fn(usize) -> usize, engine: &Arc<Engine>) -> Vec<Arc<dyn Transport>> {
+/// Members on several hosts, which are threads all the same: `host` says where each one is, and what `carriers` hold
+/// moves frames between those of different hosts, with a number for each member's process.
+fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>, usize)>) -> Vec<Arc<dyn Transport>> {
     let store = LocalStore::default();
+    let size = carriers.len();
     let ranks: Arc<[usize]> = (0..size).collect();
+    let processes: Arc<[usize]> = carriers.iter().map(|(_, process)| *process).collect();
     let hosts: Vec<usize> = (0..size).map(host).collect();
     let key = getrandom::u64().expect("random numbers");
     std::thread::scope(|scope| {
-        let join = |me: usize| {
+        let join = |(me, (carrier, _))| {
             let (store, hosts, members) = (&store, &hosts, Members { ranks: ranks.clone(), me });
+            let processes = processes.clone();
             scope.spawn(move || {
                 let monitor = Arc::new(Monitor::new(me));
-                let engine_ranks = vec![0; size].into();
-                let plan = Plan { name: "test", members, hosts, key, engine, engine_ranks, size, monitor: &monitor };
+                let plan = Plan { name: "test", members, hosts, key, carrier, processes, size, monitor: &monitor };
                 HostsTransport::join(plan, store, TIMEOUT).expect("joining works") as Arc<dyn Transport>
             })
         };
-        let threads: Vec<_> = (0..size).map(join).collect();
+        let threads: Vec<_> = carriers.into_iter().enumerate().map(join).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     })
 }
 
+/// Hosts that talk through one engine, whose wire leads back to it.
+fn over_mpi(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
+    let engine = Engine::start(Box::new(loopback::Loopback::default())).expect("a thread can be started");
+    on_hosts(host, vec![(engine, 0); size])
+}
+
+/// Hosts that talk over TCP, each member through a port of its own.
+fn over_tcp(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
+    let networks = tcp::networks(size).into_iter().enumerate();
+    on_hosts(host, networks.map(|(rank, network)| (network as Arc<dyn Carrier>, rank)).collect())
+}
+
 /// Two members a host, the last of an odd number alone.
 fn pairs(size: usize) -> Vec<Arc<dyn Transport>> {
-    on_hosts(size, |member| member / 2)
+    over_mpi(size, |member| member / 2)
 }
 
 /// Members dealt to two hosts one by one, so that the order of ranks goes to and fro.
 fn dealt(size: usize) -> Vec<Arc<dyn Transport>> {
-    on_hosts(size, |member| member % 2)
+    over_mpi(size, |member| member % 2)
+}
+
+fn tcp_pairs(size: usize) -> Vec<Arc<dyn Transport>> {
+    over_tcp(size, |member| member / 2)
+}
+
+fn tcp_dealt(size: usize) -> Vec<Arc<dyn Transport>> {
+    over_tcp(size, |member| member % 2)
 }
 
 struct Job {
@@ -736,6 +754,8 @@ contract!(shm, 200_000, &[0, 1, 100, 8_191, 8_193, 40_000, 700_001, 2_500_000]);
 contract!(mock, 2_000, &[0, 1, 100, 8_193]);
 contract!(pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
 contract!(dealt, 20_000, &[0, 1, 100, 8_193, 700_001]);
+contract!(tcp_pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
+contract!(tcp_dealt, 20_000, &[0, 1, 100, 8_193, 700_001]);
 
 /// A rank that vanished without a word is found by the timeout.
 #[test]

@@ -1,16 +1,21 @@
-//! How CPU tensors get from host to host: over MPI, where the job was started by an MPI launcher (MPI-4).
+//! What carries messages, and with them CPU tensors, from host to host: MPI, where the job was started by an MPI launcher
+//! and its plug-in can be had on all hosts (MPI-4), and TCP otherwise.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{STATE, Session, State, serve};
+use super::{Control, STATE, Session, State, serve};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::transport::hosts::Plan;
 use crate::transport::mpi::{self, Engine};
-use crate::transport::{AbsentTransport, HostsTransport, Members, Transport};
+use crate::transport::ports::Carrier;
+use crate::transport::tcp::{self, Network};
+use crate::transport::{HostsTransport, Members, Transport};
+use crate::world::rendezvous::Client;
 use crate::world::{Monitor, env};
 
 /// What is between the hosts of a job.
@@ -18,68 +23,100 @@ pub(super) enum Between {
     /// All ranks are on one host.
     OneHost,
     Mpi(Arc<Engine>),
-    /// No way for CPU tensors, for this reason. There may be one for those of other devices.
-    Nothing(Error),
+    Tcp(Arc<Network>),
 }
 
 /// A rank leaves after this time, whatever is still to be sent.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
-/// Where the ranks of a job agree on whether MPI can be used.
-const PREFIX: &str = "mpi/";
-const VERDICT: &str = "mpi/verdict";
+/// Where the ranks of a job tell what they can use, and rank 0 what is used.
+const PREFIX: &str = "hosts/";
+const VERDICT: &str = "hosts/verdict";
 
 fn answer_key(rank: usize) -> String {
-    format!("mpi/{rank}")
+    format!("{PREFIX}{rank}")
+}
+
+/// What a rank tells.
+#[derive(Serialize, Deserialize)]
+struct Answer {
+    /// Why it cannot use MPI, if so.
+    without_mpi: Option<String>,
+    /// Where it listens.
+    address: tcp::Address,
+}
+
+/// What all ranks use.
+#[derive(Serialize, Deserialize)]
+enum Verdict {
+    Mpi,
+    Tcp {
+        /// Why not MPI.
+        why: String,
+        /// Where each rank listens.
+        book: Vec<tcp::Address>,
+    },
 }
 
 impl Session {
     /// Finds out what is between the hosts; every rank of the job calls it.
     pub(super) fn meet_hosts(&self, variables: &env::Variables, deadline: Instant) -> Result<Between> {
-        if self.hosts.len() == 1 {
-            return Ok(Between::OneHost);
-        }
-        let own = match env::started_by_mpi(variables) {
-            true => mpi::provide(deadline),
-            false => Err(Error::Unsupported(
-                "CPU tensors go between hosts over MPI, and no MPI launcher started this job: start it with `mpirun` \
-                 (Debian: packages openmpi-bin and libopenmpi-dev); collectives on CUDA tensors go over NCCL, whatever the launcher is"
-                    .to_owned(),
-            )),
+        let client = match &self.control {
+            Control::Connected(client) if self.hosts.len() > 1 => client,
+            Control::Connected(_) | Control::Alone(_) => return Ok(Between::OneHost),
         };
-        let refusal = self.first_refusal(own.as_ref().err(), deadline)?;
-        match (own, refusal) {
-            (Ok(plugin), None) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),
-            (_, refusal) => {
-                let text = refusal.unwrap_or_default();
-                tracing::debug!("nothing moves CPU tensors between hosts: {text}");
-                Ok(Between::Nothing(Error::Unsupported(text)))
+        let plugin = match env::started_by_mpi(variables) {
+            true => mpi::provide(deadline),
+            false => Err(Error::Unsupported("no MPI launcher started the job".to_owned())),
+        };
+        let (local, rendezvous) = client.ends();
+        let (listener, address) = tcp::listen(local.ip())?;
+        let without_mpi = plugin.as_ref().err().map(Error::text);
+        match (self.agree(client, Answer { without_mpi, address }, deadline)?, plugin) {
+            (Verdict::Mpi, Ok(plugin)) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),
+            (Verdict::Mpi, Err(error)) => Err(error),
+            (Verdict::Tcp { why, book }, _) => {
+                if self.rank() == 0 {
+                    tracing::info!(
+                        "TCP moves CPU tensors between the {} hosts ({why}); MPI is faster, for jobs that `mpirun` starts",
+                        self.hosts.len()
+                    );
+                }
+                let options = tcp::Options {
+                    rank: self.rank(),
+                    session: self.id,
+                    key: client.key().clone(),
+                    book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
+                    monitor: self.monitor.clone(),
+                    peer_timeout: client.peer_timeout(),
+                };
+                Network::start(listener, options).map(Between::Tcp)
             }
         }
     }
 
-    /// The answer of the first rank that cannot use MPI, the same on all ranks.
-    fn first_refusal(&self, own: Option<&Error>, deadline: Instant) -> Result<Option<String>> {
+    /// Comes to the same verdict on all ranks.
+    fn agree(&self, client: &Client, own: Answer, deadline: Instant) -> Result<Verdict> {
+        use crate::world::Store as _;
         let remaining = || deadline.saturating_duration_since(Instant::now());
-        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-        let own = own.map(|error| error.text()).unwrap_or_default();
-        let verdict = if self.rank() == 0 {
-            let mut verdict = own;
-            for rank in 1..self.size() {
-                let answer = text(self.store().get(&answer_key(rank), &[rank], remaining())?);
-                if verdict.is_empty() && !answer.is_empty() {
-                    let host = &self.hosts[self.places[rank].host as usize];
-                    verdict = format!("rank {rank} on host {host}: {answer}");
-                }
+        if self.rank() > 0 {
+            client.set(&answer_key(self.rank()), &encode(&own)?)?;
+            return decode(&client.get(VERDICT, &[0], remaining())?, 0);
+        }
+        let mut why = own.without_mpi;
+        let mut book = vec![own.address];
+        for rank in 1..self.size() {
+            let answer: Answer = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
+            book.push(answer.address);
+            if let (None, Some(reason)) = (&why, answer.without_mpi) {
+                let host = &self.hosts[self.places[rank].host as usize];
+                why = Some(format!("rank {rank} on host {host}: {reason}"));
             }
-            self.store().remove_prefix(PREFIX)?;
-            self.store().set(VERDICT, verdict.as_bytes())?;
-            verdict
-        } else {
-            self.store().set(&answer_key(self.rank()), own.as_bytes())?;
-            text(self.store().get(VERDICT, &[0], remaining())?)
-        };
-        Ok((!verdict.is_empty()).then_some(verdict))
+        }
+        let verdict = why.map_or(Verdict::Mpi, |why| Verdict::Tcp { why, book });
+        client.remove_prefix(PREFIX)?;
+        client.set(VERDICT, &encode(&verdict)?)?;
+        Ok(verdict)
     }
 
     /// The transport of a group on several hosts.
@@ -90,9 +127,9 @@ impl Session {
         members: Members,
         timeout: Duration,
     ) -> Result<Arc<dyn Transport>> {
-        let engine = match self.between.get() {
-            Some(Between::Mpi(engine)) => engine,
-            Some(Between::Nothing(why)) => return Ok(Arc::new(AbsentTransport::new(members, why.clone()))),
+        let carrier: Arc<dyn Carrier> = match self.between.get() {
+            Some(Between::Mpi(engine)) => engine.clone(),
+            Some(Between::Tcp(network)) => network.clone(),
             Some(Between::OneHost) | None => return Err(Error::Internal("a group on hosts that never met".to_owned())),
         };
         // Ids are unique in a session, and sessions have ids of their own.
@@ -104,12 +141,12 @@ impl Session {
         let hosts: Vec<usize> = members.ranks.iter().map(|rank| self.places[*rank].host as usize).collect();
         let plan = Plan {
             name,
-            // `MPI_COMM_WORLD` numbers processes as the launcher does: `mpi::start` has checked it.
-            engine_ranks: members.ranks.clone(),
+            // `MPI_COMM_WORLD` numbers processes as the launcher does: `mpi::start` has checked it. TCP knows ranks.
+            processes: members.ranks.clone(),
             members,
             hosts: &hosts,
             key,
-            engine,
+            carrier,
             size: self.size(),
             monitor: &self.monitor,
         };
@@ -117,11 +154,30 @@ impl Session {
     }
 }
 
+fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("what is between hosts has no text: {error}")))
+}
+
+fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: usize) -> Result<T> {
+    postcard::from_bytes(bytes)
+        .map_err(|error| Error::Rendezvous(format!("what rank {rank} says of its host cannot be read: {error}")))
+}
+
 impl Between {
     /// What this rank has sent is on its way when the others hear that it left.
     pub(super) fn flush(&self) {
-        if let Self::Mpi(engine) = self {
-            engine.flush(Instant::now() + FLUSH_TIME);
+        let deadline = Instant::now() + FLUSH_TIME;
+        match self {
+            Self::OneHost => {}
+            Self::Mpi(engine) => engine.flush(deadline),
+            Self::Tcp(network) => network.flush(deadline),
+        }
+    }
+
+    /// Ends what the session alone uses: MPI lives as long as the process.
+    pub(super) fn close(&self) {
+        if let Self::Tcp(network) = self {
+            network.close();
         }
     }
 }

@@ -285,6 +285,10 @@ impl Session {
         if let Control::Connected(client) = &self.control {
             client.leave();
         }
+        // The others hear of the leave before, or soon after, they see its connections end.
+        if let Some(between) = self.between.get() {
+            between.close();
+        }
         trace::stop();
     }
 

@@ -15,10 +15,10 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::mailbox::{Header, Link, Mailbox, Message};
-use super::mpi::{Arrivals, Engine, Port};
+use super::mailbox::{Header, Link, Mailbox, Messages};
+use super::ports::{Arrivals, Carrier, PAYLOAD_BYTES, Port};
 use super::shm::{Rings, SharedMemory};
-use super::{Members, Tag, Transport};
+use super::{Members, Transport};
 use crate::error::Result;
 use crate::world::{Monitor, Store};
 
@@ -129,20 +129,22 @@ pub struct Hosts {
     pub(crate) memory: Arc<SharedMemory>,
 }
 
-/// A member that leaves says so when MPI has taken all that it sent ([`Engine::flush`]). This is for the way from there.
+/// A member that leaves says so when the network has taken all that it sent ([`Carrier::flush`]). This is for the way from
+/// there.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// See the module's text.
 pub struct HostsTransport {
     members: Members,
     hosts: Hosts,
-    /// Every rank of the job (MPI-3).
-    everybody: Vec<usize>,
+    carrier: Arc<dyn Carrier>,
+    /// Every rank of the job, if the carrier needs them all.
+    everybody: Option<Vec<usize>>,
     mailbox: Arc<Mailbox<HostsLink>>,
 }
 
-/// Frames go through shared memory inside the host, and through MPI to other hosts. There is one doorbell, in shared
-/// memory: the thread that takes frames from MPI rings it.
+/// Frames go through shared memory inside the host, and through a carrier to other hosts. There is one doorbell, in shared
+/// memory: the carrier's thread rings it.
 struct HostsLink {
     rings: Rings,
     /// By member: its position in the shared memory, if it is on this host.
@@ -160,9 +162,9 @@ pub(crate) struct Plan<'a> {
     /// Names the group on the wire, among all groups that ever were.
     pub(crate) key: u64,
     /// Moves frames between hosts.
-    pub(crate) engine: &'a Arc<Engine>,
-    /// Each member's rank there.
-    pub(crate) engine_ranks: Arc<[usize]>,
+    pub(crate) carrier: Arc<dyn Carrier>,
+    /// The number of each member's process there.
+    pub(crate) processes: Arc<[usize]>,
     /// Processes of the job.
     pub(crate) size: usize,
     pub(crate) monitor: &'a Arc<Monitor>,
@@ -175,7 +177,7 @@ impl HostsTransport {
     /// As [`super::ShmTransport::join`], for the members of this host. Those of other hosts are not waited for: what
     /// reaches a member before it joins is kept for it.
     pub(crate) fn join(plan: Plan<'_>, store: &dyn Store, timeout: Duration) -> Result<Arc<Self>> {
-        let Plan { name, members, hosts, key, engine, engine_ranks, size, monitor } = plan;
+        let Plan { name, members, hosts, key, carrier, processes, size, monitor } = plan;
         let map = HostMap::new(hosts);
         let host = map.host_of(members.me);
         let here: Arc<[usize]> = map.members_of(host).iter().map(|member| members.ranks[*member]).collect();
@@ -185,12 +187,13 @@ impl HostsTransport {
         let link = HostsLink {
             rings: Rings::new(memory.clone()),
             local: (0..members.size()).map(position).collect(),
-            remote: engine.open(key, &members, engine_ranks, monitor.clone()),
+            remote: Port::open(&carrier, key, &members, processes, monitor.clone()),
         };
         let mailbox = Arc::new(Mailbox::new(link, members.clone()));
         let arrivals: Weak<dyn Arrivals> = Arc::downgrade(&(mailbox.clone() as Arc<dyn Arrivals>));
-        engine.attach(key, members.me, arrivals);
-        Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, everybody: (0..size).collect(), mailbox }))
+        carrier.ports().attach(key, members.me, arrivals);
+        let everybody = carrier.needs_everybody().then(|| (0..size).collect());
+        Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, carrier, everybody, mailbox }))
     }
 }
 
@@ -204,7 +207,7 @@ impl Link for HostsLink {
     fn payload_bytes(&self, peer: usize) -> usize {
         match self.local[peer] {
             Some(position) => self.rings.payload_bytes(position),
-            None => self.remote.payload_bytes(peer),
+            None => PAYLOAD_BYTES,
         }
     }
 
@@ -241,41 +244,15 @@ impl Link for HostsLink {
 
 impl Transport for HostsTransport {
     fn name(&self) -> &'static str {
-        "mpi"
+        self.carrier.name()
     }
 
     fn members(&self) -> &Members {
         &self.members
     }
 
-    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_send(to, tag, data, bytes) }
-    }
-
-    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_recv(from, tag, data, bytes) }
-    }
-
-    fn progress(&self) {
-        self.mailbox.progress();
-    }
-
-    fn cancel(&self, message: &Message) {
-        self.mailbox.cancel(message);
-    }
-
-    fn doorbell(&self) -> u32 {
-        self.mailbox.link.doorbell()
-    }
-
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.mailbox.link.doze(seen, limit);
-    }
-
-    fn ring(&self) {
-        self.mailbox.link.ring_own();
+    fn messages(&self) -> &dyn Messages {
+        &*self.mailbox
     }
 
     fn shared(&self) -> Option<&SharedMemory> {
@@ -287,7 +264,7 @@ impl Transport for HostsTransport {
     }
 
     fn depends_on(&self) -> Option<&[usize]> {
-        Some(&self.everybody)
+        self.everybody.as_deref()
     }
 
     fn last_words(&self) -> Duration {

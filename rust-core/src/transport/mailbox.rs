@@ -50,8 +50,8 @@ pub(crate) trait Link: Send + Sync {
     /// # Safety
     /// `payload` is valid for reads of `header[4]` bytes, at most [`Link::payload_bytes`].
     unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool;
-    /// Gives the next frame from `from` to `take`; false if there is none. The payload pointer is valid for
-    /// [`Link::payload_bytes`] bytes during the call, whatever the header says; a peer may write there meanwhile.
+    /// Gives the next frame from `from` to `take`; false if there is none. During the call the payload pointer is valid for
+    /// as many bytes as the header says, but no more than [`Link::payload_bytes`]; a peer may write there meanwhile.
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool;
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
@@ -74,11 +74,6 @@ struct MessageState {
 pub struct Message(Arc<MessageState>);
 
 impl Message {
-    /// A message that cannot be sent or received at all.
-    pub(super) fn failed(partner: Option<usize>, error: Error) -> Self {
-        Self(Arc::new(MessageState { partner, id: 0, result: OnceLock::from(Err(error)) }))
-    }
-
     /// The outcome, once there is one: the member at the other end, or what went wrong.
     pub fn poll(&self) -> Option<Result<usize>> {
         self.0.result.get().cloned()
@@ -163,6 +158,30 @@ struct State {
 // that any thread may use them until completion; the mutex around the state orders these uses.
 unsafe impl Send for State {}
 
+/// What a transport's messages are made with: [`super::Transport`] has its functions under the same names.
+pub trait Messages: Send + Sync {
+    /// See [`super::Transport::post_send`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message;
+    /// See [`super::Transport::post_recv`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message;
+    /// See [`super::Transport::progress`].
+    fn progress(&self);
+    /// See [`super::Transport::cancel`].
+    fn cancel(&self, message: &Message);
+    /// See [`super::Transport::doorbell`].
+    fn doorbell(&self) -> u32;
+    /// See [`super::Transport::doze`].
+    fn doze(&self, seen: u32, limit: Duration);
+    /// See [`super::Transport::ring`].
+    fn ring(&self);
+}
+
 /// The messages of one member; see the module's text.
 pub(crate) struct Mailbox<L> {
     pub(crate) link: L,
@@ -176,61 +195,10 @@ impl<L: Link> Mailbox<L> {
         Self { link, members, state: Mutex::new(State { peers, ..State::default() }) }
     }
 
-    /// # Safety
-    /// As [`super::Transport::post_send`].
-    pub(crate) unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
-        let mut state = self.state.lock();
-        let message = state.message(Some(to));
-        if to == self.members.me {
-            let mut copy = vec![0; bytes];
-            if bytes > 0 {
-                // SAFETY: the caller promises `bytes` readable bytes; the copy has that length.
-                unsafe { std::ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
-            }
-            message.complete(Ok(to));
-            state.arrive(to, tag, Body::Eager(copy), &self.members);
-        } else {
-            state.peers[to].waiting.push_back(Outgoing { message: message.clone(), tag, data, bytes });
-        }
-        self.advance(&mut state);
-        message
-    }
-
-    /// # Safety
-    /// As [`super::Transport::post_recv`].
-    pub(crate) unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
-        let mut state = self.state.lock();
-        let message = state.message(from);
-        let recv = Posted { message: message.clone(), from, tag, data, bytes };
-        let found = state.unexpected.iter().position(|it| it.tag == tag && from.is_none_or(|from| from == it.from));
-        match found.and_then(|at| state.unexpected.remove(at)) {
-            Some(arrived) => state.deliver(recv, arrived.from, arrived.body, &self.members),
-            None => state.posted.push_back(recv),
-        }
-        self.advance(&mut state);
-        message
-    }
-
-    pub(crate) fn cancel(&self, message: &Message) {
-        let mut state = self.state.lock();
-        let id = message.0.id;
-        state.posted.retain(|it| it.message.0.id != id);
-        state.filling.remove(&id);
-        for peer in &mut state.peers {
-            peer.waiting.retain(|it| it.message.0.id != id);
-            peer.asked.remove(&id);
-            peer.streams.retain(|it| it.send.message.0.id != id);
-        }
-    }
-
-    pub(crate) fn progress(&self) {
-        self.advance(&mut self.state.lock());
-    }
-
     fn advance(&self, state: &mut State) {
         for peer in (0..self.members.size()).filter(|peer| *peer != self.members.me) {
             while self.link.pop(peer, &mut |header, payload| {
-                // SAFETY: the link promises `payload_bytes` readable bytes at `payload`.
+                // SAFETY: the link promises as many readable bytes as the header says, up to `payload_bytes`.
                 unsafe { state.take(peer, header, payload, self.link.payload_bytes(peer), &self.members) }
             }) {}
             self.push_to(state, peer);
@@ -287,6 +255,67 @@ impl<L: Link> Mailbox<L> {
     }
 }
 
+impl<L: Link> Messages for Mailbox<L> {
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
+        let mut state = self.state.lock();
+        let message = state.message(Some(to));
+        if to == self.members.me {
+            let mut copy = vec![0; bytes];
+            if bytes > 0 {
+                // SAFETY: the caller promises `bytes` readable bytes; the copy has that length.
+                unsafe { std::ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
+            }
+            message.complete(Ok(to));
+            state.arrive(to, tag, Body::Eager(copy), &self.members);
+        } else {
+            state.peers[to].waiting.push_back(Outgoing { message: message.clone(), tag, data, bytes });
+        }
+        self.advance(&mut state);
+        message
+    }
+
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
+        let mut state = self.state.lock();
+        let message = state.message(from);
+        let recv = Posted { message: message.clone(), from, tag, data, bytes };
+        let found = state.unexpected.iter().position(|it| it.tag == tag && from.is_none_or(|from| from == it.from));
+        match found.and_then(|at| state.unexpected.remove(at)) {
+            Some(arrived) => state.deliver(recv, arrived.from, arrived.body, &self.members),
+            None => state.posted.push_back(recv),
+        }
+        self.advance(&mut state);
+        message
+    }
+
+    fn cancel(&self, message: &Message) {
+        let mut state = self.state.lock();
+        let id = message.0.id;
+        state.posted.retain(|it| it.message.0.id != id);
+        state.filling.remove(&id);
+        for peer in &mut state.peers {
+            peer.waiting.retain(|it| it.message.0.id != id);
+            peer.asked.remove(&id);
+            peer.streams.retain(|it| it.send.message.0.id != id);
+        }
+    }
+
+    fn progress(&self) {
+        self.advance(&mut self.state.lock());
+    }
+
+    fn doorbell(&self) -> u32 {
+        self.link.doorbell()
+    }
+
+    fn doze(&self, seen: u32, limit: Duration) {
+        self.link.doze(seen, limit);
+    }
+
+    fn ring(&self) {
+        self.link.ring_own();
+    }
+}
+
 impl State {
     fn message(&mut self, partner: Option<usize>) -> Message {
         self.next_id += 1;
@@ -296,7 +325,7 @@ impl State {
     /// Handles a frame from `from`.
     ///
     /// # Safety
-    /// `payload` is valid for reads of `payload_bytes` bytes.
+    /// `payload` is valid for reads of as many bytes as `header` says, but no more than `payload_bytes`.
     unsafe fn take(
         &mut self,
         from: usize,

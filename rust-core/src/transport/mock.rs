@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::mailbox::{Header, Link, Mailbox, Message};
+use super::mailbox::{Header, Link, Mailbox, Messages};
 use super::shm::SharedMemory;
-use super::{Members, Tag, Transport};
+use super::{Members, Transport};
 
 /// How the mock behaves.
 #[derive(Clone, Copy, Debug)]
@@ -164,34 +164,8 @@ impl Transport for MockTransport {
         &self.members
     }
 
-    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_send(to, tag, data, bytes) }
-    }
-
-    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_recv(from, tag, data, bytes) }
-    }
-
-    fn progress(&self) {
-        self.mailbox.progress();
-    }
-
-    fn cancel(&self, message: &Message) {
-        self.mailbox.cancel(message);
-    }
-
-    fn doorbell(&self) -> u32 {
-        self.mailbox.link.doorbell()
-    }
-
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.mailbox.link.doze(seen, limit);
-    }
-
-    fn ring(&self) {
-        self.mailbox.link.ring_own();
+    fn messages(&self) -> &dyn Messages {
+        &self.mailbox
     }
 
     fn shared(&self) -> Option<&SharedMemory> {

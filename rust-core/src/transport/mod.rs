@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::world::{Departure, Monitor};
 
-mod absent;
 pub mod hosts;
 mod mailbox;
 pub mod mock;
 pub mod mpi;
+pub(crate) mod ports;
 pub mod shm;
+pub(crate) mod tcp;
 
-pub use absent::AbsentTransport;
 pub use hosts::HostsTransport;
-pub use mailbox::Message;
+pub use mailbox::{Message, Messages};
 pub use shm::ShmTransport;
 
 /// Tells messages of one pair apart; messages with equal tags arrive in the order they were sent.
@@ -117,11 +117,16 @@ pub trait Transport: Send + Sync {
     fn name(&self) -> &'static str;
     /// The group.
     fn members(&self) -> &Members;
+    /// What its messages are made with.
+    fn messages(&self) -> &dyn Messages;
     /// Starts sending `bytes` bytes at `data` to member `to`. Never waits.
     ///
     /// # Safety
     /// The bytes stay valid and unchanged until [`Message::poll`] is `Some` or [`Transport::cancel`] has returned.
-    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message;
+    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.messages().post_send(to, tag, data, bytes) }
+    }
     /// Starts receiving exactly `bytes` bytes from member `from`, or from whoever sends first with this tag. Never
     /// waits. A message of another length fails the receive (and the send, if it is still under way) with
     /// [`Error::Mismatch`].
@@ -129,17 +134,30 @@ pub trait Transport: Send + Sync {
     /// # Safety
     /// The bytes stay valid, and nobody else touches them, until [`Message::poll`] is `Some` or
     /// [`Transport::cancel`] has returned.
-    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message;
+    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.messages().post_recv(from, tag, data, bytes) }
+    }
     /// Moves what can be moved without waiting; messages complete only in here and in the `post` functions.
-    fn progress(&self);
+    fn progress(&self) {
+        self.messages().progress();
+    }
     /// Gives up on a message: its memory is not touched after this returns.
-    fn cancel(&self, message: &Message);
+    fn cancel(&self, message: &Message) {
+        self.messages().cancel(message);
+    }
     /// A value that changes whenever a peer did something that lets [`Transport::progress`] move.
-    fn doorbell(&self) -> u32;
+    fn doorbell(&self) -> u32 {
+        self.messages().doorbell()
+    }
     /// Sleeps until the doorbell differs from `seen`, for at most `limit`.
-    fn doze(&self, seen: u32, limit: Duration);
+    fn doze(&self, seen: u32, limit: Duration) {
+        self.messages().doze(seen, limit);
+    }
     /// Changes the own doorbell, so that threads of this process that doze look again.
-    fn ring(&self);
+    fn ring(&self) {
+        self.messages().ring();
+    }
     /// The memory that all members see, if there is such a thing.
     fn shared(&self) -> Option<&shm::SharedMemory>;
     /// Who is on which host, and the memory that this host's members see, if the members are on several.
@@ -154,13 +172,6 @@ pub trait Transport: Send + Sync {
     /// the messages go different ways.
     fn last_words(&self) -> Duration {
         Duration::ZERO
-    }
-    /// Whether it can move anything at all; asked before every operation.
-    ///
-    /// # Errors
-    /// Why not, and what to do about it.
-    fn ready(&self) -> Result<()> {
-        Ok(())
     }
 }
 

@@ -13,7 +13,7 @@ pub mod host;
 pub mod layout;
 pub mod monitor;
 pub mod rendezvous;
-mod socket;
+pub(crate) mod socket;
 pub mod store;
 
 pub use monitor::{Departure, Monitor};

@@ -1,41 +1,30 @@
-//! The thread that talks to MPI, and the ports through which groups give it frames and get frames from it.
+//! The thread that talks to MPI.
 //!
 //! ```text
-//!   port of a group --push--> outbox --> send slots --> MPI --> receive slots --> inbox of a port --> mailbox
-//!   (any thread)              (lock)     (engine's thread)                        (lock)     (engine's thread too)
+//!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
+//!   (any thread)   (lock)     (engine's thread)                    (engine's thread too)
 //! ```
 //!
-//! The engine's thread also brings the messages of the mailbox on ([`Arrivals`]), so that they move while every other
-//! thread of the process computes. MPI cannot wake a thread that sleeps, so the thread looks: without a pause while
-//! something moves, often while somebody waits ([`Port::hurry`]), and rarely otherwise.
+//! MPI cannot wake a thread that sleeps, so the thread looks: without a pause while something moves, often while
+//! somebody waits ([`Carrier::hurry`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
-use crate::transport::mailbox::Header;
-use crate::transport::{Members, NAP, cores};
-use crate::world::{Departure, Monitor};
-
-/// Before the payload, on the wire: key of the group, receiver and sender in the group, header of the frame.
-const PREFIX_WORDS: usize = 8;
-const PREFIX_BYTES: usize = PREFIX_WORDS * 8;
-/// Large enough that a frame's fixed cost is small against the time that a 100 Gbit/s network takes for it.
-const PAYLOAD_BYTES: usize = 256 << 10;
-const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
+use crate::transport::ports::{Carrier, FRAME_BYTES, Key, Pool, Ports, departed};
+use crate::transport::{NAP, cores};
+use crate::world::Monitor;
 
 /// Receives that are open at any time.
 const RECV_SLOTS: usize = 16;
 /// Frames for one process that wait or are under way: then the mailbox waits.
 const FRAMES_PER_PEER: usize = 8;
 const MAX_SEND_SLOTS: usize = 256;
-/// Buffers that are kept for reuse.
-const SPARE_BUFFERS: usize = 64;
-
 /// Pauses between two looks while somebody waits, and while nobody does.
 const SHORT_PAUSE: Duration = Duration::from_micros(30);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
@@ -86,41 +75,6 @@ pub(crate) struct Completed {
 #[derive(Clone, Debug)]
 pub(crate) struct Failure(pub(crate) String);
 
-/// Brings on the messages of a group for which frames have come, or for which there is room again.
-pub(crate) trait Arrivals: Send + Sync {
-    fn arrived(&self);
-}
-
-/// Group and member.
-type Key = (u64, usize);
-
-struct Frame {
-    header: Header,
-    /// Prefix and payload, and what else is in the buffer: it is as long as the longest frame.
-    buffer: Vec<u8>,
-}
-
-/// Frames that have come for a member, by the member who sent them.
-#[derive(Default)]
-struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
-
-struct Open {
-    inbox: Arc<Inbox>,
-    /// Rank of each member.
-    ranks: Arc<[usize]>,
-    arrivals: Option<Weak<dyn Arrivals>>,
-    monitor: Arc<Monitor>,
-}
-
-#[derive(Default)]
-struct Ports {
-    open: HashMap<Key, Open>,
-    /// Frames for ports that are not yet open, with the rank that sent them.
-    early: HashMap<Key, Vec<(usize, usize, Frame)>>,
-    /// What comes for these is late and dropped.
-    closed: HashSet<Key>,
-}
-
 #[derive(Default)]
 struct Outbox {
     frames: VecDeque<(usize, Vec<u8>)>,
@@ -131,28 +85,10 @@ struct Outbox {
     finish: bool,
 }
 
-/// Buffers to be used again, as they were left.
-#[derive(Default)]
-struct Pool(Mutex<Vec<Vec<u8>>>);
-
-impl Pool {
-    fn take(&self) -> Vec<u8> {
-        self.0.lock().pop().unwrap_or_default()
-    }
-
-    fn put(&self, buffer: Vec<u8>) {
-        let mut spare = self.0.lock();
-        if spare.len() < SPARE_BUFFERS {
-            spare.push(buffer);
-        }
-    }
-}
-
 struct Shared {
     outbox: Mutex<Outbox>,
-    ports: Mutex<Ports>,
+    ports: Ports,
     send_buffers: Pool,
-    recv_buffers: Pool,
     news: Condvar,
     waiters: AtomicUsize,
     /// What `start` came to, and that MPI has ended.
@@ -172,9 +108,8 @@ impl Engine {
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let shared = Arc::new(Shared {
             outbox: Mutex::default(),
-            ports: Mutex::default(),
-            send_buffers: Pool::default(),
-            recv_buffers: Pool::default(),
+            ports: Ports::new(FRAME_BYTES),
+            send_buffers: Pool::new(0),
             news: Condvar::new(),
             waiters: AtomicUsize::new(0),
             world: OnceLock::new(),
@@ -215,43 +150,6 @@ impl Engine {
         }
     }
 
-    /// Opens the port of this process in the group that `key` names, as member `members.me`; `ranks` holds the rank of each
-    /// member.
-    pub(crate) fn open(
-        self: &Arc<Self>,
-        key: u64,
-        members: &Members,
-        ranks: Arc<[usize]>,
-        monitor: Arc<Monitor>,
-    ) -> Port {
-        let inbox = Arc::new(Inbox::default());
-        let id = (key, members.me);
-        let mut ports = self.shared.ports.lock();
-        let open = Open { inbox: inbox.clone(), ranks: ranks.clone(), arrivals: None, monitor: monitor.clone() };
-        for (source, from, frame) in ports.early.remove(&id).unwrap_or_default() {
-            open.deliver(source, from, frame);
-        }
-        ports.open.insert(id, open);
-        Port { shared: self.shared.clone(), key: id, inbox, ranks, monitor }
-    }
-
-    /// From now on `arrivals` hears of frames for this port.
-    pub(crate) fn attach(&self, key: u64, me: usize, arrivals: Weak<dyn Arrivals>) {
-        if let Some(open) = self.shared.ports.lock().open.get_mut(&(key, me)) {
-            open.arrivals = Some(arrivals);
-        }
-    }
-
-    /// Waits until MPI has taken all that groups gave to the engine, for as long as it works and the deadline has not come.
-    pub(crate) fn flush(&self, deadline: Instant) {
-        while self.shared.ended.get().is_none() && Instant::now() < deadline {
-            if self.shared.outbox.lock().pending.values().all(|pending| *pending == 0) {
-                return;
-            }
-            std::thread::sleep(LONG_PAUSE);
-        }
-    }
-
     /// Ends MPI: waits until the other processes end it too, for as long as nobody has died and the deadline has not come.
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
@@ -268,105 +166,54 @@ impl Engine {
     }
 }
 
-/// Whether MPI has lost the process of `rank` (MPI-3). One that left in good order is still there for MPI.
-fn departed(monitor: &Monitor, rank: usize) -> bool {
-    !matches!(monitor.departure(rank), None | Some(Departure::Left))
-}
-
-impl Open {
-    /// A frame counts if it comes from the process that the sender's name belongs to (TRA-2).
-    fn deliver(&self, source: usize, from: usize, frame: Frame) {
-        if self.ranks.get(from) == Some(&source) {
-            self.inbox.0.lock().entry(from).or_default().push_back(frame);
-        }
-    }
-}
-
-/// A group's way to other hosts.
-pub(crate) struct Port {
-    shared: Arc<Shared>,
-    key: Key,
-    inbox: Arc<Inbox>,
-    ranks: Arc<[usize]>,
-    monitor: Arc<Monitor>,
-}
-
-impl Port {
-    /// The largest payload of a frame.
-    pub(crate) fn payload_bytes(&self, _peer: usize) -> usize {
-        PAYLOAD_BYTES
+impl Carrier for Engine {
+    fn name(&self) -> &'static str {
+        "mpi"
     }
 
-    /// As [`push`](crate::transport::mailbox::Link::push) of a link.
-    ///
-    /// # Safety
-    /// As there.
-    pub(crate) unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
-        let rank = self.ranks[to];
-        // MPI-3: nothing is sent any more; who waits for the message hears of the departure.
-        if self.monitor.generation() != 0 && departed(&self.monitor, rank) {
-            return true;
-        }
+    fn ports(&self) -> &Ports {
+        &self.shared.ports
+    }
+
+    fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
         let mut outbox = self.shared.outbox.lock();
-        let pending = outbox.pending.entry(rank).or_default();
+        let pending = outbox.pending.entry(to).or_default();
         if *pending >= FRAMES_PER_PEER {
-            outbox.refused.insert(self.key);
+            outbox.refused.insert(from);
             return false;
         }
         *pending += 1;
         drop(outbox);
         // The mailbox's lock keeps frames of one port in order, so the outbox need not be held while bytes are copied.
-        let length = header[4] as usize;
-        assert!(length <= PAYLOAD_BYTES, "a frame holds {PAYLOAD_BYTES} bytes");
         let mut bytes = self.shared.send_buffers.take();
         bytes.clear();
-        bytes.reserve(PREFIX_BYTES + length);
-        let words = [self.key.0, to as u64, self.key.1 as u64, header[0], header[1], header[2], header[3], header[4]];
-        for word in words {
-            bytes.extend_from_slice(&word.to_le_bytes());
-        }
-        if length > 0 {
-            // SAFETY: the caller promises `length` readable bytes.
-            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(payload, length) });
-        }
-        self.shared.outbox.lock().frames.push_back((rank, bytes));
+        write(&mut bytes);
+        self.shared.outbox.lock().frames.push_back((to, bytes));
         self.shared.news.notify_one();
         true
     }
 
-    /// As [`pop`](crate::transport::mailbox::Link::pop) of a link.
-    pub(crate) fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
-        let Some(frame) = self.inbox.0.lock().get_mut(&from).and_then(VecDeque::pop_front) else { return false };
-        take(frame.header, frame.buffer[PREFIX_BYTES..].as_ptr());
-        self.shared.recv_buffers.put(frame.buffer);
-        true
-    }
-
-    /// While the guard lives, the engine looks often: somebody waits.
-    pub(crate) fn hurry(&self) -> Hurry<'_> {
-        if self.shared.waiters.fetch_add(1, Ordering::Relaxed) == 0 {
+    fn hurry(&self, waits: bool) {
+        let waiters = &self.shared.waiters;
+        if !waits {
+            waiters.fetch_sub(1, Ordering::Relaxed);
+        } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
             self.shared.news.notify_one();
         }
-        Hurry(&self.shared.waiters)
     }
-}
 
-/// See [`Port::hurry`].
-pub(crate) struct Hurry<'a>(&'a AtomicUsize);
-
-impl Drop for Hurry<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+    fn flush(&self, deadline: Instant) {
+        while self.shared.ended.get().is_none() && Instant::now() < deadline {
+            if self.shared.outbox.lock().pending.values().all(|pending| *pending == 0) {
+                return;
+            }
+            std::thread::sleep(LONG_PAUSE);
+        }
     }
-}
 
-impl Drop for Port {
-    fn drop(&mut self) {
-        let mut ports = self.shared.ports.lock();
-        ports.closed.insert(self.key);
-        let open = ports.open.remove(&self.key);
-        drop(ports);
-        drop(open);
+    /// MPI-3.
+    fn needs_everybody(&self) -> bool {
+        true
     }
 }
 
@@ -405,55 +252,14 @@ impl Shared {
     fn fail(&self, text: &str) {
         let _ = self.ended.set(());
         self.announce();
-        let monitors: Vec<Arc<Monitor>> = self.ports.lock().open.values().map(|open| open.monitor.clone()).collect();
+        let monitors = self.ports.monitors();
         let deadline = Instant::now() + NEWS_TIME;
-        while !self.somebody_departed() {
+        while !self.ports.somebody_departed() {
             if Instant::now() >= deadline {
                 monitors.iter().for_each(|monitor| monitor.close(&format!("MPI failed: {text}")));
                 return;
             }
             std::thread::sleep(NAP);
-        }
-    }
-
-    /// Whether a process of a group on several hosts has died or failed.
-    fn somebody_departed(&self) -> bool {
-        let ports = self.ports.lock();
-        ports
-            .open
-            .values()
-            .any(|open| open.monitor.generation() != 0 && open.ranks.iter().any(|rank| departed(&open.monitor, *rank)))
-    }
-
-    /// Puts a frame of `bytes` bytes from `source` where it belongs; the port that it is for.
-    fn take(&self, source: usize, buffer: Vec<u8>, bytes: usize) -> Option<Key> {
-        let mut words = [0u64; PREFIX_WORDS];
-        for (word, chunk) in words.iter_mut().zip(buffer.as_chunks::<8>().0) {
-            *word = u64::from_le_bytes(*chunk);
-        }
-        let [group, to, from, ref header @ ..] = words;
-        let header: Header = *header;
-        // A header that promises more than came would show what an earlier frame left in the buffer.
-        if bytes < PREFIX_BYTES || header[4] > (bytes - PREFIX_BYTES) as u64 {
-            return None;
-        }
-        let key = (group, to as usize);
-        let frame = Frame { header, buffer };
-        let mut ports = self.ports.lock();
-        match ports.open.get(&key) {
-            Some(open) => open.deliver(source, from as usize, frame),
-            None if ports.closed.contains(&key) => return None,
-            None => ports.early.entry(key).or_default().push((source, from as usize, frame)),
-        }
-        Some(key)
-    }
-
-    fn bring_on(&self, keys: impl IntoIterator<Item = Key>) {
-        for key in keys {
-            let arrivals = self.ports.lock().open.get(&key).and_then(|open| open.arrivals.clone());
-            if let Some(arrivals) = arrivals.and_then(|arrivals| arrivals.upgrade()) {
-                arrivals.arrived();
-            }
         }
     }
 }
@@ -487,7 +293,7 @@ impl Slots {
     /// Moves frames until the engine is to finish and everything is sent.
     fn run(&mut self, shared: &Shared, wire: &mut dyn Wire) -> Result<(), Failure> {
         for slot in 0..RECV_SLOTS {
-            self.receive(slot, shared.recv_buffers.take(), wire)?;
+            self.receive(slot, shared.ports.buffers.take(), wire)?;
         }
         let spins = if cores() > 2 { SPINS } else { 0 };
         let mut done = Vec::new();
@@ -514,10 +320,10 @@ impl Slots {
             {
                 self.started.pop_front();
                 let frame = std::mem::take(&mut self.receives[slot]);
-                self.receive(slot, shared.recv_buffers.take(), wire)?;
-                touched.extend(shared.take(source, frame, bytes));
+                self.receive(slot, shared.ports.buffers.take(), wire)?;
+                touched.extend(shared.ports.take(source, frame, 0, bytes));
             }
-            shared.bring_on(touched.drain());
+            shared.ports.bring_on(touched.drain());
             if moved {
                 idle = 0;
                 continue;
@@ -543,7 +349,7 @@ impl Slots {
             drop(outbox);
             if seen.elapsed() > NAP {
                 seen = Instant::now();
-                if shared.somebody_departed() {
+                if shared.ports.somebody_departed() {
                     return Err(Failure("a process of the job has gone".to_owned()));
                 }
             }

@@ -24,9 +24,9 @@ mod engine;
 mod plugin;
 mod provide;
 
+pub(crate) use engine::Engine;
 #[cfg(test)]
 pub(crate) use engine::loopback;
-pub(crate) use engine::{Arrivals, Engine, Port};
 pub use provide::provide;
 
 /// The engine of this process: MPI is initialised once in the life of a process.

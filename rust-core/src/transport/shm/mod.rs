@@ -26,8 +26,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::mailbox::{Link as _, Mailbox, Message};
-use super::{Backoff, Members, NAP, Tag, Transport, Wait};
+use super::mailbox::{Mailbox, Messages};
+use super::{Backoff, Members, NAP, Transport, Wait};
 use crate::error::{Code, Error, Result};
 use crate::world::{Monitor, Store};
 
@@ -155,34 +155,8 @@ impl Transport for ShmTransport {
         &self.memory.members
     }
 
-    unsafe fn post_send(&self, to: usize, tag: Tag, data: *const u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_send(to, tag, data, bytes) }
-    }
-
-    unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.mailbox.post_recv(from, tag, data, bytes) }
-    }
-
-    fn progress(&self) {
-        self.mailbox.progress();
-    }
-
-    fn cancel(&self, message: &Message) {
-        self.mailbox.cancel(message);
-    }
-
-    fn doorbell(&self) -> u32 {
-        self.mailbox.link.doorbell()
-    }
-
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.mailbox.link.doze(seen, limit);
-    }
-
-    fn ring(&self) {
-        self.mailbox.link.ring_own();
+    fn messages(&self) -> &dyn Messages {
+        &self.mailbox
     }
 
     fn shared(&self) -> Option<&SharedMemory> {

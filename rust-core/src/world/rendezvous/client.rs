@@ -86,6 +86,8 @@ pub struct Client {
     address: String,
     served_by_rank_0: bool,
     peer_timeout: Duration,
+    key: JobKey,
+    ends: (SocketAddr, SocketAddr),
     monitor: Arc<Monitor>,
     writer: Mutex<Writer>,
     state: Mutex<State>,
@@ -110,6 +112,8 @@ impl Client {
             address: address.clone(),
             served_by_rank_0: options.served_by_rank_0,
             peer_timeout: options.peer_timeout,
+            key: options.key.clone(),
+            ends: (stream.local_addr().map_err(io)?, stream.peer_addr().map_err(io)?),
             monitor,
             writer: Mutex::new(Writer { stream, sealer: Sealer::new(keys.send), buffer: Vec::new() }),
             state: Mutex::default(),
@@ -155,6 +159,21 @@ impl Client {
             self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take().ok_or(Departures::Wait))
         });
         answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
+    }
+
+    /// The job's key.
+    pub fn key(&self) -> &JobKey {
+        &self.key
+    }
+
+    /// The addresses of this end of the connection and of the server's.
+    pub fn ends(&self) -> (SocketAddr, SocketAddr) {
+        self.ends
+    }
+
+    /// Silence after which a host counts as vanished.
+    pub fn peer_timeout(&self) -> Duration {
+        self.peer_timeout
     }
 
     /// Tells the others that this rank failed.

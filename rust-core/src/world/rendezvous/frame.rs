@@ -17,10 +17,12 @@ pub const HEADER_BYTES: usize = SEQUENCE_END + 32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// See [`MAX_PAYLOAD`].
-    #[error("a frame announces {announced} bytes, more than the limit of {MAX_PAYLOAD}")]
+    #[error("a frame announces {announced} bytes, more than the limit of {limit}")]
     TooLong {
         /// Bytes that it announces.
         announced: usize,
+        /// The longest payload.
+        limit: usize,
     },
     /// A frame was replayed, dropped or reordered.
     #[error("frame {got} came where frame {expected} belongs")]
@@ -55,23 +57,74 @@ impl Sealer {
     /// # Panics
     /// If the payload is longer than [`MAX_PAYLOAD`]; senders check what users give them.
     pub fn seal(&mut self, payload: &[u8], out: &mut Vec<u8>) {
-        assert!(payload.len() <= MAX_PAYLOAD, "senders limit the size of what they send");
-        let length = (payload.len() as u32).to_le_bytes();
-        let sequence = self.sequence.to_le_bytes();
-        let tag = mac(&self.key, &[&length, &sequence, payload]).finalize().into_bytes();
         out.reserve(HEADER_BYTES + payload.len());
-        out.extend_from_slice(&length);
-        out.extend_from_slice(&sequence);
-        out.extend_from_slice(&tag);
+        out.extend_from_slice(&self.header(payload));
         out.extend_from_slice(payload);
+    }
+
+    /// What goes before `payload` to make it the next frame.
+    ///
+    /// # Panics
+    /// As [`Sealer::seal`].
+    pub fn header(&mut self, payload: &[u8]) -> [u8; HEADER_BYTES] {
+        assert!(payload.len() <= MAX_PAYLOAD, "senders limit the size of what they send");
+        let mut header = [0; HEADER_BYTES];
+        header[..LENGTH_BYTES].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        header[LENGTH_BYTES..SEQUENCE_END].copy_from_slice(&self.sequence.to_le_bytes());
+        let tag = mac(&self.key, &[&header[..SEQUENCE_END], payload]).finalize().into_bytes();
+        header[SEQUENCE_END..].copy_from_slice(&tag);
         self.sequence += 1;
+        header
+    }
+}
+
+/// Checks the frames of one direction, wherever their bytes lie.
+pub struct Verifier {
+    key: [u8; 32],
+    sequence: u64,
+    limit: usize,
+}
+
+impl Verifier {
+    /// Starts at frame 0. No payload may be longer than `limit`.
+    pub fn new(key: [u8; 32], limit: usize) -> Self {
+        Self { key, sequence: 0, limit }
+    }
+
+    /// The length of the payload of the next frame, whose first bytes are `bytes`; `None` if they are too few to tell.
+    ///
+    /// # Errors
+    /// [`FrameError`], as soon as the bytes show it; the connection must be closed then.
+    pub fn announced(&self, bytes: &[u8]) -> Result<Option<usize>, FrameError> {
+        let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
+        let announced = u32::from_le_bytes(*length) as usize;
+        if announced > self.limit {
+            return Err(FrameError::TooLong { announced, limit: self.limit });
+        }
+        let Some(sequence) = rest.first_chunk::<8>() else { return Ok(None) };
+        let got = u64::from_le_bytes(*sequence);
+        if got != self.sequence {
+            return Err(FrameError::OutOfOrder { got, expected: self.sequence });
+        }
+        Ok((bytes.len() >= HEADER_BYTES).then_some(announced))
+    }
+
+    /// Takes the next frame, which has been [`announced`](Verifier::announced), if it is authentic.
+    ///
+    /// # Errors
+    /// [`FrameError::NotAuthentic`]; the connection must be closed then.
+    pub fn verify(&mut self, header: &[u8], payload: &[u8]) -> Result<(), FrameError> {
+        mac(&self.key, &[&header[..SEQUENCE_END], payload])
+            .verify_slice(&header[SEQUENCE_END..])
+            .map_err(|_| FrameError::NotAuthentic { sequence: self.sequence })?;
+        self.sequence += 1;
+        Ok(())
     }
 }
 
 /// Reads frames of one direction from pieces of any size.
 pub struct Opener {
-    key: [u8; 32],
-    sequence: u64,
+    verifier: Verifier,
     buffer: Vec<u8>,
     /// Bytes of `buffer` that earlier frames used.
     used: usize,
@@ -80,7 +133,7 @@ pub struct Opener {
 impl Opener {
     /// Starts at frame 0.
     pub fn new(key: [u8; 32]) -> Self {
-        Self { key, sequence: 0, buffer: Vec::new(), used: 0 }
+        Self { verifier: Verifier::new(key, MAX_PAYLOAD), buffer: Vec::new(), used: 0 }
     }
 
     /// Takes what the connection gave. Call [`Opener::next`] until it returns `None` before the next piece, so
@@ -98,26 +151,14 @@ impl Opener {
     #[expect(clippy::should_implement_trait, reason = "an iterator has no place for the error")]
     pub fn next(&mut self) -> Result<Option<&[u8]>, FrameError> {
         let bytes = &self.buffer[self.used..];
-        let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
-        let announced = u32::from_le_bytes(*length) as usize;
-        if announced > MAX_PAYLOAD {
-            return Err(FrameError::TooLong { announced });
-        }
-        let Some(sequence) = rest.first_chunk::<8>() else { return Ok(None) };
-        let got = u64::from_le_bytes(*sequence);
-        if got != self.sequence {
-            return Err(FrameError::OutOfOrder { got, expected: self.sequence });
-        }
+        let Some(announced) = self.verifier.announced(bytes)? else { return Ok(None) };
         if bytes.len() < HEADER_BYTES + announced {
             return Ok(None);
         }
         let (header, rest) = bytes.split_at(HEADER_BYTES);
         let payload = &rest[..announced];
-        mac(&self.key, &[&header[..SEQUENCE_END], payload])
-            .verify_slice(&header[SEQUENCE_END..])
-            .map_err(|_| FrameError::NotAuthentic { sequence: got })?;
+        self.verifier.verify(header, payload)?;
         self.used += HEADER_BYTES + announced;
-        self.sequence += 1;
         Ok(Some(payload))
     }
 }
@@ -189,6 +230,6 @@ mod tests {
     fn an_oversized_frame_is_refused_at_its_first_bytes() {
         let announced = (MAX_PAYLOAD + 1) as u32;
         let error = opened(&announced.to_le_bytes(), 4).unwrap_err();
-        assert_eq!(error, FrameError::TooLong { announced: MAX_PAYLOAD + 1 });
+        assert_eq!(error, FrameError::TooLong { announced: MAX_PAYLOAD + 1, limit: MAX_PAYLOAD });
     }
 }

@@ -69,6 +69,11 @@ impl JobKey {
         Self(mac(&[0; WIDTH], &[b"smd job key", secret]).finalize().into_bytes().into())
     }
 
+    /// The key of the same job for another protocol, so that nothing of one is any good in the other.
+    pub fn scoped(&self, protocol: &[u8]) -> Self {
+        Self(mac(&self.0, &[b"smd protocol", protocol]).finalize().into_bytes().into())
+    }
+
     fn derive(&self, label: &[u8], server: &[u8], client: &[u8]) -> Hmac<Sha256> {
         mac(&self.0, &[label, server, client])
     }
@@ -169,9 +174,10 @@ mod tests {
         assert_eq!(server.receive, client.send);
         assert_ne!(server.send, server.receive);
 
-        let other = JobKey::new(b"guess");
-        assert!(challenge.verify(&key, &answer.bytes(&other)).is_none());
-        assert!(answer.verify(&other, &proof).is_none());
+        for other in [JobKey::new(b"guess"), key.scoped(b"other")] {
+            assert!(challenge.verify(&key, &answer.bytes(&other)).is_none());
+            assert!(answer.verify(&other, &proof).is_none());
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub mod frame;
 pub mod handshake;
 pub mod job;
 pub mod message;
+pub(crate) mod refusals;
 pub mod server;
 
 pub use client::Client;

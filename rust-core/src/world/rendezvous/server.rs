@@ -14,6 +14,7 @@ use super::frame::{MAX_PAYLOAD, Opener, Sealer};
 use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
 use super::job::{Job, Verdict};
 use super::message::{self, ToServer};
+use super::refusals::Refusals;
 use crate::error::{Error, Result};
 use crate::world::{fork, socket};
 
@@ -491,45 +492,6 @@ fn take(
                 connection.closing = true;
                 return Ok(());
             }
-        }
-    }
-}
-
-/// Logs who was turned away, but never more than a few lines at a time: a flood must not fill the log.
-#[derive(Default)]
-struct Refusals {
-    window: Option<Instant>,
-    logged: usize,
-    hidden: usize,
-}
-
-impl Refusals {
-    const LINES: usize = 5;
-    const WINDOW: Duration = Duration::from_secs(10);
-
-    fn note(&mut self, peer: Option<SocketAddr>, why: &str) {
-        self.window.get_or_insert_with(Instant::now);
-        if self.logged == Self::LINES {
-            self.hidden += 1;
-            return;
-        }
-        self.logged += 1;
-        match peer {
-            Some(peer) => tracing::warn!("refused a connection from {peer}: it {why}"),
-            None => tracing::warn!("{why}"),
-        }
-    }
-
-    fn due(&self) -> Option<Instant> {
-        self.window.map(|start| start + Self::WINDOW)
-    }
-
-    fn summarize(&mut self, now: Instant) {
-        if self.due().is_some_and(|due| due <= now) {
-            if self.hidden > 0 {
-                tracing::warn!("refused {} more connections in {:?}", self.hidden, Self::WINDOW);
-            }
-            *self = Self::default();
         }
     }
 }

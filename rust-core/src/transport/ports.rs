@@ -1,0 +1,282 @@
+//! Where groups give frames for other hosts to, and get them from, whatever carries them: MPI or TCP.
+//!
+//! ```text
+//!   port of a group --send--> carrier .. network .. carrier --take--> inbox of a port --> mailbox
+//!   (any thread)                                    (carrier's thread)
+//! ```
+//!
+//! The carrier's thread also brings the messages of the mailbox on ([`Arrivals`]), so that they move while every other
+//! thread of the process computes.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::Members;
+use super::mailbox::Header;
+use crate::world::{Departure, Monitor};
+
+/// Before the payload, on the wire: key of the group, receiver and sender in the group, header of the frame.
+const PREFIX_WORDS: usize = 8;
+pub(super) const PREFIX_BYTES: usize = PREFIX_WORDS * 8;
+/// Large enough that a frame's fixed cost is small against the time that a 100 Gbit/s network takes for it.
+pub(super) const PAYLOAD_BYTES: usize = 256 << 10;
+/// The longest frame.
+pub(super) const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
+
+/// Buffers that are kept for reuse.
+const SPARE_BUFFERS: usize = 64;
+
+/// Group and member.
+pub(super) type Key = (u64, usize);
+
+/// Moves frames between the processes of a job, for all groups of this process.
+pub(crate) trait Carrier: Send + Sync {
+    /// Its name in messages.
+    fn name(&self) -> &'static str;
+    /// Where the frames that come are taken.
+    fn ports(&self) -> &Ports;
+    /// Takes a frame, which `write` appends to a buffer, for the process with the number `to`; never waits. False if
+    /// there is no room: then the port `from` hears ([`Arrivals`]) when there is. `write` is called only if there is.
+    fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
+    /// Somebody began, or ceased, to wait for frames: for carriers that must look for them.
+    fn hurry(&self, waits: bool);
+    /// Waits until the network has taken all that groups gave, for as long as it works and the deadline has not come.
+    fn flush(&self, deadline: Instant);
+    /// Whether nothing moves any more once any process of the job has died, whoever the frames are for.
+    fn needs_everybody(&self) -> bool;
+}
+
+/// Brings on the messages of a group for which frames have come, or for which there is room again.
+pub(crate) trait Arrivals: Send + Sync {
+    fn arrived(&self);
+}
+
+/// Buffers to be used again, as they were left.
+pub(super) struct Pool {
+    spare: Mutex<Vec<Vec<u8>>>,
+    /// Shorter ones are not kept.
+    min_bytes: usize,
+}
+
+impl Pool {
+    pub(super) fn new(min_bytes: usize) -> Self {
+        Self { spare: Mutex::default(), min_bytes }
+    }
+
+    pub(super) fn take(&self) -> Vec<u8> {
+        self.spare.lock().pop().unwrap_or_default()
+    }
+
+    pub(super) fn put(&self, buffer: Vec<u8>) {
+        let mut spare = self.spare.lock();
+        if spare.len() < SPARE_BUFFERS && buffer.len() >= self.min_bytes {
+            spare.push(buffer);
+        }
+    }
+}
+
+struct Frame {
+    header: Header,
+    buffer: Vec<u8>,
+    /// Where in the buffer the payload begins.
+    payload: usize,
+}
+
+/// Frames that have come for a member, by the member who sent them.
+#[derive(Default)]
+struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
+
+struct Open {
+    inbox: Arc<Inbox>,
+    /// Number of each member's process.
+    processes: Arc<[usize]>,
+    arrivals: Option<Weak<dyn Arrivals>>,
+    monitor: Arc<Monitor>,
+}
+
+#[derive(Default)]
+struct Table {
+    open: HashMap<Key, Open>,
+    /// Frames for ports that are not yet open, with the process and the member that sent them.
+    early: HashMap<Key, Vec<(usize, usize, Frame)>>,
+    /// What comes for these is late and dropped.
+    closed: HashSet<Key>,
+}
+
+/// The ports of a process.
+pub(crate) struct Ports {
+    table: Mutex<Table>,
+    /// What frames come in, long enough for any.
+    pub(super) buffers: Pool,
+}
+
+/// Whether the process of `rank` is gone without having left in good order.
+pub(super) fn departed(monitor: &Monitor, rank: usize) -> bool {
+    !matches!(monitor.departure(rank), None | Some(Departure::Left))
+}
+
+impl Open {
+    /// A frame counts if it comes from the process that the sender's name belongs to (TRA-2).
+    fn deliver(&self, source: usize, from: usize, frame: Frame) {
+        if self.processes.get(from) == Some(&source) {
+            self.inbox.0.lock().entry(from).or_default().push_back(frame);
+        }
+    }
+}
+
+impl Ports {
+    /// For a carrier whose buffers are of this length.
+    pub(super) fn new(buffer_bytes: usize) -> Self {
+        Self { table: Mutex::default(), buffers: Pool::new(buffer_bytes) }
+    }
+
+    /// From now on `arrivals` hears of frames for the port of member `me` in the group that `key` names.
+    pub(crate) fn attach(&self, key: u64, me: usize, arrivals: Weak<dyn Arrivals>) {
+        if let Some(open) = self.table.lock().open.get_mut(&(key, me)) {
+            open.arrivals = Some(arrivals);
+        }
+    }
+
+    /// Puts the frame that lies in `buffer` from `start` on, `bytes` bytes from the process `source`, where it belongs; the
+    /// port that it is for.
+    pub(super) fn take(&self, source: usize, buffer: Vec<u8>, start: usize, bytes: usize) -> Option<Key> {
+        // A header that promises more than came would show what an earlier frame left in the buffer.
+        let came = buffer.get(start..start + bytes)?;
+        let (prefix, payload) = came.split_first_chunk::<PREFIX_BYTES>()?;
+        let mut words = [0u64; PREFIX_WORDS];
+        for (word, chunk) in words.iter_mut().zip(prefix.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*chunk);
+        }
+        let [group, to, from, ref header @ ..] = words;
+        let header: Header = *header;
+        if header[4] > payload.len() as u64 {
+            return None;
+        }
+        let key = (group, to as usize);
+        let frame = Frame { header, buffer, payload: start + PREFIX_BYTES };
+        let mut table = self.table.lock();
+        match table.open.get(&key) {
+            Some(open) => open.deliver(source, from as usize, frame),
+            None if table.closed.contains(&key) => return None,
+            None => table.early.entry(key).or_default().push((source, from as usize, frame)),
+        }
+        Some(key)
+    }
+
+    /// Tells these ports that frames have come, or that there is room for theirs.
+    pub(super) fn bring_on(&self, keys: impl IntoIterator<Item = Key>) {
+        for key in keys {
+            let arrivals = self.table.lock().open.get(&key).and_then(|open| open.arrivals.clone());
+            if let Some(arrivals) = arrivals.and_then(|arrivals| arrivals.upgrade()) {
+                arrivals.arrived();
+            }
+        }
+    }
+
+    /// The monitors of the groups that have a port.
+    pub(super) fn monitors(&self) -> Vec<Arc<Monitor>> {
+        self.table.lock().open.values().map(|open| open.monitor.clone()).collect()
+    }
+
+    /// Whether a process of a group that has a port has died or failed.
+    pub(super) fn somebody_departed(&self) -> bool {
+        let table = self.table.lock();
+        table.open.values().any(|open| {
+            open.monitor.generation() != 0 && open.processes.iter().any(|rank| departed(&open.monitor, *rank))
+        })
+    }
+}
+
+/// A group's way to other hosts.
+pub(super) struct Port {
+    carrier: Arc<dyn Carrier>,
+    key: Key,
+    inbox: Arc<Inbox>,
+    processes: Arc<[usize]>,
+    monitor: Arc<Monitor>,
+}
+
+impl Port {
+    /// Opens the port of this process in the group that `key` names, as member `members.me`; `processes` holds the number of
+    /// each member's process.
+    pub(super) fn open(
+        carrier: &Arc<dyn Carrier>,
+        key: u64,
+        members: &Members,
+        processes: Arc<[usize]>,
+        monitor: Arc<Monitor>,
+    ) -> Self {
+        let inbox = Arc::new(Inbox::default());
+        let key = (key, members.me);
+        let mut table = carrier.ports().table.lock();
+        let open =
+            Open { inbox: inbox.clone(), processes: processes.clone(), arrivals: None, monitor: monitor.clone() };
+        for (source, from, frame) in table.early.remove(&key).unwrap_or_default() {
+            open.deliver(source, from, frame);
+        }
+        table.open.insert(key, open);
+        drop(table);
+        Self { carrier: carrier.clone(), key, inbox, processes, monitor }
+    }
+
+    /// As [`push`](super::mailbox::Link::push) of a link.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
+        let process = self.processes[to];
+        // Nothing reaches it any more (MPI-3); who waits for the message hears of the departure.
+        if self.monitor.generation() != 0 && departed(&self.monitor, process) {
+            return true;
+        }
+        let length = header[4] as usize;
+        assert!(length <= PAYLOAD_BYTES, "a frame holds {PAYLOAD_BYTES} bytes");
+        self.carrier.send(self.key, process, &mut |buffer| {
+            buffer.reserve(PREFIX_BYTES + length);
+            let [a, b, c, d, e] = header;
+            for word in [self.key.0, to as u64, self.key.1 as u64, a, b, c, d, e] {
+                buffer.extend_from_slice(&word.to_le_bytes());
+            }
+            if length > 0 {
+                // SAFETY: the caller promises `length` readable bytes.
+                buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(payload, length) });
+            }
+        })
+    }
+
+    /// As [`pop`](super::mailbox::Link::pop) of a link.
+    pub(super) fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
+        let Some(frame) = self.inbox.0.lock().get_mut(&from).and_then(VecDeque::pop_front) else { return false };
+        take(frame.header, frame.buffer[frame.payload..].as_ptr());
+        self.carrier.ports().buffers.put(frame.buffer);
+        true
+    }
+
+    /// While the guard lives, somebody waits for frames.
+    pub(super) fn hurry(&self) -> Hurry<'_> {
+        self.carrier.hurry(true);
+        Hurry(&*self.carrier)
+    }
+}
+
+/// See [`Port::hurry`].
+pub(super) struct Hurry<'a>(&'a dyn Carrier);
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.hurry(false);
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        let mut table = self.carrier.ports().table.lock();
+        table.closed.insert(self.key);
+        let open = table.open.remove(&self.key);
+        drop(table);
+        drop(open);
+    }
+}

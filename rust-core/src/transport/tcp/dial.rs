@@ -1,0 +1,109 @@
+//! A connection that is being made to the process of another rank, without waiting: this side is the handshake's client.
+
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use mio::net::TcpStream;
+
+use super::way::Line;
+use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::frame::Sealer;
+use crate::world::rendezvous::handshake::{Answer, GREETING_BYTES, PROOF_BYTES, REFUSAL};
+use crate::world::{fork, socket};
+
+/// A try takes no longer than this.
+const TRY_TIME: Duration = Duration::from_secs(5);
+
+/// See the module's text.
+pub(super) struct Dial {
+    /// Dropped first.
+    guard: fork::Guard,
+    stream: TcpStream,
+    pub(super) rank: usize,
+    /// When the first try for this rank began.
+    pub(super) since: Instant,
+    /// When this one is given up.
+    pub(super) deadline: Instant,
+    stage: Stage,
+    /// Of what comes next.
+    bytes: Vec<u8>,
+}
+
+enum Stage {
+    Connecting,
+    Greeting,
+    Proof(Answer),
+}
+
+impl Dial {
+    /// Starts to connect.
+    pub(super) fn start(rank: usize, address: SocketAddr, since: Instant) -> Result<Self> {
+        let stream = TcpStream::connect(address)?;
+        let guard = fork::Guard::new(&stream);
+        let deadline = Instant::now() + TRY_TIME;
+        Ok(Self { guard, stream, rank, since, deadline, stage: Stage::Connecting, bytes: Vec::new() })
+    }
+
+    pub(super) fn stream(&mut self) -> &mut TcpStream {
+        &mut self.stream
+    }
+
+    /// Does what can be done now; true once [`Dial::finish`] may be called.
+    pub(super) fn advance(&mut self, key: &JobKey, peer_timeout: Duration) -> Result<bool> {
+        if matches!(self.stage, Stage::Connecting) {
+            if let Some(error) = self.stream.take_error()? {
+                return Err(error);
+            }
+            match self.stream.peer_addr() {
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::NotConnected => return Ok(false),
+                Err(error) => return Err(error),
+            }
+            socket::configure(&self.stream, peer_timeout).map_err(Error::other)?;
+            self.stage = Stage::Greeting;
+        }
+        if matches!(self.stage, Stage::Greeting) {
+            if !self.read(GREETING_BYTES)? {
+                return Ok(false);
+            }
+            let greeting = self.bytes.as_slice().try_into().expect("that many bytes were read");
+            let answer = Answer::new(greeting).map_err(Error::other)?.ok_or_else(stranger)?;
+            // A fresh connection takes that much at once.
+            self.stream.write_all(&answer.bytes(key))?;
+            self.bytes.clear();
+            self.stage = Stage::Proof(answer);
+        }
+        self.read(PROOF_BYTES)
+    }
+
+    /// The connection, if the other side has proved that it knows the secret.
+    pub(super) fn finish(self, key: &JobKey) -> Result<Line> {
+        let proof: &[u8; PROOF_BYTES] = self.bytes.as_slice().try_into().map_err(|_| stranger())?;
+        let Stage::Proof(answer) = &self.stage else { return Err(stranger()) };
+        let keys = answer.verify(key, proof).ok_or_else(|| match *proof == REFUSAL {
+            true => Error::new(ErrorKind::PermissionDenied, "it does not accept this job's secret"),
+            false => stranger(),
+        })?;
+        Ok(Line { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send) })
+    }
+
+    /// Reads until `bytes` bytes are there; whether they are.
+    fn read(&mut self, bytes: usize) -> Result<bool> {
+        let mut piece = [0; GREETING_BYTES];
+        while self.bytes.len() < bytes {
+            match self.stream.read(&mut piece[..bytes - self.bytes.len()]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => self.bytes.extend_from_slice(&piece[..count]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn stranger() -> Error {
+    Error::new(ErrorKind::InvalidData, "it belongs to somebody else")
+}

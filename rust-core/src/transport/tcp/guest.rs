@@ -1,0 +1,200 @@
+//! A connection that another process made to this one: it proves the job's secret, says which rank it is, and then sends
+//! frames. This side is the handshake's server.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use mio::net::TcpStream;
+
+use crate::error::Result;
+use crate::transport::ports::{FRAME_BYTES, Pool};
+use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::frame::{FrameError, HEADER_BYTES, Verifier};
+use crate::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, REFUSAL};
+use crate::world::{fork, socket};
+
+/// The longest frame with its header.
+pub(super) const BUFFER_BYTES: usize = HEADER_BYTES + FRAME_BYTES;
+/// Bytes read at once while the length of what comes is not known: many small frames, or little of a large one, the rest of
+/// which then comes to lie where it stays.
+const FIRST_BYTES: usize = 4 << 10;
+/// Frames up to this length are copied out, so that they do not each take a buffer of full length.
+const SMALL_BYTES: usize = FIRST_BYTES;
+/// Bytes read from one connection before the others are served again.
+const READ_BATCH: usize = 1 << 20;
+
+/// Says who sends on a connection: session, its rank, and the rank that it takes this process for.
+pub(super) type Hello = [u64; 3];
+const HELLO_BYTES: usize = size_of::<Hello>();
+
+/// The payload of a connection's first frame.
+pub(super) fn hello(words: Hello) -> [u8; HELLO_BYTES] {
+    let mut bytes = [0; HELLO_BYTES];
+    for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *place = word.to_le_bytes();
+    }
+    bytes
+}
+
+/// A frame, as it goes to a port.
+pub(super) struct Frame {
+    pub(super) buffer: Vec<u8>,
+    /// Where it starts, after its header, and its length.
+    pub(super) start: usize,
+    pub(super) bytes: usize,
+}
+
+/// What reading came to.
+pub(super) enum Found {
+    /// There is nothing more for now, or there is.
+    Pause,
+    More,
+    /// The other process ended the connection between two frames.
+    End,
+}
+
+enum Stage {
+    Stranger { challenge: Challenge, answer: Vec<u8> },
+    Open(Reader),
+}
+
+/// See the module's text.
+pub(super) struct Guest {
+    /// Dropped first.
+    _guard: fork::Guard,
+    pub(super) stream: TcpStream,
+    pub(super) address: SocketAddr,
+    /// Once it has said so.
+    pub(super) rank: Option<usize>,
+    pub(super) came: Instant,
+    stage: Stage,
+}
+
+impl Guest {
+    /// Greets whoever has connected.
+    pub(super) fn new(mut stream: TcpStream, address: SocketAddr) -> Result<Self> {
+        let challenge = Challenge::new()?;
+        // A fresh connection takes that much at once; if it does not, the other side does without a greeting.
+        let _ = stream.write(&challenge.greeting());
+        let stage = Stage::Stranger { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
+        Ok(Self { _guard: fork::Guard::new(&stream), stream, address, rank: None, came: Instant::now(), stage })
+    }
+
+    /// Reads what has come and gives its frames to `take`. An error is what the connection ended with, in words that go
+    /// after "it".
+    pub(super) fn read(
+        &mut self,
+        key: &JobKey,
+        peer_timeout: Duration,
+        spare: &Pool,
+        take: &mut dyn FnMut(&mut Option<usize>, Frame) -> Result<(), String>,
+    ) -> Result<Found, String> {
+        if let Stage::Stranger { challenge, answer } = &mut self.stage {
+            let mut piece = [0; ANSWER_BYTES];
+            while answer.len() < ANSWER_BYTES {
+                match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
+                    Ok(0) => return Err("went away before it proved the job's secret".to_owned()),
+                    Ok(count) => answer.extend_from_slice(&piece[..count]),
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Found::Pause),
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) => return Err(format!("was lost: {error}")),
+                }
+            }
+            let answer: &[u8; ANSWER_BYTES] = answer.as_slice().try_into().expect("it has that many bytes");
+            let Some((proof, keys)) = challenge.verify(key, answer) else {
+                let _ = self.stream.write(&REFUSAL);
+                return Err("does not know the job's secret".to_owned());
+            };
+            socket::configure(&self.stream, peer_timeout).map_err(|error| error.text())?;
+            self.stream.write_all(&proof).map_err(|error| format!("was lost: {error}"))?;
+            self.stage = Stage::Open(Reader::new(Verifier::new(keys.receive, FRAME_BYTES)));
+        }
+        let Stage::Open(reader) = &mut self.stage else { return Ok(Found::Pause) };
+        let mut read = 0;
+        while read < READ_BATCH {
+            match self.stream.read(reader.room(spare)) {
+                Ok(0) if reader.is_between_frames() => return Ok(Found::End),
+                Ok(0) => return Err("ended in the middle of a frame".to_owned()),
+                Ok(count) => {
+                    read += count;
+                    reader.filled += count;
+                    while let Some(frame) = reader.next().map_err(|error| format!("broke the protocol: {error}"))? {
+                        take(&mut self.rank, frame)?;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Found::Pause),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(format!("was lost: {error}")),
+            }
+        }
+        Ok(Found::More)
+    }
+}
+
+/// Who sends, from the payload of its first frame.
+pub(super) fn introduction(frame: &Frame) -> Option<Hello> {
+    let bytes = frame.buffer.get(frame.start..frame.start + frame.bytes)?;
+    let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
+    (bytes.len() == HELLO_BYTES).then(|| words.try_into().ok()).flatten()
+}
+
+/// Cuts what is read into frames.
+struct Reader {
+    verifier: Verifier,
+    /// Holds `start..filled`; as long as the longest frame, or empty before there is anything.
+    buffer: Vec<u8>,
+    start: usize,
+    filled: usize,
+    /// The length of the frame at `start` with its header, once known.
+    expected: Option<usize>,
+}
+
+impl Reader {
+    fn new(verifier: Verifier) -> Self {
+        Self { verifier, buffer: Vec::new(), start: 0, filled: 0, expected: None }
+    }
+
+    fn is_between_frames(&self) -> bool {
+        self.start == self.filled
+    }
+
+    /// Where to read to: the rest of a frame whose length is known, and not more, so that it can leave with its buffer.
+    fn room(&mut self, spare: &Pool) -> &mut [u8] {
+        if self.buffer.is_empty() {
+            self.buffer = spare.take();
+            self.buffer.resize(BUFFER_BYTES, 0);
+        }
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.filled, 0);
+            self.filled -= self.start;
+            self.start = 0;
+        }
+        let end = self.expected.unwrap_or(0).max(FIRST_BYTES);
+        &mut self.buffer[self.filled..end]
+    }
+
+    fn next(&mut self) -> Result<Option<Frame>, FrameError> {
+        let bytes = &self.buffer[self.start..self.filled];
+        if self.expected.is_none() {
+            self.expected = self.verifier.announced(bytes)?.map(|payload| HEADER_BYTES + payload);
+        }
+        let Some(whole) = self.expected.filter(|whole| bytes.len() >= *whole) else { return Ok(None) };
+        let (header, payload) = bytes[..whole].split_at(HEADER_BYTES);
+        self.verifier.verify(header, payload)?;
+        self.expected = None;
+        if whole <= SMALL_BYTES {
+            let frame = Frame { buffer: payload.to_vec(), start: 0, bytes: payload.len() };
+            self.start += whole;
+            return Ok(Some(frame));
+        }
+        // Nothing is behind it, by what `room` gives.
+        let frame = Frame {
+            buffer: std::mem::take(&mut self.buffer),
+            start: self.start + HEADER_BYTES,
+            bytes: whole - HEADER_BYTES,
+        };
+        (self.start, self.filled) = (0, 0);
+        Ok(Some(frame))
+    }
+}

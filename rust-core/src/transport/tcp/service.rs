@@ -1,0 +1,411 @@
+//! The thread: makes connections and takes them, reads what comes, and writes what the system did not take at once.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mio::{Events, Interest, Poll, Token};
+
+use super::dial::Dial;
+use super::guest::{self, Found, Frame, Guest};
+use super::{Call, Options, PROTOCOL, Shared};
+use crate::error::{Error, Result};
+use crate::transport::ports::Key;
+use crate::world::fork;
+use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::refusals::Refusals;
+
+const LISTENER: Token = Token(0);
+pub(super) const WAKER: Token = Token(1);
+const FIRST_CONNECTION: usize = 2;
+
+/// Connections that have not said who they are: how many there may be, how long each may take, and from which age on it
+/// makes room for another.
+const MAX_STRANGERS: usize = 256;
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+const STRANGER_TIME: Duration = Duration::from_millis(30);
+/// Pause before a connection is tried again, or accepted when the system had no descriptor for it.
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+/// Connections accepted before the others are served again.
+const ACCEPT_BATCH: usize = 32;
+
+enum Connection {
+    Dial(Dial),
+    /// The way to this rank, which owns its stream.
+    Way(usize),
+    Guest(Guest),
+}
+
+/// A connection that was lost and that no departure explains so far (TCP-4).
+struct Loss {
+    rank: usize,
+    why: String,
+    judge_at: Instant,
+}
+
+/// See the module's text.
+pub(super) struct Service {
+    _guard: fork::Guard,
+    listener: mio::net::TcpListener,
+    poll: Poll,
+    key: JobKey,
+    options: Options,
+    shared: Arc<Shared>,
+    connections: HashMap<Token, Connection>,
+    /// Guests that have not said who they are, oldest first.
+    strangers: BTreeMap<Token, Instant>,
+    next: usize,
+    accept_at: Option<Instant>,
+    /// Guests that have more to read.
+    again: HashSet<Token>,
+    /// When to try again to reach a rank, and since when it is tried.
+    redials: Vec<(Instant, usize, Instant)>,
+    losses: Vec<Loss>,
+    refusals: Refusals,
+}
+
+impl Service {
+    pub(super) fn new(poll: Poll, listener: TcpListener, options: Options, shared: Arc<Shared>) -> Result<Self> {
+        let io = |error| Error::io("serving other hosts", error);
+        listener.set_nonblocking(true).map_err(io)?;
+        let mut listener = mio::net::TcpListener::from_std(listener);
+        poll.registry().register(&mut listener, LISTENER, Interest::READABLE).map_err(io)?;
+        Ok(Self {
+            _guard: fork::Guard::new(&listener),
+            listener,
+            poll,
+            key: options.key.scoped(PROTOCOL),
+            options,
+            shared,
+            connections: HashMap::new(),
+            strangers: BTreeMap::new(),
+            next: FIRST_CONNECTION,
+            accept_at: None,
+            again: HashSet::new(),
+            redials: Vec::new(),
+            losses: Vec::new(),
+            refusals: Refusals::default(),
+        })
+    }
+
+    pub(super) fn run(mut self) {
+        let mut events = Events::with_capacity(256);
+        loop {
+            if let Err(error) = self.poll.poll(&mut events, self.timeout()) {
+                if error.kind() == ErrorKind::Interrupted {
+                    continue;
+                }
+                self.options.monitor.close(&format!("nothing serves other hosts any more: {error}"));
+                break;
+            }
+            let mut ready = std::mem::take(&mut self.again);
+            for event in &events {
+                match event.token() {
+                    LISTENER => self.accept_at = Some(Instant::now()),
+                    WAKER => {}
+                    token => {
+                        ready.insert(token);
+                    }
+                }
+            }
+            if !self.answer_calls() {
+                break;
+            }
+            for token in ready {
+                self.serve(token);
+            }
+            let now = Instant::now();
+            if self.accept_at.is_some_and(|at| at <= now) {
+                self.accept();
+            }
+            self.expire(now);
+            self.judge(now);
+            self.refusals.summarize(now);
+        }
+        for way in &self.shared.ways {
+            drop(way.lock().lose());
+        }
+    }
+
+    /// How long nothing can happen that no event tells.
+    fn timeout(&self) -> Option<Duration> {
+        if !self.again.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let now = Instant::now();
+        let stranger = self.strangers.values().next().map(|came| *came + HANDSHAKE_TIME);
+        let dial = self.connections.values().filter_map(|it| match it {
+            Connection::Dial(dial) => Some(dial.deadline),
+            Connection::Way(_) | Connection::Guest(_) => None,
+        });
+        let redial = self.redials.iter().map(|(at, ..)| *at);
+        let loss = self.losses.iter().map(|loss| loss.judge_at);
+        let fixed = [stranger, self.accept_at, self.refusals.due()].into_iter().flatten();
+        let next = fixed.chain(dial).chain(redial).chain(loss).min()?;
+        // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
+        Some(next.saturating_duration_since(now) + Duration::from_millis(1))
+    }
+
+    fn answer_calls(&mut self) -> bool {
+        let calls = std::mem::take(&mut *self.shared.calls.lock());
+        for call in calls {
+            match call {
+                Call::Dial(rank) => self.dial(rank, Instant::now()),
+                Call::Lost(rank, why) => self.lose(rank, &why),
+                Call::Stop => return false,
+            }
+        }
+        true
+    }
+
+    fn serve(&mut self, token: Token) {
+        match self.connections.get(&token) {
+            Some(Connection::Dial(_)) => self.serve_dial(token),
+            Some(Connection::Way(rank)) => self.serve_way(*rank),
+            Some(Connection::Guest(_)) => self.serve_guest(token),
+            None => {}
+        }
+    }
+
+    fn register(&mut self, connection: Connection) -> Option<Token> {
+        let token = Token(self.next);
+        self.next += 1;
+        let connection = self.connections.entry(token).insert_entry(connection).into_mut();
+        let stream = match connection {
+            Connection::Dial(dial) => dial.stream(),
+            Connection::Guest(guest) => &mut guest.stream,
+            Connection::Way(_) => return Some(token),
+        };
+        match self.poll.registry().register(stream, token, Interest::READABLE | Interest::WRITABLE) {
+            Ok(()) => Some(token),
+            Err(error) => {
+                tracing::debug!("a connection cannot be watched: {error}");
+                self.connections.remove(&token);
+                None
+            }
+        }
+    }
+
+    fn dial(&mut self, rank: usize, since: Instant) {
+        let address = self.options.book[rank];
+        match Dial::start(rank, address, since) {
+            Ok(dial) => match self.register(Connection::Dial(dial)) {
+                Some(token) => self.serve_dial(token),
+                None => self.dial_failed(rank, since, "the system does not watch it".to_owned()),
+            },
+            Err(error) => self.dial_failed(rank, since, error.to_string()),
+        }
+    }
+
+    fn serve_dial(&mut self, token: Token) {
+        let Some(Connection::Dial(dial)) = self.connections.get_mut(&token) else { return };
+        let (rank, since) = (dial.rank, dial.since);
+        match dial.advance(&self.key, self.options.peer_timeout) {
+            Ok(false) => {}
+            Ok(true) => {
+                let Some(Connection::Dial(dial)) = self.connections.remove(&token) else { return };
+                match dial.finish(&self.key) {
+                    Ok(line) => self.open(token, rank, line),
+                    Err(error) => self.dial_failed(rank, since, error.to_string()),
+                }
+            }
+            Err(error) => {
+                self.connections.remove(&token);
+                self.dial_failed(rank, since, error.to_string());
+            }
+        }
+    }
+
+    fn open(&mut self, token: Token, rank: usize, line: super::way::Line) {
+        self.connections.insert(token, Connection::Way(rank));
+        let words = [self.options.session, self.options.rank as u64, rank as u64];
+        let mut first = vec![0; crate::world::rendezvous::frame::HEADER_BYTES];
+        first.extend_from_slice(&guest::hello(words));
+        let (outcome, admitted) = {
+            let mut way = self.shared.ways[rank].lock();
+            (way.open(line, first, &self.shared.buffers), way.admitted())
+        };
+        self.shared.ports.bring_on(admitted);
+        if let Err(error) = outcome {
+            self.lose(rank, &error.to_string());
+        }
+    }
+
+    /// Tries again for as long as somebody may be there.
+    fn dial_failed(&mut self, rank: usize, since: Instant, why: String) {
+        let now = Instant::now();
+        if self.options.monitor.departure(rank).is_none() && now < since + self.options.peer_timeout {
+            tracing::trace!("rank {rank} at {}: {why}", self.options.book[rank]);
+            self.redials.push((now + RETRY_PAUSE, rank, since));
+            return;
+        }
+        self.lose(rank, &format!("it could not be made: {why}"));
+    }
+
+    fn serve_way(&mut self, rank: usize) {
+        let (outcome, admitted) = {
+            let mut way = self.shared.ways[rank].lock();
+            if way.is_lost() {
+                return;
+            }
+            let outcome = way.write(&self.shared.buffers).and_then(|()| way.look_for_end());
+            (outcome, way.admitted())
+        };
+        self.shared.ports.bring_on(admitted);
+        if let Err(error) = outcome {
+            self.lose(rank, &error.to_string());
+        }
+    }
+
+    /// Gives up on the way to `rank`, or on what comes from it (TCP-4).
+    fn lose(&mut self, rank: usize, why: &str) {
+        let (line, admitted) = {
+            let mut way = self.shared.ways[rank].lock();
+            (way.lose(), way.admitted())
+        };
+        if let Some(mut line) = line {
+            let _ = self.poll.registry().deregister(&mut line.stream);
+        }
+        self.connections.retain(|_, connection| !matches!(connection, Connection::Way(other) if *other == rank));
+        // Their frames are dropped, so their senders need not keep them.
+        self.shared.ports.bring_on(admitted);
+        tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
+        let judge_at = Instant::now() + self.options.peer_timeout;
+        if !self.losses.iter().any(|loss| loss.rank == rank) {
+            self.losses.push(Loss { rank, why: why.to_owned(), judge_at });
+        }
+    }
+
+    /// Ends the session if nothing explains a loss.
+    fn judge(&mut self, now: Instant) {
+        let monitor = &self.options.monitor;
+        self.losses.retain(|loss| monitor.departure(loss.rank).is_none());
+        let Some(loss) = self.losses.iter().find(|loss| loss.judge_at <= now) else { return };
+        monitor.close(&format!(
+            "the connection to rank {} at {} was lost ({}), but its process lives: is the network between the hosts as it \
+             should be, and open for all ports?",
+            loss.rank, self.options.book[loss.rank], loss.why
+        ));
+        self.losses.clear();
+    }
+
+    fn accept(&mut self) {
+        self.accept_at = None;
+        for _ in 0..ACCEPT_BATCH {
+            if self.strangers.len() >= MAX_STRANGERS && !self.evict_oldest() {
+                // The rest waits in the system's queue.
+                self.accept_at = Some(Instant::now() + STRANGER_TIME);
+                return;
+            }
+            match self.listener.accept() {
+                Ok((stream, address)) => match Guest::new(stream, address) {
+                    Ok(guest) => {
+                        let came = guest.came;
+                        if let Some(token) = self.register(Connection::Guest(guest)) {
+                            self.strangers.insert(token, came);
+                        }
+                    }
+                    Err(error) => tracing::debug!("a connection from {address} could not be served: {error}"),
+                },
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    // Out of file descriptors, most likely.
+                    self.refusals.note(None, &format!("accepting a connection: {error}"));
+                    self.accept_at = Some(Instant::now() + RETRY_PAUSE);
+                    return;
+                }
+            }
+        }
+        self.accept_at = Some(Instant::now());
+    }
+
+    fn evict_oldest(&mut self) -> bool {
+        match self.strangers.first_key_value() {
+            Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
+                self.dismiss(token, "made room for others before it proved the job's secret");
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn serve_guest(&mut self, token: Token) {
+        let Some(Connection::Guest(guest)) = self.connections.get_mut(&token) else { return };
+        let (ports, options) = (&self.shared.ports, &self.options);
+        let mut touched: HashSet<Key> = HashSet::new();
+        let mut take = |rank: &mut Option<usize>, frame: Frame| match *rank {
+            Some(source) => {
+                touched.extend(ports.take(source, frame.buffer, frame.start, frame.bytes));
+                Ok(())
+            }
+            None => match guest::introduction(&frame) {
+                Some([session, from, to])
+                    if session == options.session
+                        && to == options.rank as u64
+                        && from != to
+                        && from < options.book.len() as u64 =>
+                {
+                    *rank = Some(from as usize);
+                    Ok(())
+                }
+                Some(_) => Err("belongs to another session of the job".to_owned()),
+                None => Err("broke the protocol: it does not say who it is".to_owned()),
+            },
+        };
+        let outcome = guest.read(&self.key, options.peer_timeout, &ports.buffers, &mut take);
+        let rank = guest.rank;
+        if rank.is_some() {
+            self.strangers.remove(&token);
+        }
+        match outcome {
+            Ok(Found::Pause) => {}
+            Ok(Found::More) => {
+                self.again.insert(token);
+            }
+            Ok(Found::End) => self.dismiss(token, "ended before it said who it is"),
+            Err(why) => {
+                self.dismiss(token, &why);
+                if let Some(rank) = rank {
+                    self.lose(rank, &format!("what comes from it {why}"));
+                }
+            }
+        }
+        self.shared.ports.bring_on(touched);
+    }
+
+    /// Ends a guest's connection.
+    fn dismiss(&mut self, token: Token, why: &str) {
+        self.strangers.remove(&token);
+        if let Some(Connection::Guest(mut guest)) = self.connections.remove(&token) {
+            let _ = self.poll.registry().deregister(&mut guest.stream);
+            if guest.rank.is_none() {
+                self.refusals.note(Some(guest.address), why);
+            }
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        while let Some((&token, &came)) = self.strangers.first_key_value() {
+            if came + HANDSHAKE_TIME > now {
+                break;
+            }
+            self.dismiss(token, "did not prove the job's secret in time");
+        }
+        let late = |(token, connection): (&Token, &Connection)| match connection {
+            Connection::Dial(dial) if dial.deadline <= now => Some((*token, dial.rank, dial.since)),
+            Connection::Dial(_) | Connection::Way(_) | Connection::Guest(_) => None,
+        };
+        for (token, rank, since) in self.connections.iter().filter_map(late).collect::<Vec<_>>() {
+            self.connections.remove(&token);
+            self.dial_failed(rank, since, "it does not answer".to_owned());
+        }
+        let (due, later) = std::mem::take(&mut self.redials).into_iter().partition(|(at, ..)| *at <= now);
+        self.redials = later;
+        for (_, rank, since) in Vec::<(Instant, usize, Instant)>::from(due) {
+            self.dial(rank, since);
+        }
+    }
+}
