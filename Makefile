@@ -32,7 +32,7 @@ demo: ## Train on handwritten digits with 2 processes; compare with 1 process, a
 	@$(MAKE) --no-print-directory develop
 	$(BIN)/python examples/demo.py
 
-demo-hosts: ## The same training on two network namespaces as hosts, over MPI: the loss curve of one host (needs root)
+demo-hosts: ## The same training on two network namespaces as hosts, over MPI and TCP: the loss curve of one host (needs root)
 	$(BOTH) build-release packages-demo
 	@$(MAKE) --no-print-directory $(STAMPS)/mpi develop
 	$(BIN)/python tests/e2e/hosts.py

@@ -169,7 +169,8 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
     : frozen_(std::move(frozen)),
       core_(std::make_shared<rust::Box<smd::Reducer>>(std::move(core))),
       comm_hook_(settings.at("comm_hook")),
-      static_graph_(settings.at("static_graph") != 0) {
+      static_graph_(settings.at("static_graph") != 0),
+      may_leave_unused_(settings.at("find_unused_parameters") != 0 && !static_graph_) {
   for (auto& parameter : parameters) {
     has_sparse_ |= parameter.sparse;
     Watched watched;
@@ -205,6 +206,7 @@ void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings
   checked([&] { (*core_)->configure(options); });
   comm_hook_ = settings.at("comm_hook");
   static_graph_ = settings.at("static_graph") != 0;
+  may_leave_unused_ = settings.at("find_unused_parameters") != 0 && !static_graph_;
 }
 
 void Reducer::await_step() {
@@ -371,9 +373,8 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
   run_comm_hooks();
 }
 
-void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming) {
-  const auto& [parameter, accumulator, hook, options, sizes, strides] = watched_[index];
-  if (parameter.sparse) return mark_ready(index, at::Tensor(), incoming.defined());
+void Reducer::check(const Watched& watched, const at::Tensor& gradient) {
+  const auto& [parameter, accumulator, hook, options, sizes, strides] = watched;
   TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "the gradient of `", parameter.name, "` has layout ",
                    gradient.layout(),
                    ", but the parameter was taken for one with dense gradients: only `torch.nn.Embedding` and "
@@ -384,6 +385,12 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
                    gradient.sizes(), " on ", gradient.device(), ", but the parameter was a ",
                    c10::typeMetaToScalarType(options.dtype()), " tensor of shape ", at::IntArrayRef(sizes), " on ",
                    options.device(), " when it was wrapped");
+}
+
+void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming) {
+  const auto& [parameter, accumulator, hook, options, sizes, strides] = watched_[index];
+  if (parameter.sparse) return mark_ready(index, at::Tensor(), incoming.defined());
+  check(watched_[index], gradient);
   if (gradient.requires_grad()) {
     TORCH_WARN_ONCE("the gradient of `", parameter.name,
                     "` has a graph of its own (`backward(create_graph=True)`): its values become the average over the "
@@ -438,6 +445,16 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
   mark_ready(index, dense, incoming.defined());
 }
 
+void Reducer::place_copy(std::size_t index, const at::Tensor& gradient) {
+  const auto& watched = watched_[index];
+  if (watched.parameter.sparse) return mark_ready(index, at::Tensor(), false);
+  check(watched, gradient);
+  auto copy = at::empty_strided(watched.sizes, watched.strides, watched.options);
+  copy.copy_(gradient);
+  stand_ins_.emplace_back(index, copy);
+  mark_ready(index, copy, false);
+}
+
 void Reducer::place_zeros(std::size_t index) {
   const auto& watched = watched_[index];
   if (watched.parameter.sparse) return mark_ready(index, at::Tensor(), false);
@@ -449,7 +466,7 @@ void Reducer::place_zeros(std::size_t index) {
   } else {
     zeros = at::empty_strided(watched.sizes, watched.strides, watched.options).zero_();
   }
-  zeros_.emplace_back(index, zeros);
+  stand_ins_.emplace_back(index, zeros);
   mark_ready(index, zeros, false);
 }
 
@@ -483,9 +500,10 @@ void Reducer::reduce_on_device() {
     for (const auto param : plan.params) {
       auto& gradient = device_gradients_[param];
       if (!gradient) continue;
-      const auto stands_in = [&](const auto& zeros) { return zeros.first == param; };
-      if (const auto zeros = std::find_if(zeros_.begin(), zeros_.end(), stands_in); zeros != zeros_.end()) {
-        zeros->second = std::move(gradient->value);
+      const auto is_for = [&](const auto& stand_in) { return stand_in.first == param; };
+      const auto stand_in = std::find_if(stand_ins_.begin(), stand_ins_.end(), is_for);
+      if (stand_in != stand_ins_.end()) {
+        stand_in->second = std::move(gradient->value);
       } else {
         watched_[param].parameter.tensor.mutable_grad() = std::move(gradient->value);
       }
@@ -566,10 +584,12 @@ void Reducer::place_missing() {
   }
   for (const auto index : checked([&] { return (*core_)->stand_ins({frozen.data(), frozen.size()}); })) {
     auto& gradient = watched_[index].parameter.tensor.mutable_grad();
-    if (gradient.defined()) {
-      place(index, gradient, at::Tensor());
-    } else {
+    if (!gradient.defined()) {
       place_zeros(index);
+    } else if (may_leave_unused_) {
+      place_copy(index, gradient);
+    } else {
+      place(index, gradient, at::Tensor());
     }
   }
   reduce_on_device();
@@ -621,13 +641,21 @@ void Reducer::complete() {
     const auto record = times_.is_sampled() ? (*core_)->record() : StepRecord();
     times_.reduced(static_cast<int64_t>(record.communication_start), static_cast<int64_t>(record.communication_end));
     for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
-    for (auto& [index, value] : zeros_) {
-      // What no rank used keeps no gradient, so that optimizers pass it over.
-      if (used.empty() || used[index] != 0) watched_[index].parameter.tensor.mutable_grad() = std::move(value);
+    // What no rank used keeps what it has: no gradient, so that optimizers pass it over, or an earlier one.
+    const auto is_used = [&](std::size_t index) { return used.empty() || used[index] != 0; };
+    for (auto& [index, value] : stand_ins_) {
+      if (!is_used(index)) continue;
+      auto& gradient = watched_[index].parameter.tensor.mutable_grad();
+      if (gradient.defined()) {
+        gradient.copy_(value);
+      } else {
+        gradient = std::move(value);
+      }
     }
     if (scale_) {
-      for (const auto& watched : watched_) {
-        if (auto& gradient = watched.parameter.tensor.mutable_grad(); gradient.defined()) gradient.mul_(*scale_);
+      for (std::size_t index = 0; index < watched_.size(); ++index) {
+        auto& gradient = watched_[index].parameter.tensor.mutable_grad();
+        if (gradient.defined() && is_used(index)) gradient.mul_(*scale_);
       }
     }
   }
@@ -671,7 +699,7 @@ void Reducer::leave(bool finished) {
   mode_ = Mode::Outside;
   must_sync_ = false;
   copy_back_.clear();
-  zeros_.clear();
+  stand_ins_.clear();
   to_hook_.clear();
   to_reduce_.clear();
   device_gradients_.clear();

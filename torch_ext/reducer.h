@@ -26,8 +26,8 @@ namespace smd::torch_ext {
 // What joins the parameters of one model to a reducer of the core: hooks on their gradient accumulators, a callback at
 // the end of backward, and gradients that are views of the reducer's memory.
 //
-// No Python runs and nothing takes its lock, except for a communication hook written in Python (`comm_hook.h`) and where
-// PyTorch frees a tensor that Python knows.
+// No Python runs and nothing takes its lock, except for a communication hook written in Python (`comm_hook.h`) and
+// where PyTorch frees a tensor that Python knows.
 class Reducer : public torch::CustomClassHolder {
  public:
   struct Parameter {
@@ -122,9 +122,13 @@ class Reducer : public torch::CustomClassHolder {
   void average_sparse_gradients(const rust::Vec<std::uint8_t>& used);
   void complete();
 
+  // Throws if a gradient is not what the core knows of it.
+  static void check(const Watched& watched, const at::Tensor& gradient);
   // Puts the gradient of a parameter where the core can reduce it, and tells the core.
   // `incoming` is what autograd has just accumulated into it, undefined if nothing.
   void place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming);
+  // The same for a gradient that this backward has not touched: it stays as it is if no rank's has.
+  void place_copy(std::size_t index, const at::Tensor& gradient);
   // The same for a parameter without a gradient: it counts as zero.
   void place_zeros(std::size_t index);
   void mark_ready(std::size_t index, const at::Tensor& gradient, bool used);
@@ -135,6 +139,8 @@ class Reducer : public torch::CustomClassHolder {
   SharedReducer core_;
   int64_t comm_hook_ = -1;
   bool static_graph_ = false;
+  // Whether a backward may pass parameters over, other ones each time.
+  bool may_leave_unused_ = false;
   bool has_sparse_ = false;
 
   // Guards what follows: a model's backward may use several threads.
@@ -151,8 +157,8 @@ class Reducer : public torch::CustomClassHolder {
   StepTimes times_;
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
-  // What parameters without a gradient get if another rank has one.
-  std::vector<std::pair<std::size_t, at::Tensor>> zeros_;
+  // What parameters that this backward did not reach get if another rank's did.
+  std::vector<std::pair<std::size_t, at::Tensor>> stand_ins_;
   std::vector<at::Tensor> buffers_;
   bool buffers_stale_ = false;
   std::optional<at::Tensor> scale_;

@@ -1,4 +1,4 @@
-"""What `make demo-hosts` shows: the demo's training with four processes on two hosts, over MPI, gives the loss curve that
+"""What `make demo-hosts` shows: the demo's training with four processes on two hosts, over MPI and over TCP, gives the loss curve that
 four processes on one host and one process give.
 
 The hosts are network namespaces of this machine. Ends with an error if a result is not what it should be.
@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support import start_ranks  # noqa: E402
 from support.hosts import Hosts, missing  # noqa: E402
+from support.launchers import Launcher  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "torch_digits.py"
 MIN_ACCURACY = 0.97
@@ -32,7 +33,7 @@ def main() -> None:
     if reason := missing():
         sys.exit(f"two hosts cannot be had here: {reason}")
 
-    def train(name: str, processes: int, launcher: str | Hosts) -> dict:
+    def train(name: str, processes: int, launcher: Launcher) -> dict:
         out = arguments.out / name.replace(" ", "-").replace(",", "")
         options = ("--epochs", arguments.epochs, "--out", out)
         with start_ranks(SCRIPT, processes, *options, launcher=launcher, timeout=_TIMEOUT_SECONDS) as job:
@@ -45,6 +46,7 @@ def main() -> None:
 
     with Hosts(2) as two:
         on_two = train("4 processes, two hosts, over MPI", 4, two)
+        over_tcp = train("4 processes, two hosts, over TCP", 4, two.by_hand())
     on_one = train("4 processes, one host", 4, "smdrun")
     alone = train("1 process", 1, "smdrun")
 
@@ -53,6 +55,7 @@ def main() -> None:
     checks = [
         (f"test accuracy {on_two['accuracy']:.2%} (at least {MIN_ACCURACY:.0%})", on_two["accuracy"] >= MIN_ACCURACY),
         (f"loss curve over {steps} steps equal to that of one host, bit by bit", on_two["losses"] == on_one["losses"]),
+        ("the same over TCP", over_tcp["losses"] == on_one["losses"]),
         (
             f"largest difference from one process's loss {difference:.1e} (at most {MAX_LOSS_DIFFERENCE:.0e})",
             difference <= MAX_LOSS_DIFFERENCE,

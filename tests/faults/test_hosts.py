@@ -12,7 +12,8 @@ import pytest
 
 from support import hosts, start_ranks
 
-pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
+pytestmark = pytest.mark.skipif(hosts.missing_network() is not None, reason=hosts.missing_network() or "")
+needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
 
 #: The longest time in which survivors must learn of a death.
 NOTICE_SECONDS = 5.0
@@ -33,10 +34,19 @@ def meet_for_ever():
 
 
 def kill_the_second_host(_, job):
+    for rank in (2, 3):
+        job.kill(rank)
+
+
+def kill_the_second_host_of_mpirun(_, job):
     """Also the daemon through which mpirun would hear of it."""
     parent = int(Path(f"/proc/{job.pid(2)}/stat").read_text().rpartition(")")[2].split()[1])
     for pid in (job.pid(2), job.pid(3), parent):
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_rank_3(_, job):
+    job.kill(3)
 
 
 def cut_the_second_host_off(two, _):
@@ -44,35 +54,40 @@ def cut_the_second_host_off(two, _):
 
 
 KILLED = r"rank [23] died \(process \d+ on host smd-host-1 ended without `shutdown\(\)`\) while rank \d was in barrier"
+RANK_3 = KILLED.replace("[23]", "3")
 SILENT = r"rank [23] died \(no sign of host smd-host-1, where ranks \[2, 3\] ran, for 3s\) while rank \d was in barrier"
 OTHER_SIDE = r"rank 0 died \(no sign of its host, which served the rendezvous, for 3s\) while rank \d was in barrier"
+ALL_CUT_OFF = {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("way", "end", "said"),
     [
-        (kill_the_second_host, {0: KILLED, 1: KILLED}),
-        (cut_the_second_host_off, {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}),
+        pytest.param("mpirun", kill_the_second_host_of_mpirun, {0: KILLED, 1: KILLED}, marks=needs_mpi),
+        pytest.param("mpirun", cut_the_second_host_off, ALL_CUT_OFF, marks=needs_mpi),
+        ("by hand", kill_the_second_host, {0: KILLED, 1: KILLED}),
+        ("by hand", kill_rank_3, {0: RANK_3, 1: RANK_3, 2: RANK_3}),
+        ("by hand", cut_the_second_host_off, ALL_CUT_OFF),
     ],
-    ids=["killed", "cut off"],
+    ids=["mpirun, killed", "mpirun, cut off", "TCP, killed", "TCP, one killed", "TCP, cut off"],
 )
-def test_a_host_that_disappears_is_named_everywhere(end, said):
+def test_a_host_that_disappears_is_named_everywhere(way, end, said):
     environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
     # By default mpirun kills the others when it sees that a rank is gone, and they might not get to say why.
-    options = ["--enable-recovery"]
-    with (
-        hosts.Hosts(2) as two,
-        start_ranks(meet_for_ever, 4, launcher=two, options=options, env=environment, timeout=60) as job,
-    ):
-        for rank in range(4):
-            job.wait_for(f"met.{rank}")
-        start = time.monotonic()
-        end(two, job)
-        for rank in said:
-            job.wait_for_end(rank)
-        # mpirun itself may wait for the host that is gone, or for ranks that ended without its help.
-        os.kill(job.launcher_pid, signal.SIGKILL)
-        outcome = job.wait()
+    options = ["--enable-recovery"] if way == "mpirun" else []
+    with hosts.Hosts(2) as two:
+        launcher = two if way == "mpirun" else two.by_hand()
+        with start_ranks(meet_for_ever, 4, launcher=launcher, options=options, env=environment, timeout=60) as job:
+            for rank in range(4):
+                job.wait_for(f"met.{rank}")
+            start = time.monotonic()
+            end(two, job)
+            for rank in said:
+                job.wait_for_end(rank)
+            if way == "mpirun":
+                # It may wait for the host that is gone, or for ranks that ended without its help.
+                os.kill(job.launcher_pid, signal.SIGKILL)
+            outcome = job.wait()
     for rank, text in said.items():
         assert re.search(f"PeerFailedError: {text}", outcome.ranks[rank].error), outcome.describe()
         assert outcome.ranks[rank].ended_at - start < NOTICE_SECONDS, outcome.describe()

@@ -3,6 +3,8 @@ option says."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from support import run_ranks
@@ -227,6 +229,69 @@ def _check_precision(torch, dist, ddp_class):
 
 def test_arguments_do_what_they_say():
     run_ranks(_arguments_body, 2)
+
+
+def _leftovers_body():
+    torch, dist, ours = _start()
+    rank = dist.get_rank()
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.at_times = torch.nn.Linear(6, 40), torch.nn.Linear(6, 40)
+
+        def forward(self, x, both):
+            return self.always(x) + self.at_times(x) if both else self.always(x)
+
+    models = [Branches(), Branches()]
+    models[1].load_state_dict(models[0].state_dict())
+    mine = ours(models[0], find_unused_parameters=True)
+    theirs = torch.nn.parallel.DistributedDataParallel(models[1], find_unused_parameters=True)
+    kept = [model.at_times.weight for model in models]
+
+    def backward(both, step, sync=True):
+        for model in (mine, theirs):
+            with contextlib.nullcontext() if sync else model.no_sync():
+                model(_x(torch, rank, step), both).square().mean().backward()
+
+    def compare(where):
+        _assert_gradients(torch, *models, where=where)
+
+    # Nothing here sets gradients to zero.
+    backward(True, 0)
+    compare("used by all")
+    for step in (1, 2):
+        before = kept[0].grad.clone()
+        backward(False, step)
+        assert torch.equal(kept[0].grad, before), "what nobody used is not averaged again"
+        compare("used by none")
+    for weight in kept:
+        weight.grad.add_(rank)
+    before = kept[0].grad.clone()
+    backward(False, 3)
+    assert torch.equal(kept[0].grad, before), "each rank keeps its own"
+    compare("own values, used by none")
+    backward(rank == 1, 4)
+    compare("used by one")
+    assert _is_same_everywhere(torch, kept[0].grad)
+    backward(rank == 2, 5, sync=False)
+    backward(False, 6)
+    compare("used by one before")
+    assert _is_same_everywhere(torch, kept[0].grad)
+
+    # Ranks that have inputs left share by their number; what they do not use does not shrink.
+    before = kept[0].grad.clone()
+    for model in (mine, theirs):
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(1 + rank):
+                model(_x(torch, rank, 7 + step), False).square().mean().backward()
+    assert torch.equal(kept[0].grad, before), "what nobody used does not shrink"
+    if rank == 2:
+        compare("uneven inputs")
+
+
+def test_gradients_that_no_rank_used_stay_as_they_are():
+    run_ranks(_leftovers_body, 3)
 
 
 def _checkpoints_body():

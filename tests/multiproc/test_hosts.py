@@ -1,16 +1,17 @@
-"""Several hosts: network namespaces, joined by a switch, with Open MPI between them."""
+"""Several hosts: network namespaces, joined by a switch, with Open MPI between them, or TCP alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from support import hosts, run_ranks
+from support import hosts, run_ranks, start_ranks
 
 pytestmark = [
-    pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or ""),
+    pytest.mark.skipif(hosts.missing_network() is not None, reason=hosts.missing_network() or ""),
     # Most of a test is the import of torch by four processes.
     pytest.mark.timeout(220),
 ]
+needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
 
 #: The longest time in which survivors must learn of a death.
 NOTICE_SECONDS = 5.0
@@ -38,6 +39,7 @@ def place():
     return found[0]
 
 
+@needs_mpi
 @pytest.mark.parametrize(
     ("n", "options", "local"),
     [(4, [], [(0, 2), (1, 2), (0, 2), (1, 2)]), (3, BY_NODE, [(0, 2), (0, 1), (1, 2)])],
@@ -57,6 +59,7 @@ def suite(names):
         dist.destroy_process_group()
 
 
+@needs_mpi
 @pytest.mark.parametrize(
     ("n", "options", "names"),
     [(4, [], ["reductions", "movements", "messages", "groups"]), (3, BY_NODE, ["reductions", "handles"])],
@@ -65,6 +68,11 @@ def suite(names):
 def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     run_ranks(suite, n, names, launcher=two, options=options, timeout=100)
+
+
+def test_without_mpi_collectives_go_over_tcp(two):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    run_ranks(suite, 4, ["reductions", "movements", "messages", "groups"], launcher=two.by_hand(), timeout=100)
 
 
 def training():
@@ -108,27 +116,56 @@ def training():
     return found
 
 
-def test_training_gives_what_it_gives_on_one_host(two):
+@pytest.fixture(scope="module")
+def trained_on_one():
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    on_two, on_one = run_ranks(training, 4, launcher=two, timeout=100), run_ranks(training, 4, timeout=100)
-    assert on_two == on_one
+    return run_ranks(training, 4, timeout=100)
+
+
+@pytest.mark.parametrize("way", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
+def test_training_gives_what_it_gives_on_one_host(two, trained_on_one, way):
+    launcher = two if way == "mpirun" else two.torchrun()
+    on_two = run_ranks(training, 4, launcher=launcher, timeout=100)
+    assert on_two == trained_on_one
     assert all(rank["ours"] == on_two[0]["ours"] for rank in on_two), "replicas stay equal"
 
 
-def cannot_talk():
+def meet():
     from smdistributed import _core
-    from smdistributed._common import errors, lifecycle
+    from smdistributed._common import lifecycle
 
     lifecycle.init()
-    with pytest.raises(errors.UnsupportedError) as raised:
+    for _ in range(20):
         _core.barrier()
-    return str(raised.value)
+    lifecycle.shutdown()
 
 
-def test_without_the_compiler_of_mpi_it_is_said_what_to_install(two, tmp_path):
-    environment = {"MPICC": "/nowhere/mpicc", "SMD_CACHE_DIR": str(tmp_path)}
-    texts = run_ranks(cannot_talk, 4, launcher=two, env=environment)
-    assert set(texts) == {
-        "CPU tensors go between hosts over MPI, and `/nowhere/mpicc` is not there to compile the plug-in for it: install "
-        "the compiler of the MPI whose `mpirun` starts the job (Debian: libopenmpi-dev or libmpich-dev), or set `MPICC`"
-    }
+@needs_mpi
+def test_without_the_compiler_of_mpi_tcp_does_and_it_is_said_what_to_install(two, tmp_path):
+    environment = {"MPICC": "/nowhere/mpicc", "SMD_CACHE_DIR": str(tmp_path), "SMD_LOG": "debug"}
+    with start_ranks(meet, 4, launcher=two, options=_passed_on(environment), env=environment) as job:
+        outcome = job.wait()
+    assert outcome.exit_code == 0, outcome.describe()
+    assert (
+        "TCP moves CPU tensors between the 2 hosts, since `/nowhere/mpicc` is not there to compile the MPI plug-in with: "
+        "install the compiler of the MPI whose `mpirun` starts the job (Debian: libopenmpi-dev or libmpich-dev), or set "
+        "`MPICC`" in outcome.output
+    ), outcome.describe()
+
+
+def _passed_on(variables):
+    """mpirun hands only some variables to other hosts."""
+    return [word for name in variables for word in ("-x", name)]
+
+
+def test_a_rank_with_another_secret_is_no_part_of_the_job(two):
+    """It is turned away where the ranks meet; the connections between ranks have unit tests of their own."""
+    launcher = two.by_hand(own={3: {"SMD_SECRET": "guess"}})
+    environment = {"SMD_SECRET": "secret", "SMD_INIT_TIMEOUT_SECONDS": "8"}
+    with start_ranks(meet, 4, launcher=launcher, env=environment) as job:
+        outcome = job.wait()
+    assert not outcome.timed_out
+    assert "does not know the job's secret" in outcome.output, outcome.describe()
+    for rank in outcome.ranks[:3]:
+        assert "no sign of rank(s) [3]" in rank.error, outcome.describe()
+    assert "does not accept this job's secret" in outcome.ranks[3].error, outcome.describe()

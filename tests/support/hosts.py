@@ -2,8 +2,10 @@
 nothing that the library takes for a host's mark.
 
     with Hosts(2) as hosts:
-        run_ranks(body, 4, launcher=hosts)      # mpirun: ranks 0 and 1 on the first host, 2 and 3 on the second one
-        hosts.cut(1)                            # the second host's link goes down
+        run_ranks(body, 4, launcher=hosts)              # mpirun: ranks 0, 1 on the first host, 2, 3 on the second one
+        run_ranks(body, 4, launcher=hosts.by_hand())    # without MPI: each rank started with torch's variables
+        run_ranks(body, 4, launcher=hosts.torchrun())   # torchrun, once on each host
+        hosts.cut(1)                                    # the second host's link goes down
 
 A switch (a bridge in a namespace of its own) joins them; nothing of it is visible outside.
 """
@@ -17,10 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _NETWORK = "10.213.7"
 _PREFIX = "smd-"
+#: Free on every host: a namespace has ports of its own.
+_MASTER_PORT = "29500"
 
 #: Runs a command on a host: what ssh is to mpirun elsewhere. Its arguments are options, the address, the command.
 _REMOTE_SHELL = """#!/bin/sh
@@ -81,6 +87,14 @@ class Hosts:
             sys.executable,
         ]
 
+    def by_hand(self, own: Mapping[int, Mapping[str, str]] | None = None) -> ByHand:
+        """A launcher that starts each rank itself; `own` has variables of single ranks."""
+        return ByHand(self, own or {})
+
+    def torchrun(self) -> Torchrun:
+        """A launcher that starts torchrun on each host."""
+        return Torchrun(self)
+
     def on(self, host: int) -> list[str]:
         """What runs on `host` the command that is appended to it."""
         return [self._path("on-host"), str(host)]
@@ -108,17 +122,70 @@ class Hosts:
         path.chmod(0o700)
 
 
+@dataclass(frozen=True)
+class ByHand:
+    """Ranks on several hosts, one host after the other, with the variables that torch's own launcher sets."""
+
+    hosts: Hosts
+    #: Variables of single ranks on top.
+    own: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+    def starts(self, n: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+        """Command and variables of each process."""
+        local = -(-n // self.hosts.count)
+        common = {"WORLD_SIZE": str(n), "MASTER_ADDR": address(0), "MASTER_PORT": _MASTER_PORT}
+        found = []
+        for rank in range(n):
+            host = rank // local
+            size = min(local, n - host * local)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(size)}
+            variables = common | place | dict(self.own.get(rank, {}))
+            found.append(([*self.hosts.on(host), sys.executable, *program], variables))
+        return found
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """torchrun, once on each host."""
+
+    hosts: Hosts
+
+    def starts(self, n: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+        """Command and variables of each process."""
+        assert n % self.hosts.count == 0, "each host gets as many ranks"
+        local = ["--nproc-per-node", str(n // self.hosts.count), "--nnodes", str(self.hosts.count)]
+        master = ["--master-addr", address(0), "--master-port", _MASTER_PORT]
+        return [
+            (
+                [
+                    *self.hosts.on(host),
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *(*local, "--node-rank", str(host), *master, *program),
+                ],
+                {},
+            )
+            for host in range(self.hosts.count)
+        ]
+
+
 def address(host: int) -> str:
     """The address of a host in the network of all of them."""
     return f"{_NETWORK}.{10 + host}"
 
 
-@functools.cache
 def missing() -> str | None:
-    """Why there can be no hosts here; None if there can."""
-    for tool, package in (("mpirun", "openmpi-bin"), ("mpicc", "libopenmpi-dev"), ("ip", "iproute2")):
+    """Why there can be no hosts with MPI here; None if there can."""
+    for tool, package in (("mpirun", "openmpi-bin"), ("mpicc", "libopenmpi-dev")):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (package {package})"
+    return missing_network()
+
+
+@functools.cache
+def missing_network() -> str | None:
+    """Why there can be no hosts here, MPI or not; None if there can."""
+    if shutil.which("ip") is None:
+        return "ip is not installed (package iproute2)"
     try:
         with Hosts(1):
             return None

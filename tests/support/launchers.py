@@ -10,11 +10,15 @@ import sys
 
 import pytest
 
-from support.hosts import Hosts
+from support.hosts import ByHand, Hosts, Torchrun
 
 LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
 #: These have no command: the ranks are started one by one with the variables of each.
 COMMANDLESS = ("slurm", "raw")
+
+
+#: What starts the ranks of a job.
+Launcher = str | Hosts | ByHand | Torchrun
 
 
 def missing(launcher: str) -> str | None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from support import launchers
-from support.hosts import Hosts
+from support.hosts import ByHand, Hosts, Torchrun
 from support.rank_main import BROKEN
 
 _MAIN = Path(__file__).with_name("rank_main.py")
@@ -65,7 +65,7 @@ class RankOutcome:
     finished: bool = False
     #: `time.monotonic()` when the body ended.
     ended_at: float | None = None
-    #: As of `subprocess`: negative if a signal ended it; known for the launchers `slurm` and `raw` only.
+    #: As of `subprocess`: negative if a signal ended it; known where each rank is started by itself.
     exit_code: int | None = None
 
 
@@ -103,7 +103,7 @@ def run_ranks(
     target: Callable[..., Any] | str | os.PathLike[str],
     n: int,
     *args: Any,
-    launcher: str | Hosts = "smdrun",
+    launcher: launchers.Launcher = "smdrun",
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
@@ -114,7 +114,7 @@ def run_ranks(
         target: a module-level function, called with `args`; or a script, which gets `args` as texts.
         n: number of ranks.
         launcher: `smdrun`, `torchrun`, `mpirun`; or processes started one by one, with the variables that `srun` would
-            set (`slurm`) or with torch's (`raw`); or several hosts, with `mpirun` over them.
+            set (`slurm`) or with torch's (`raw`); or several hosts, with `mpirun` over them, or what they offer.
         options: for the launcher, before the script.
         env: variables on top of our own.
         timeout: seconds, for the whole job.
@@ -139,7 +139,7 @@ def start_ranks(
     target: Callable[..., Any] | str | os.PathLike[str],
     n: int,
     *args: Any,
-    launcher: str | Hosts = "smdrun",
+    launcher: launchers.Launcher = "smdrun",
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
@@ -162,7 +162,7 @@ class Job:
         target: Callable[..., Any] | str | os.PathLike[str],
         n: int,
         args: tuple[Any, ...],
-        launcher: str | Hosts,
+        launcher: launchers.Launcher,
         options: list[str],
         env: dict[str, str],
         timeout: float,
@@ -189,20 +189,22 @@ class Job:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
         variables.update(env)
 
-        if launcher in launchers.COMMANDLESS:
-            self.command = [sys.executable, *options, *program]
-            places = launchers.environments(launcher, n)
+        if isinstance(launcher, ByHand | Torchrun):
+            starts = launcher.starts(n, [*options, *program])
+        elif launcher in launchers.COMMANDLESS:
+            command = [sys.executable, *options, *program]
+            starts = [(command, place) for place in launchers.environments(launcher, n)]
         else:
-            self.command = [*launchers.command(launcher, n, options), *program]
-            places = [{}]
+            starts = [([*launchers.command(launcher, n, options), *program], {})]
+        self.command = starts[0][0]
         self._processes = []
         self._outputs = []
-        for index, place in enumerate(places):
+        for index, (command, place) in enumerate(starts):
             self._outputs.append(folder / f"output.{index}")
             with self._outputs[-1].open("wb") as output:
                 self._processes.append(
                     subprocess.Popen(
-                        self.command,
+                        command,
                         env=variables | place,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
@@ -246,7 +248,8 @@ class Job:
         texts = [path.read_text(errors="replace") for path in self._outputs]
         if len(texts) == 1:
             return texts[0]
-        return "".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
+        what = "rank" if len(texts) == self.n else "host"
+        return "".join(f"--- {what} {index} ---\n{text}" for index, text in enumerate(texts))
 
     def wait(self) -> Outcome:
         """Waits for the end of the job, or ends it at the deadline."""
@@ -302,7 +305,7 @@ class Job:
         outcome = Outcome(self.command, exit_code, self.output(), seconds, timed_out, left_behind=left_behind)
         for index in range(self.n if self._is_body else 0):
             rank = RankOutcome(index)
-            if len(codes) > 1:
+            if len(codes) == self.n > 1:
                 rank.exit_code = codes[index]
             path = self._folder / f"{index}.result"
             if path.exists():

@@ -67,7 +67,7 @@ impl Session {
         };
         let plugin = match env::started_by_mpi(variables) {
             true => mpi::provide(deadline),
-            false => Err(Error::Unsupported("no MPI launcher started the job".to_owned())),
+            false => Err(Error::Unsupported("no MPI launcher (`mpirun`) started the job".to_owned())),
         };
         let (local, rendezvous) = client.ends();
         let (listener, address) = tcp::listen(local.ip())?;
@@ -76,18 +76,14 @@ impl Session {
             (Verdict::Mpi, Ok(plugin)) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),
             (Verdict::Mpi, Err(error)) => Err(error),
             (Verdict::Tcp { why, book }, _) => {
-                if self.rank() == 0 {
-                    tracing::info!(
-                        "TCP moves CPU tensors between the {} hosts ({why}); MPI is faster, for jobs that `mpirun` starts",
-                        self.hosts.len()
-                    );
-                }
+                tracing::debug!("TCP moves CPU tensors between the {} hosts, since {why}", self.hosts.len());
                 let options = tcp::Options {
                     rank: self.rank(),
                     session: self.id,
                     key: client.key().clone(),
                     book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
+                    why,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(Between::Tcp)

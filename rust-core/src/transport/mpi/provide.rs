@@ -31,9 +31,8 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
         // A host without the compiler may share the cache with one that has it.
         return newest(&folder, &source).ok_or_else(|| {
             Error::Unsupported(format!(
-                "CPU tensors go between hosts over MPI, and `{}` is not there to compile the plug-in for it: install \
-                 the compiler of the MPI whose `mpirun` starts the job (Debian: libopenmpi-dev or libmpich-dev), or set \
-                 `MPICC`",
+                "`{}` is not there to compile the MPI plug-in with: install the compiler of the MPI whose `mpirun` \
+                 starts the job (Debian: libopenmpi-dev or libmpich-dev), or set `MPICC`",
                 compiler.to_string_lossy()
             ))
         });

@@ -45,6 +45,10 @@ pub(super) struct Frame {
     pub(super) bytes: usize,
 }
 
+/// Takes a frame of a guest that has said which rank it is, or says so now. An error ends the connection, in words that go
+/// after "it".
+pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, Frame) -> Result<(), String> + 'a;
+
 /// What reading came to.
 pub(super) enum Found {
     /// There is nothing more for now, or there is.
@@ -88,7 +92,7 @@ impl Guest {
         key: &JobKey,
         peer_timeout: Duration,
         spare: &Pool,
-        take: &mut dyn FnMut(&mut Option<usize>, Frame) -> Result<(), String>,
+        take: &mut Take<'_>,
     ) -> Result<Found, String> {
         if let Stage::Stranger { challenge, answer } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
@@ -196,5 +200,59 @@ impl Reader {
         };
         (self.start, self.filled) = (0, 0);
         Ok(Some(frame))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::world::rendezvous::frame::Sealer;
+
+    /// What comes out of a reader that gets `bytes` in pieces of these sizes, over and over.
+    fn read(bytes: &[u8], pieces: &[usize]) -> Result<Vec<Vec<u8>>, FrameError> {
+        let (mut reader, spare) = (Reader::new(Verifier::new([7; 32], FRAME_BYTES)), Pool::new(BUFFER_BYTES));
+        let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());
+        while !rest.is_empty() {
+            let room = reader.room(&spare);
+            assert!(!room.is_empty(), "an empty read looks like the end");
+            let count = room.len().min(rest.len()).min(*pieces.next().expect("there are pieces"));
+            room[..count].copy_from_slice(&rest[..count]);
+            rest = &rest[count..];
+            reader.filled += count;
+            while let Some(frame) = reader.next()? {
+                found.push(frame.buffer[frame.start..frame.start + frame.bytes].to_vec());
+                spare.put(frame.buffer);
+            }
+        }
+        Ok(found)
+    }
+
+    fn length() -> impl Strategy<Value = usize> {
+        let edge = SMALL_BYTES - HEADER_BYTES;
+        prop_oneof![0..200usize, edge - 3..edge + 3, 2 * edge - 3..2 * edge + 50, FRAME_BYTES - 2..=FRAME_BYTES]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn frames_come_out_as_they_went_in(
+            lengths in prop::collection::vec(length(), 0..8), pieces in prop::collection::vec(1usize..9000, 1..4),
+        ) {
+            let mut sealer = Sealer::new([7; 32]);
+            let payloads: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(at, bytes)| vec![at as u8; *bytes]).collect();
+            let mut bytes = Vec::new();
+            payloads.iter().for_each(|payload| sealer.seal(payload, &mut bytes));
+            prop_assert!(read(&bytes, &pieces).unwrap() == payloads);
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_wait_for_more(
+            bytes in prop::collection::vec(any::<u8>(), 0..400), pieces in prop::collection::vec(1usize..100, 1..4),
+        ) {
+            prop_assert!(read(&bytes, &pieces).map_or(true, |found| found.is_empty()));
+        }
     }
 }

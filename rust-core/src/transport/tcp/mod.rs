@@ -19,6 +19,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -39,10 +40,15 @@ mod service;
 mod tests;
 mod way;
 
+#[cfg(test)]
+pub(crate) use tests::networks;
 use way::{Sent, Way};
 
 /// What this protocol's keys are made of, besides the job's key.
 const PROTOCOL: &[u8] = b"frames between ranks";
+
+/// Once this much was sent, a faster way is worth a line in the log.
+const HINT_BYTES: u64 = 64 << 20;
 
 /// A pause between two looks at whether everything was sent.
 const FLUSH_PAUSE: Duration = Duration::from_millis(1);
@@ -91,6 +97,8 @@ pub(crate) struct Options {
     /// Where the process of each rank listens.
     pub(crate) book: Vec<SocketAddr>,
     pub(crate) monitor: Arc<Monitor>,
+    /// Why this is not MPI.
+    pub(crate) why: String,
     /// Silence after which a host counts as vanished; as long do news of a departure take at most.
     pub(crate) peer_timeout: Duration,
 }
@@ -111,11 +119,21 @@ struct Shared {
     ways: Vec<Mutex<Way>>,
     /// What frames leave in.
     buffers: Pool,
+    sent_bytes: AtomicU64,
+    why: String,
     calls: Mutex<Vec<Call>>,
     waker: Waker,
 }
 
 impl Shared {
+    /// Says once in a job that there is a faster way, if it is used for more than a few messages.
+    fn count(&self, bytes: usize) {
+        let before = self.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        if self.rank == 0 && before < HINT_BYTES && before + bytes as u64 >= HINT_BYTES {
+            tracing::warn!("CPU tensors go to other hosts over TCP, since {}: MPI is faster", self.why);
+        }
+    }
+
     fn call(&self, call: Call) {
         self.calls.lock().push(call);
         if let Err(error) = self.waker.wake() {
@@ -143,6 +161,8 @@ impl Network {
             ports: Ports::new(guest::BUFFER_BYTES),
             ways: options.book.iter().map(|_| Mutex::default()).collect(),
             buffers: Pool::new(0),
+            sent_bytes: AtomicU64::new(0),
+            why: options.why.clone(),
             calls: Mutex::default(),
             waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
         });
@@ -188,6 +208,7 @@ impl Carrier for Network {
         let sent = way.send(from, &shared.buffers, |buffer| {
             buffer.resize(HEADER_BYTES, 0);
             write(buffer);
+            shared.count(buffer.len());
         });
         drop(way);
         match sent {
@@ -217,10 +238,4 @@ impl Carrier for Network {
     fn needs_everybody(&self) -> bool {
         false
     }
-}
-
-/// The networks of `size` ranks that are threads of a test.
-#[cfg(test)]
-pub(crate) fn networks(size: usize) -> Vec<Arc<Network>> {
-    tests::networks(size, &JobKey::new(b"test"), Duration::from_secs(10))
 }

@@ -10,11 +10,13 @@ use mio::{Events, Interest, Poll, Token};
 
 use super::dial::Dial;
 use super::guest::{self, Found, Frame, Guest};
+use super::way::Line;
 use super::{Call, Options, PROTOCOL, Shared};
 use crate::error::{Error, Result};
 use crate::transport::ports::Key;
 use crate::world::fork;
 use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::frame::HEADER_BYTES;
 use crate::world::rendezvous::refusals::Refusals;
 
 const LISTENER: Token = Token(0);
@@ -36,6 +38,14 @@ enum Connection {
     /// The way to this rank, which owns its stream.
     Way(usize),
     Guest(Guest),
+}
+
+/// A connection that could not be made, and is tried again.
+struct Redial {
+    at: Instant,
+    rank: usize,
+    /// When the first try began.
+    since: Instant,
 }
 
 /// A connection that was lost and that no departure explains so far (TCP-4).
@@ -60,8 +70,7 @@ pub(super) struct Service {
     accept_at: Option<Instant>,
     /// Guests that have more to read.
     again: HashSet<Token>,
-    /// When to try again to reach a rank, and since when it is tried.
-    redials: Vec<(Instant, usize, Instant)>,
+    redials: Vec<Redial>,
     losses: Vec<Loss>,
     refusals: Refusals,
 }
@@ -140,7 +149,7 @@ impl Service {
             Connection::Dial(dial) => Some(dial.deadline),
             Connection::Way(_) | Connection::Guest(_) => None,
         });
-        let redial = self.redials.iter().map(|(at, ..)| *at);
+        let redial = self.redials.iter().map(|redial| redial.at);
         let loss = self.losses.iter().map(|loss| loss.judge_at);
         let fixed = [stranger, self.accept_at, self.refusals.due()].into_iter().flatten();
         let next = fixed.chain(dial).chain(redial).chain(loss).min()?;
@@ -218,10 +227,10 @@ impl Service {
         }
     }
 
-    fn open(&mut self, token: Token, rank: usize, line: super::way::Line) {
+    fn open(&mut self, token: Token, rank: usize, line: Line) {
         self.connections.insert(token, Connection::Way(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
-        let mut first = vec![0; crate::world::rendezvous::frame::HEADER_BYTES];
+        let mut first = vec![0; HEADER_BYTES];
         first.extend_from_slice(&guest::hello(words));
         let (outcome, admitted) = {
             let mut way = self.shared.ways[rank].lock();
@@ -238,7 +247,7 @@ impl Service {
         let now = Instant::now();
         if self.options.monitor.departure(rank).is_none() && now < since + self.options.peer_timeout {
             tracing::trace!("rank {rank} at {}: {why}", self.options.book[rank]);
-            self.redials.push((now + RETRY_PAUSE, rank, since));
+            self.redials.push(Redial { at: now + RETRY_PAUSE, rank, since });
             return;
         }
         self.lose(rank, &format!("it could not be made: {why}"));
@@ -402,9 +411,10 @@ impl Service {
             self.connections.remove(&token);
             self.dial_failed(rank, since, "it does not answer".to_owned());
         }
-        let (due, later) = std::mem::take(&mut self.redials).into_iter().partition(|(at, ..)| *at <= now);
+        let (due, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.redials).into_iter().partition(|redial| redial.at <= now);
         self.redials = later;
-        for (_, rank, since) in Vec::<(Instant, usize, Instant)>::from(due) {
+        for Redial { rank, since, .. } in due {
             self.dial(rank, since);
         }
     }

@@ -1,16 +1,229 @@
 //! Networks of ranks that are threads, over the loopback interface.
 
-use std::net::Ipv4Addr;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
 
+use super::guest::{Hello, hello};
 use super::*;
+use crate::transport::Members;
+use crate::transport::mailbox::Header;
+use crate::transport::ports::{FRAME_BYTES, PAYLOAD_BYTES, Port};
+use crate::world::Departure;
+use crate::world::rendezvous::frame::Sealer;
+use crate::world::rendezvous::handshake::{ANSWER_BYTES, Answer, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 
-pub(super) fn networks(size: usize, key: &JobKey, peer_timeout: Duration) -> Vec<Arc<Network>> {
+const SECRET: &[u8] = b"secret";
+const SESSION: u64 = 7;
+const GROUP: u64 = 5;
+/// For what is not to happen.
+const LONG: Duration = Duration::from_secs(30);
+/// For what the tests wait for.
+const SHORT: Duration = Duration::from_millis(300);
+
+struct End {
+    network: Arc<Network>,
+    monitor: Arc<Monitor>,
+    address: SocketAddr,
+}
+
+fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<End> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
-    let listeners: Vec<_> = (0..size).map(|_| listen(localhost).expect("there are ports")).collect();
+    let listeners: Vec<_> = keys.iter().map(|_| listen(localhost).expect("there are ports")).collect();
     let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.seen_from(localhost)).collect();
-    let start = |(rank, (listener, _))| {
-        let (book, monitor, key) = (book.clone(), Arc::new(Monitor::new(rank)), key.clone());
-        Network::start(listener, Options { rank, session: 7, key, book, monitor, peer_timeout }).expect("it starts")
+    let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, Address), &&[u8]))| {
+        let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
+        let (book, key) = (book.clone(), JobKey::new(key));
+        let options = Options {
+            rank,
+            session: SESSION,
+            key,
+            book,
+            monitor: monitor.clone(),
+            why: "it is a test".to_owned(),
+            peer_timeout,
+        };
+        End { network: Network::start(listener, options).expect("it starts"), monitor, address }
     };
-    listeners.into_iter().enumerate().map(start).collect()
+    listeners.into_iter().zip(keys).enumerate().map(start).collect()
+}
+
+/// The networks of `size` ranks that trust each other.
+pub(crate) fn networks(size: usize) -> Vec<Arc<Network>> {
+    ends(&vec![SECRET; size], LONG).into_iter().map(|end| end.network).collect()
+}
+
+impl End {
+    fn port(&self, rank: usize, size: usize) -> Port {
+        let ranks: Arc<[usize]> = (0..size).collect();
+        let carrier: Arc<dyn Carrier> = self.network.clone();
+        Port::open(&carrier, GROUP, &Members { ranks: ranks.clone(), me: rank }, ranks, self.monitor.clone())
+    }
+
+    /// Why nothing can be waited for any more, once that is so.
+    fn closed(&self) -> String {
+        wait_until(|| self.monitor.check(&[], "test").err().map(|error| error.to_string()))
+    }
+}
+
+fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(start.elapsed() < LONG, "it does not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn push(port: &Port, to: usize, number: u64, payload: &[u8]) -> bool {
+    // SAFETY: the payload has that length.
+    unsafe { port.push(to, [1, number, 0, 0, payload.len() as u64], payload.as_ptr()) }
+}
+
+/// The number and the payload of the next frame from `from`.
+fn pop(port: &Port, from: usize) -> (u64, Vec<u8>) {
+    let mut found = None;
+    wait_until(|| {
+        port.pop(from, &mut |header: Header, payload| {
+            // SAFETY: a link gives as many bytes as the header says.
+            let payload = unsafe { std::slice::from_raw_parts(payload, header[4] as usize) };
+            found = Some((header[1], payload.to_vec()));
+        });
+        found.take()
+    })
+}
+
+fn is_served(ends: &[End]) {
+    let (a, b) = (ends[0].port(0, ends.len()), ends[1].port(1, ends.len()));
+    assert!(push(&a, 1, 3, b"still there") && push(&b, 0, 4, b""));
+    assert_eq!(pop(&b, 0), (3, b"still there".to_vec()));
+    assert_eq!(pop(&a, 1), (4, Vec::new()));
+}
+
+#[test]
+fn frames_of_every_size_arrive_in_order_and_the_last_ones_outlive_the_sender() {
+    let ends = ends(&[SECRET; 2], LONG);
+    let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
+    let sizes = [0, 1, 4_000, PAYLOAD_BYTES, 5_000, 3_900, PAYLOAD_BYTES - 1, 100_000];
+    let payload = |number: usize| vec![number as u8; sizes[number % sizes.len()]];
+    let count = 20 * sizes.len();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0..count {
+                wait_until(|| push(&a, 1, number as u64, &payload(number)).then_some(()));
+            }
+            ends[0].network.flush(Instant::now() + LONG);
+            ends[0].network.close();
+        });
+        for number in 0..count {
+            assert_eq!(pop(&b, 0), (number as u64, payload(number)));
+        }
+    });
+    assert!(push(&a, 1, 0, b"nobody gets this"), "frames of a network that has ended are dropped");
+}
+
+#[test]
+fn who_does_not_know_the_secret_is_refused_and_says_so() {
+    let ends = ends(&[SECRET, SECRET, b"guess"], SHORT);
+    assert!(push(&ends[2].port(2, 3), 0, 0, b"let me in"));
+    let text = ends[2].closed();
+    assert!(text.contains("rank 0 at 127.0.0.1:") && text.contains("does not accept this job's secret"), "{text}");
+    is_served(&ends[..2]);
+}
+
+/// A connection to `end` whose other side a test plays, and what seals its frames.
+fn call(end: &End, words: Option<Hello>) -> (TcpStream, Sealer) {
+    let key = JobKey::new(SECRET).scoped(PROTOCOL);
+    let mut stream = TcpStream::connect(end.address).unwrap();
+    let mut greeting = [0; GREETING_BYTES];
+    stream.read_exact(&mut greeting).unwrap();
+    let answer = Answer::new(&greeting).unwrap().unwrap();
+    stream.write_all(&answer.bytes(&key)).unwrap();
+    let mut proof = [0; PROOF_BYTES];
+    stream.read_exact(&mut proof).unwrap();
+    let mut sealer = Sealer::new(answer.verify(&key, &proof).expect("it knows the secret").send);
+    if let Some(words) = words {
+        let mut frame = Vec::new();
+        sealer.seal(&hello(words), &mut frame);
+        stream.write_all(&frame).unwrap();
+    }
+    (stream, sealer)
+}
+
+/// The other side ends the connection.
+fn is_ended(mut stream: TcpStream) {
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    assert!(matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_)), "nothing is ever said");
+}
+
+#[test]
+fn strangers_cost_nothing() {
+    let ends = ends(&[SECRET; 2], LONG);
+    let mut web = TcpStream::connect(ends[0].address).unwrap();
+    web.write_all(&[b'G'; ANSWER_BYTES]).unwrap();
+    let mut greeting_and_refusal = [0; GREETING_BYTES + REFUSAL.len()];
+    web.read_exact(&mut greeting_and_refusal).unwrap();
+    assert!(greeting_and_refusal.ends_with(&REFUSAL));
+    is_ended(web);
+    drop(TcpStream::connect(ends[0].address).unwrap());
+
+    // Those who know the secret, but come from elsewhere, name no rank, or say nothing of themselves.
+    for words in [[SESSION + 1, 1, 0], [SESSION, 1, 1], [SESSION, 0, 0], [SESSION, 2, 0], [SESSION, u64::MAX, 0]] {
+        is_ended(call(&ends[0], Some(words)).0);
+    }
+    let (mut stream, mut sealer) = call(&ends[0], None);
+    let mut frame = Vec::new();
+    sealer.seal(b"a frame of a group", &mut frame);
+    stream.write_all(&frame).unwrap();
+    is_ended(stream);
+    is_served(&ends);
+    assert!(ends[0].monitor.check(&[], "test").is_ok());
+}
+
+#[test]
+fn a_connection_that_is_not_as_it_should_be_ends_and_nobody_waits_for_it_for_ever() {
+    // A frame that is too long, one that was changed, and one that ends early.
+    let spoil: [fn(&mut Vec<u8>); 3] = [
+        |frame| frame[..4].copy_from_slice(&(FRAME_BYTES as u32 + 1).to_le_bytes()),
+        |frame| *frame.last_mut().unwrap() ^= 1,
+        |frame| frame.truncate(frame.len() - 1),
+    ];
+    for spoil in spoil {
+        let ends = ends(&[SECRET; 2], SHORT);
+        let (mut stream, mut sealer) = call(&ends[0], Some([SESSION, 1, 0]));
+        let mut frame = Vec::new();
+        sealer.seal(&[0; 10_000], &mut frame);
+        spoil(&mut frame);
+        stream.write_all(&frame).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        is_ended(stream);
+        let text = ends[0].closed();
+        assert!(text.contains("the connection to rank 1 at 127.0.0.1:"), "{text}");
+    }
+}
+
+#[test]
+fn a_lost_connection_is_no_news_once_its_rank_has_departed() {
+    let ends = ends(&[SECRET; 2], SHORT);
+    let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
+    assert!(push(&a, 1, 1, b"hello"));
+    assert_eq!(pop(&b, 0).0, 1);
+    ends[0].monitor.report(1, Departure::Left);
+    ends[1].network.close();
+    wait_until(|| ends[0].network.shared.ways[1].lock().is_lost().then_some(()));
+    assert!(push(&a, 1, 2, b"nobody is there"));
+    std::thread::sleep(3 * SHORT);
+    assert!(ends[0].monitor.check(&[], "test").is_ok());
+}
+
+#[test]
+fn a_listener_of_the_rendezvous_host_is_reached_where_the_rendezvous_is() {
+    let (_, here) = listen(IpAddr::from(Ipv4Addr::LOCALHOST)).unwrap();
+    let seen = here.seen_from("10.1.2.3".parse().unwrap());
+    assert_eq!(seen, SocketAddr::new("10.1.2.3".parse().unwrap(), here.port));
+    let mapped = here.seen_from("::ffff:10.1.2.3".parse().unwrap());
+    assert_eq!(mapped, seen);
+    let there = Address { host: Some("10.9.9.9".parse().unwrap()), port: 4 };
+    assert_eq!(there.seen_from("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
 }
