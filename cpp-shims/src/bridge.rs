@@ -4,7 +4,7 @@ pub use ffi::*;
 
 use crate::calls::{
     check_device, check_interrupt, fail_next, group_rank, group_size, raise_later, rank, roll_call, run, run_batch,
-    run_together, session_id, size, submit, submit_batch,
+    run_together, session_id, size, submit, submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
@@ -207,6 +207,20 @@ mod ffi {
         /// # Safety
         /// As `run`, until `done` is called.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
+
+        /// As `submit`, in any order: the operation runs when every rank has submitted one under `name`
+        /// (`smd_core::negotiation::Negotiator`). `shape` is that of the caller's tensor, and is compared; `blocking` says that
+        /// this process does nothing else until `done` is called.
+        ///
+        /// # Safety
+        /// As `submit`.
+        unsafe fn submit_named(
+            name: &str,
+            call: &Call,
+            shape: &[u64],
+            blocking: bool,
+            done: UniquePtr<Completion>,
+        ) -> Result<()>;
 
         /// As `run`, several collectives of one group in one go (`smd_core::collectives::Communicator::run_batch`); the
         /// first one's timeout is that of each.

@@ -78,6 +78,24 @@ pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Resu
     })
 }
 
+/// # Safety
+/// See the bridge.
+pub unsafe fn submit_named(
+    name: &str,
+    call: &ffi::Call,
+    shape: &[u64],
+    blocking: bool,
+    done: UniquePtr<ffi::Completion>,
+) -> Result<(), Report> {
+    guard(|| {
+        let negotiator = session::current(self::name(call.collective))?.negotiator(call.group)?;
+        // SAFETY: the caller's promise.
+        let request = unsafe { request(call) }?;
+        negotiator.submit(name, Some(shape), request, blocking, completing(done));
+        Ok(())
+    })
+}
+
 /// What the core calls when an operation has ended.
 fn completing(mut done: UniquePtr<ffi::Completion>) -> Done {
     let pending = Pending(Some(move |error: &str, source: i64| {

@@ -16,6 +16,12 @@ def shutdown() -> None:
 def finish() -> None:
     """The last call of a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others."""
 
+def start_negotiation() -> None:
+    """
+    Starts what runs collectives by name among all ranks, so that a rank that never calls one is missed by name. Does not
+    wait for the others, and does nothing the second time.
+    """
+
 def is_initialized() -> bool:
     """Whether there is a session."""
 

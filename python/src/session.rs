@@ -39,6 +39,13 @@ fn finish(py: Python<'_>) -> PyResult<()> {
     })
 }
 
+/// Starts what runs collectives by name among all ranks, so that a rank that never calls one is missed by name. Does not
+/// wait for the others, and does nothing the second time.
+#[pyfunction]
+fn start_negotiation(py: Python<'_>) -> PyResult<()> {
+    enter(py, || session::current("start_negotiation")?.negotiator(0).map(drop))
+}
+
 /// Whether there is a session.
 #[pyfunction]
 fn is_initialized() -> bool {
@@ -146,6 +153,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(init, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(finish, module)?)?;
+    module.add_function(wrap_pyfunction!(start_negotiation, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
     module.add_function(wrap_pyfunction!(rank, module)?)?;
     module.add_function(wrap_pyfunction!(size, module)?)?;

@@ -43,6 +43,14 @@ knobs! {
         "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",
         "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
+    STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
+        "After this time a collective that has a name and is not called by all ranks is told on standard error, with the ranks that are missing, and again after as long; in seconds.";
+    STALL_SHUTDOWN_SECONDS = "SMD_STALL_SHUTDOWN_SECONDS", ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], "0",
+        "After this time such a collective fails on every rank, and with it all that wait; in seconds. 0: not before `SMD_TIMEOUT_SECONDS`.";
+    FUSION_BYTES = "SMD_FUSION_BYTES", ["HOROVOD_FUSION_THRESHOLD"], "67108864",
+        "Collectives with names that are ready together run as one operation up to this size, in bytes; 0: each alone. Rank 0 of the group says so for all.";
+    CACHE_CAPACITY = "SMD_CACHE_CAPACITY", ["HOROVOD_CACHE_CAPACITY"], "4096",
+        "Names of collectives that a group remembers, so that a bit tells that one is ready again; 0: none. Rank 0 of the group says so for all.";
     TIMELINE = "SMD_TIMELINE", ["HOROVOD_TIMELINE"], "",
         "Path of a Chrome trace to write; Perfetto opens it.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
@@ -84,6 +92,27 @@ impl Knob {
             Ok(seconds) if seconds > 0.0 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
             _ => Err(Error::Config(format!("`{}` is `{text}`: expected a positive number of seconds", self.name))),
         }
+    }
+
+    /// As [`Knob::seconds`], where 0 means never.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the text is no number, or negative.
+    pub fn seconds_or_never(&self) -> Result<Option<Duration>> {
+        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        match text.parse::<f64>() {
+            Ok(0.0) => Ok(None),
+            _ => self.seconds().map(Some),
+        }
+    }
+
+    /// The value as a number of things.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is no whole number.
+    pub fn count(&self) -> Result<u32> {
+        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        text.parse().map_err(|_| Error::Config(format!("`{}` is `{text}`: expected a whole number", self.name)))
     }
 
     /// The value as a size in bytes that is a multiple of `grain`.
@@ -181,7 +210,7 @@ mod tests {
     fn defaults_are_acceptable() {
         for knob in ALL.iter().filter(|knob| knob.name.ends_with("_SECONDS")) {
             let default = knob.default.parse::<f64>();
-            assert!(default.is_ok_and(|seconds| seconds > 0.0), "{}", knob.name);
+            assert!(default.is_ok_and(|seconds| seconds > 0.0 || knob.default == "0"), "{}", knob.name);
         }
         check_ignored().unwrap();
     }

@@ -10,6 +10,7 @@
 //! | [`transport`] | how bytes move |
 //! | [`collectives`] | what a collective means, and which algorithm runs it |
 //! | [`device`] | CUDA: streams, events, memory, kernels |
+//! | [`negotiation`] | which collectives of the same name go together, and in what order |
 //! | [`reducer`] | planned gradient reduction |
 //! | [`pipeline`] | who does what in which order when a model is spread over ranks |
 //! | [`launch`] | `smdrun` |
@@ -20,6 +21,7 @@ pub mod config;
 pub mod device;
 pub mod error;
 pub mod launch;
+pub mod negotiation;
 pub mod pipeline;
 pub mod reducer;
 pub mod session;

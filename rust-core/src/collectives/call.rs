@@ -7,7 +7,7 @@ use crate::buffer::{DType, Device, TensorView};
 use crate::error::{Error, Result};
 
 /// Which operation; the variants of [`Request`] that are compared across members.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u8)]
 pub(crate) enum Kind {
     AllReduce = 1,
@@ -42,7 +42,7 @@ impl Kind {
         Kind::Poison,
     ];
 
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Kind::AllReduce => "all_reduce",
             Kind::AllReduceWindow => "all_reduce in a window",

@@ -115,6 +115,11 @@ impl Communicator {
         self.shared.id
     }
 
+    /// Its transport, whose messages with tags of their own may be used beside the operations.
+    pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
+        &self.shared.transport
+    }
+
     /// The members.
     pub fn members(&self) -> &Members {
         self.shared.transport.members()

@@ -32,6 +32,7 @@ pub mod window;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub use window::Window;
 

@@ -1,4 +1,4 @@
-//! The communicators of a session.
+//! The communicators of a session, and who negotiates for them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,7 +9,9 @@ use sha2::{Digest, Sha256};
 
 use super::Session;
 use crate::collectives::Communicator;
+use crate::config;
 use crate::error::{Code, Error, Result};
+use crate::negotiation::{self, Negotiator};
 use crate::transport::{Members, ShmTransport, Transport};
 
 /// The id of the group of all ranks.
@@ -22,13 +24,15 @@ const NEWS_TIME: Duration = Duration::from_secs(1);
 pub struct Groups {
     timeout: Duration,
     open: Mutex<HashMap<u64, Arc<Communicator>>>,
+    /// By the group that they serve.
+    negotiators: Mutex<HashMap<u64, Arc<Negotiator>>>,
     made: Mutex<HashMap<Vec<usize>, u64>>,
 }
 
 impl Groups {
     /// No groups; operations of later ones time out after `timeout`.
     pub fn new(timeout: Duration) -> Self {
-        Self { timeout, open: Mutex::default(), made: Mutex::default() }
+        Self { timeout, open: Mutex::default(), negotiators: Mutex::default(), made: Mutex::default() }
     }
 
     pub fn get(&self, id: u64) -> Option<Arc<Communicator>> {
@@ -40,6 +44,10 @@ impl Groups {
     }
 
     pub fn close(&self, reason: &str) {
+        let negotiators: Vec<_> = self.negotiators.lock().values().cloned().collect();
+        for negotiator in negotiators {
+            negotiator.close(reason);
+        }
         let open: Vec<_> = self.open.lock().values().cloned().collect();
         for communicator in open {
             communicator.close(reason);
@@ -67,7 +75,43 @@ fn group_id(ranks: &[usize], count: u64) -> u64 {
     if id == WORLD { 1 } else { id }
 }
 
+/// The id of the communicator that a negotiation has to itself. It follows from the group's, since members ask for it
+/// in any order.
+fn negotiation_id(group: u64) -> u64 {
+    let mut hash = Sha256::new();
+    hash.update(b"negotiation");
+    hash.update(group.to_le_bytes());
+    let digest: [u8; 32] = hash.finalize().into();
+    u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes")) >> 1 | 2
+}
+
 impl Session {
+    /// Who runs collectives by name in the group with this id. The first call starts it and does not wait for other
+    /// members; what is submitted waits until all have called this.
+    ///
+    /// # Errors
+    /// As [`Session::communicator`]; [`Error::Config`] for a setting; [`Error::Io`] if there can be no thread.
+    pub fn negotiator(self: &Arc<Self>, group: u64) -> Result<Arc<Negotiator>> {
+        let mut negotiators = self.groups.negotiators.lock();
+        if let Some(negotiator) = negotiators.get(&group) {
+            return Ok(negotiator.clone());
+        }
+        let members = self.communicator(group)?.members().clone();
+        let limit = config::STALL_SHUTDOWN_SECONDS.seconds_or_never()?.unwrap_or(self.groups.timeout);
+        let options = negotiation::Options {
+            cache_capacity: config::CACHE_CAPACITY.count()?,
+            fusion_bytes: config::FUSION_BYTES.most_bytes()? as u64,
+            stall_warning: config::STALL_WARNING_SECONDS.seconds()?,
+            stall_limit: limit.min(self.groups.timeout),
+        };
+        let id = negotiation_id(group);
+        let (session, ranks) = (self.clone(), members.ranks.clone());
+        let connect = Box::new(move || session.connect(id, &ranks, options.stall_limit));
+        let negotiator = Negotiator::start(id, members, self.monitor.clone(), options, connect)?;
+        negotiators.insert(group, negotiator.clone());
+        Ok(negotiator)
+    }
+
     /// The communicator with this id; 0 is the world.
     ///
     /// # Errors
@@ -104,6 +148,10 @@ impl Session {
             return Err(Error::InvalidArgument("the group of all ranks lives as long as the session".to_owned()));
         }
         let communicator = self.communicator(id)?;
+        let negotiator = self.groups.negotiators.lock().remove(&id);
+        if let Some(negotiator) = negotiator {
+            negotiator.close("the group was removed");
+        }
         self.groups.open.lock().remove(&id);
         communicator.close("the group was removed");
         Ok(())

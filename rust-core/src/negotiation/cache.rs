@@ -1,0 +1,80 @@
+//! Names that were agreed on before, by position, so that a bit says "ready for that again".
+//!
+//! - CCH-1: it changes with answers only, which all members get in one order: so it is the same on all.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::bits::Bits;
+use super::description::Description;
+
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) name: Arc<str>,
+    pub(super) description: Arc<Description>,
+    used: u64,
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub(super) struct Cache {
+    capacity: usize,
+    slots: Vec<Slot>,
+    positions: HashMap<Arc<str>, usize>,
+    clock: u64,
+}
+
+/// Who had to go.
+#[derive(Debug)]
+pub(super) struct Evicted {
+    pub(super) position: usize,
+    pub(super) name: Arc<str>,
+    pub(super) description: Arc<Description>,
+}
+
+impl Cache {
+    /// Called before anything is in it.
+    pub(super) fn set_capacity(&mut self, capacity: usize) {
+        self.capacity = capacity;
+    }
+
+    pub(super) fn position(&self, name: &str) -> Option<usize> {
+        self.positions.get(name).copied()
+    }
+
+    pub(super) fn slot(&self, position: usize) -> Option<&Slot> {
+        self.slots.get(position)
+    }
+
+    /// These were used, in the order of positions.
+    pub(super) fn touch(&mut self, positions: &Bits) {
+        for position in positions.iter() {
+            self.clock += 1;
+            if let Some(slot) = self.slots.get_mut(position) {
+                slot.used = self.clock;
+            }
+        }
+    }
+
+    /// Keeps a name with its newest description, if there is any room at all; the one that was not used for longest goes.
+    pub(super) fn insert(&mut self, name: &Arc<str>, description: Arc<Description>) -> Option<Evicted> {
+        self.clock += 1;
+        let used = self.clock;
+        if let Some(position) = self.position(name) {
+            self.slots[position].description = description;
+            self.slots[position].used = used;
+            return None;
+        }
+        let slot = Slot { name: name.clone(), description, used };
+        if self.slots.len() < self.capacity {
+            self.positions.insert(name.clone(), self.slots.len());
+            self.slots.push(slot);
+            return None;
+        }
+        let (position, _) = self.slots.iter().enumerate().min_by_key(|(_, slot)| slot.used)?;
+        let old = std::mem::replace(&mut self.slots[position], slot);
+        self.positions.remove(&old.name);
+        self.positions.insert(name.clone(), position);
+        Some(Evicted { position, name: old.name, description: old.description })
+    }
+}

@@ -1,0 +1,689 @@
+//! One member's part of the negotiation, without threads, clocks or messages under way: what happens goes in, what is
+//! to be done comes out. So it runs the same in the thread of a [`super::Negotiator`] and in a simulation of thousands of
+//! ranks.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::bits::{Bits, RankSet};
+use super::cache::{Cache, Evicted};
+use super::description::Description;
+use super::message::{Announcement, Answer, Down, Limits, MAX_VARIANTS, Message, Outcome, Up, Variant, Verdict};
+use super::stall::{Patience, REPORT_AFTER, Stall};
+use super::tree::Tree;
+use crate::collectives::Kind;
+use crate::error::{Error, Result};
+
+/// A submission of this member, by the number that its owner gave it.
+pub(super) type Ticket = u64;
+
+/// What the owner does next, in this order.
+#[derive(Debug)]
+pub(super) enum Action {
+    /// Tells the parent.
+    Up(Up),
+    /// Tells every child.
+    Down(Down),
+    /// Runs these as one operation, after all before.
+    Run(Vec<Part>),
+    /// Ends a submission with an error.
+    Fail(Ticket, Error),
+    /// Ends `join`: all have joined, this global rank last.
+    Joined(usize),
+    /// Tells the user.
+    Warn(String),
+}
+
+/// This member's part in one collective of an operation.
+#[derive(Debug)]
+pub(super) enum Part {
+    /// As it asked for.
+    Own(Ticket),
+    /// It has joined, so it contributes what changes nothing, and has no use for the result.
+    Neutral(Arc<Description>),
+}
+
+/// A call of this member that has no answer.
+#[derive(Debug)]
+pub(super) struct Submission {
+    ticket: Ticket,
+    description: Arc<Description>,
+    pub(super) blocking: bool,
+    pub(super) since: Duration,
+}
+
+/// The calls of one name: the first is being negotiated, the others come after it (NEG-3).
+#[derive(Debug)]
+pub(super) struct Queue {
+    pub(super) first: Submission,
+    behind: VecDeque<Submission>,
+}
+
+/// Where news come from: this member itself, or a child that speaks for several ranks.
+#[derive(Debug)]
+struct Source {
+    ranks: Range<usize>,
+    /// Ready by cache position, without an answer.
+    ready: Bits,
+    lent: Bits,
+    /// All its ranks have joined.
+    joined: bool,
+    /// Answers that it has seen.
+    heard: u64,
+}
+
+/// A name that somebody announced in words.
+#[derive(Debug, Default)]
+struct Named {
+    variants: Vec<Variant>,
+    /// Sources that announced it, as bits.
+    from: u32,
+    lent: bool,
+    /// Passed on to the parent.
+    sent: bool,
+}
+
+impl Named {
+    fn add(&mut self, description: &Description, ranks: &RankSet) {
+        let known = self.variants.iter().position(|variant| variant.description == *description);
+        match known {
+            Some(at) => self.variants[at].ranks.merge(ranks),
+            None if self.variants.len() < MAX_VARIANTS => {
+                self.variants.push(Variant { description: description.clone(), ranks: ranks.clone() });
+            }
+            None => {}
+        }
+    }
+}
+
+/// See the module's text.
+pub(super) struct Machine {
+    tree: Tree,
+    /// Global ranks of the members.
+    ranks: Arc<[usize]>,
+    limits: Limits,
+    cache: Cache,
+    pending: HashMap<Arc<str>, Queue>,
+    /// This member first, then the children.
+    sources: Vec<Source>,
+    named: HashMap<Arc<str>, Named>,
+    /// Names in `named` to look at, because something came for them.
+    fresh: Vec<Arc<str>>,
+    /// Positions that were passed on to the parent.
+    sent: Bits,
+    /// Evictions that some child may not have seen (NEG-4), with the number of the answer.
+    evictions: Vec<(u64, Evicted)>,
+    /// Answers so far.
+    number: u64,
+    /// What was sent before the answer with this number was ended by a verdict (NEG-5).
+    void_before: u64,
+    /// `join` was called and is not over; it counts once nothing is pending.
+    joining: bool,
+    /// The rank behind this member that joined last, and whether the parent knows.
+    last_joined: usize,
+    told_joined: bool,
+    stall: Stall,
+}
+
+impl Machine {
+    /// The part of the member at `tree`. `limits` are the root's.
+    pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: Limits, patience: Patience) -> Self {
+        let source = |ranks| Source { ranks, ready: Bits::default(), lent: Bits::default(), joined: false, heard: 0 };
+        let sources: Vec<Source> =
+            std::iter::once(tree.me..tree.me + 1).chain(tree.children.iter().cloned()).map(source).collect();
+        let stall = Stall::new(tree.children.len(), patience);
+        Self {
+            tree,
+            ranks,
+            limits,
+            cache: Cache::default(),
+            pending: HashMap::new(),
+            sources,
+            named: HashMap::new(),
+            fresh: Vec::new(),
+            sent: Bits::default(),
+            evictions: Vec::new(),
+            number: 0,
+            void_before: 0,
+            joining: false,
+            last_joined: 0,
+            told_joined: false,
+            stall,
+        }
+    }
+
+    /// This member asks for `description` under `name`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] between `join` and its end.
+    pub(super) fn submit(
+        &mut self,
+        ticket: Ticket,
+        name: &str,
+        description: Description,
+        blocking: bool,
+        now: Duration,
+    ) -> Result<()> {
+        if self.joining {
+            return Err(Error::InvalidArgument(format!(
+                "`{name}`: this rank has called `join()` and cannot take part before all ranks have"
+            )));
+        }
+        self.stall.changed(now);
+        self.stall.pending(blocking, 1);
+        if let Some(queue) = self.pending.get_mut(name) {
+            let description = Arc::new(description);
+            queue.behind.push_back(Submission { ticket, description, blocking, since: now });
+            return Ok(());
+        }
+        // What the cache knows is not kept twice.
+        let slot = self.cache.position(name).and_then(|position| self.cache.slot(position));
+        let (name, description) = match slot {
+            Some(slot) if *slot.description == description => (slot.name.clone(), slot.description.clone()),
+            _ => (Arc::from(name), Arc::new(description)),
+        };
+        self.offer(&name, &description);
+        let first = Submission { ticket, description, blocking, since: now };
+        self.pending.insert(name, Queue { first, behind: VecDeque::new() });
+        Ok(())
+    }
+
+    fn announce_own(&mut self, name: &Arc<str>, description: &Description) {
+        let me = RankSet::of(self.sources[0].ranks.clone());
+        let named = self.named.entry(name.clone()).or_default();
+        named.add(description, &me);
+        named.from |= 1;
+        self.fresh.push(name.clone());
+    }
+
+    /// This member becomes ready for a name.
+    fn offer(&mut self, name: &Arc<str>, description: &Arc<Description>) {
+        match self.cache.position(name) {
+            Some(position) if self.cache.slot(position).is_some_and(|slot| slot.description == *description) => {
+                self.sources[0].ready.set(position);
+            }
+            _ => self.announce_own(name, description),
+        }
+    }
+
+    /// This member has nothing more to do: [`Action::Joined`] follows when no member has.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it did so already.
+    pub(super) fn join(&mut self, now: Duration) -> Result<()> {
+        if self.joining {
+            return Err(Error::InvalidArgument("`join()` was called while another one waits".into()));
+        }
+        self.joining = true;
+        self.stall.changed(now);
+        Ok(())
+    }
+
+    /// Whether anything of this member waits.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.pending.is_empty() || self.joining
+    }
+
+    /// Whether time matters to what others wait for: the root's judgement, or a report that grows old.
+    pub(super) fn has_news(&self) -> bool {
+        self.stall.has_reports()
+    }
+
+    /// Takes what a neighbour in the tree sent.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for what a neighbour cannot have sent.
+    pub(super) fn receive(
+        &mut self,
+        from: usize,
+        message: Message,
+        now: Duration,
+        actions: &mut Vec<Action>,
+    ) -> Result<()> {
+        let strange = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
+        match message {
+            Message::Up(up) => {
+                let child = self.tree.children.iter().position(|child| child.start == from);
+                let Some(child) = child else { return strange("news, and is no child") };
+                let known = |position: usize| self.cache.slot(position).is_some();
+                if up.heard > self.number || !up.ready.iter().all(known) {
+                    return strange("a cache position that is not there");
+                }
+                self.hear(child, up, now);
+                Ok(())
+            }
+            Message::Down(down) if self.tree.parent == Some(from) => {
+                if down.number != self.number {
+                    return strange("answers that do not follow each other");
+                }
+                self.apply(down, now, actions);
+                Ok(())
+            }
+            Message::Down(_) => strange("an answer, and is not the parent"),
+        }
+    }
+
+    fn hear(&mut self, child: usize, up: Up, now: Duration) {
+        let at = child + 1;
+        self.sources[at].heard = up.heard;
+        if let Some(last) = up.joined {
+            self.sources[at].joined = true;
+            self.last_joined = last as usize;
+            // Names that waited for these ranks only.
+            self.fresh.extend(self.named.keys().cloned());
+        }
+        if up.heard >= self.void_before {
+            let news = !up.ready.is_empty() || !up.named.is_empty();
+            self.stall.heard(child, up.report, news, up.heard == self.number, now);
+            self.hear_ready(at, &up.ready, &up.lent);
+            for Announcement { name, variants, lent } in up.named {
+                let name = self.known_name(name);
+                let named = self.named.entry(name.clone()).or_default();
+                variants.iter().for_each(|variant| named.add(&variant.description, &variant.ranks));
+                named.from |= 1 << at;
+                named.lent |= lent;
+                self.fresh.push(name);
+            }
+        }
+        let seen = self.sources[1..].iter().map(|source| source.heard).min().unwrap_or(self.number);
+        self.evictions.retain(|(number, _)| *number >= seen);
+    }
+
+    fn hear_ready(&mut self, at: usize, ready: &Bits, lent: &Bits) {
+        let heard = self.sources[at].heard;
+        if self.evictions.iter().any(|(number, _)| *number >= heard) {
+            // The sender's positions may mean what was there before (NEG-4).
+            for position in ready.iter() {
+                let then = |(number, old): &&(u64, Evicted)| *number >= heard && old.position == position;
+                match self.evictions.iter().find(then) {
+                    Some((_, old)) => {
+                        let (name, description) = (old.name.clone(), old.description.clone());
+                        self.put_in_words(at, &name, &description, lent.get(position));
+                    }
+                    None => {
+                        self.sources[at].ready.set(position);
+                        if lent.get(position) {
+                            self.sources[at].lent.set(position);
+                        }
+                    }
+                }
+            }
+        } else {
+            self.sources[at].ready.add(ready);
+            self.sources[at].lent.add(lent);
+        }
+        // Others may have announced such a name in words, with another description.
+        let mixed = |name: &&Arc<str>| self.cache.position(name).is_some_and(|position| ready.get(position));
+        self.fresh.extend(self.named.keys().filter(mixed).cloned());
+    }
+
+    /// A source is ready for a name that it said by position.
+    fn put_in_words(&mut self, at: usize, name: &Arc<str>, description: &Description, lent: bool) {
+        let ranks = RankSet::of(self.sources[at].ranks.clone());
+        let named = self.named.entry(name.clone()).or_default();
+        named.add(description, &ranks);
+        named.from |= 1 << at;
+        named.lent |= lent;
+        self.fresh.push(name.clone());
+    }
+
+    fn known_name(&self, name: String) -> Arc<str> {
+        match self.named.get_key_value(name.as_str()) {
+            Some((known, _)) => known.clone(),
+            None => name.into(),
+        }
+    }
+
+    /// Passes on what has become ready; the root answers it.
+    pub(super) fn flush(&mut self, now: Duration, actions: &mut Vec<Action>) {
+        self.note_join();
+        if self.tree.parent.is_some() {
+            return self.tell_parent(actions);
+        }
+        // An answer may be followed at once by the next call of a name, in a group of one.
+        while let Some(down) = self.decide() {
+            self.apply(down, now, actions);
+            self.note_join();
+        }
+    }
+
+    /// This member has joined once nothing of it waits (NEG-6).
+    fn note_join(&mut self) {
+        if self.joining && self.pending.is_empty() && !self.sources[0].joined {
+            self.sources[0].joined = true;
+            self.last_joined = self.tree.me;
+            self.fresh.extend(self.named.keys().cloned());
+        }
+    }
+
+    /// Cache positions that all ranks behind this member have become ready for, and those of them that were lent.
+    fn complete(&mut self) -> (Bits, Bits) {
+        let (mut complete, mut lent) = Default::default();
+        let words = self.sources.iter().map(|source| source.ready.num_words()).max().unwrap_or(0);
+        for index in 0..words {
+            let (mut all, mut any, mut borrowed) = (!self.sent.word(index), 0, 0);
+            for source in &self.sources {
+                let ready = source.ready.word(index);
+                any |= ready;
+                borrowed |= source.lent.word(index);
+                if source.joined {
+                    borrowed |= !ready;
+                } else {
+                    all &= ready;
+                }
+            }
+            Bits::set_word(&mut complete, index, all & any);
+            Bits::set_word(&mut lent, index, all & any & borrowed);
+        }
+        (complete, lent)
+    }
+
+    /// A name in words that all ranks behind this member have become ready for.
+    fn announcement(&mut self, name: &Arc<str>) -> Option<Announcement> {
+        let named = self.named.get(name).filter(|named| !named.sent)?;
+        let position = self.cache.position(name);
+        let (mut spoken, mut lent) = (Vec::new(), named.lent);
+        for (at, source) in self.sources.iter().enumerate() {
+            if named.from >> at & 1 == 1 {
+                continue;
+            }
+            match position.filter(|position| source.ready.get(*position)) {
+                Some(position) => {
+                    lent |= source.lent.get(position);
+                    spoken.push((position, RankSet::of(source.ranks.clone())));
+                }
+                None if source.joined => lent = true,
+                None => return None,
+            }
+        }
+        let named = self.named.get_mut(name)?;
+        for (position, ranks) in spoken {
+            if let Some(slot) = self.cache.slot(position) {
+                named.add(&slot.description, &ranks);
+            }
+        }
+        named.sent = true;
+        named.variants.sort_by_key(|variant| variant.ranks.first());
+        Some(Announcement { name: name.to_string(), variants: named.variants.clone(), lent })
+    }
+
+    fn announcements(&mut self) -> Vec<Announcement> {
+        let fresh = std::mem::take(&mut self.fresh);
+        fresh.iter().filter_map(|name| self.announcement(name)).collect()
+    }
+
+    fn all_joined(&self) -> Option<u32> {
+        self.sources.iter().all(|source| source.joined).then_some(self.last_joined as u32)
+    }
+
+    fn tell_parent(&mut self, actions: &mut Vec<Action>) {
+        let (ready, lent) = self.complete();
+        self.sent.add(&ready);
+        let named = self.announcements();
+        let joined = self.all_joined().filter(|_| !self.told_joined);
+        self.told_joined |= joined.is_some();
+        if !ready.is_empty() || !named.is_empty() || joined.is_some() {
+            actions.push(Action::Up(Up { heard: self.number, ready, lent, named, joined, report: None }));
+        }
+    }
+
+    /// The root's answer to what is ready, if anything is.
+    fn decide(&mut self) -> Option<Down> {
+        let (mut ready, mut lent) = self.complete();
+        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it)).collect();
+        for position in lent.clone().iter() {
+            let Some(slot) = self.cache.slot(position) else { continue };
+            if let Some(reason) = refuse_lent(&slot.description) {
+                ready.take(position);
+                lent.take(position);
+                named.push(Answer { name: slot.name.to_string(), outcome: Outcome::Refused(reason) });
+            }
+        }
+        let joined = self.all_joined();
+        if ready.is_empty() && named.is_empty() && joined.is_none() {
+            return None;
+        }
+        let joined = joined.map(|rank| self.ranks[rank as usize] as u32);
+        Some(Down { ready, lent, named, joined, ..self.next() })
+    }
+
+    fn next(&self) -> Down {
+        let limits = (self.number == 0).then_some(self.limits);
+        Down { number: self.number, limits, ..Down::default() }
+    }
+
+    fn answer(&self, announcement: Announcement) -> Answer {
+        let Announcement { name, mut variants, lent } = announcement;
+        let first = &variants[0].description;
+        let refusal = match variants.len() {
+            1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
+            1 if lent => refuse_lent(first),
+            1 => None,
+            _ => {
+                let says = |variant: &Variant| {
+                    let plural = if variant.ranks.is_one() { "asks" } else { "ask" };
+                    format!("{} {plural} for {}", variant.ranks.text(&self.ranks), variant.description)
+                };
+                let all: Vec<String> = variants.iter().map(says).collect();
+                Some(format!("{}: {}", first.difference(&variants[1].description), all.join(", ")))
+            }
+        };
+        let outcome = match refusal {
+            Some(reason) => Outcome::Refused(reason),
+            None => Outcome::Agreed { description: variants.swap_remove(0).description, lent },
+        };
+        Answer { name, outcome }
+    }
+
+    /// Does what an answer says; the same on all members.
+    fn apply(&mut self, down: Down, now: Duration, actions: &mut Vec<Action>) {
+        if let Some(limits) = down.limits {
+            self.limits = limits;
+            self.cache.set_capacity(limits.cache as usize);
+        }
+        actions.push(Action::Down(down.clone()));
+        let mut parts: Vec<(u64, u64, Part)> = Vec::new();
+        let mut next: Vec<(Arc<str>, Arc<Description>)> = Vec::new();
+        for source in &mut self.sources {
+            source.ready.remove(&down.ready);
+            source.lent.remove(&down.ready);
+        }
+        self.sent.remove(&down.ready);
+        for position in down.ready.iter() {
+            let Some(slot) = self.cache.slot(position) else { continue };
+            let (name, description) = (slot.name.clone(), slot.description.clone());
+            self.take_part(&name, description, &mut parts, &mut next);
+        }
+        self.cache.touch(&down.ready);
+        for Answer { name, outcome } in down.named {
+            let name = self.known_name(name);
+            self.named.remove(&name);
+            if let Some(position) = self.cache.position(&name) {
+                self.sent.take(position);
+                for source in &mut self.sources {
+                    source.ready.take(position);
+                    source.lent.take(position);
+                }
+            }
+            match outcome {
+                Outcome::Agreed { description, lent: _ } => {
+                    let description = Arc::new(description);
+                    self.take_part(&name, description.clone(), &mut parts, &mut next);
+                    if let Some(old) = self.cache.insert(&name, description) {
+                        self.evict(old);
+                    }
+                }
+                Outcome::Refused(detail) => {
+                    let error = Error::Mismatch { during: format!("`{name}`"), detail };
+                    if let Some(ticket) = self.pop(&name, &mut next) {
+                        actions.push(Action::Fail(ticket, error));
+                    }
+                }
+            }
+        }
+        self.number += 1;
+        self.run(parts, actions);
+        if let Some(last) = down.joined {
+            self.sources.iter_mut().for_each(|source| source.joined = false);
+            self.told_joined = false;
+            if std::mem::take(&mut self.joining) {
+                actions.push(Action::Joined(last as usize));
+            }
+        }
+        if let Some(verdict) = down.verdict {
+            next = self.void(&verdict, now, actions);
+        }
+        self.stall.answered(now);
+        next.into_iter().for_each(|(name, description)| self.offer(&name, &description));
+    }
+
+    fn take_part(
+        &mut self,
+        name: &Arc<str>,
+        description: Arc<Description>,
+        parts: &mut Vec<(u64, u64, Part)>,
+        next: &mut Vec<(Arc<str>, Arc<Description>)>,
+    ) {
+        let (class, bytes) = (description.class(), description.bytes);
+        let part = match self.pop(name, next) {
+            Some(ticket) => Part::Own(ticket),
+            None => Part::Neutral(description),
+        };
+        parts.push((class, bytes, part));
+    }
+
+    /// The call of this name that was negotiated is answered; the one behind it is next.
+    fn pop(&mut self, name: &Arc<str>, next: &mut Vec<(Arc<str>, Arc<Description>)>) -> Option<Ticket> {
+        let queue = self.pending.get_mut(name)?;
+        self.stall.pending(queue.first.blocking, -1);
+        let ticket = queue.first.ticket;
+        match queue.behind.pop_front() {
+            Some(first) => {
+                next.push((name.clone(), first.description.clone()));
+                queue.first = first;
+            }
+            None => {
+                self.pending.remove(name);
+            }
+        }
+        Some(ticket)
+    }
+
+    /// Makes operations of what was agreed on, alike on all members: the same classes beside each other, as many as fit.
+    fn run(&self, mut parts: Vec<(u64, u64, Part)>, actions: &mut Vec<Action>) {
+        parts.sort_by_key(|(class, ..)| *class);
+        let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
+        for (class, more, part) in parts {
+            let on_device = class >> 56 != 0;
+            if !batch.is_empty() && (bytes + more > self.limits.fusion_bytes || device != on_device) {
+                actions.push(Action::Run(std::mem::take(&mut batch)));
+                bytes = 0;
+            }
+            batch.push(part);
+            bytes += more;
+            device = on_device;
+        }
+        if !batch.is_empty() {
+            actions.push(Action::Run(batch));
+        }
+    }
+
+    /// A name lost its position: who said it by that has said it in words from now on.
+    fn evict(&mut self, old: Evicted) {
+        for at in 0..self.sources.len() {
+            if self.sources[at].ready.take(old.position) {
+                let lent = self.sources[at].lent.take(old.position);
+                self.put_in_words(at, &old.name, &old.description, lent);
+            }
+        }
+        if self.sent.take(old.position)
+            && let Some(named) = self.named.get_mut(&old.name)
+        {
+            named.sent = true;
+        }
+        if self.sources.len() > 1 {
+            self.evictions.push((self.number, old));
+        }
+    }
+
+    /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
+    /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
+    fn void(
+        &mut self,
+        verdict: &Verdict,
+        now: Duration,
+        actions: &mut Vec<Action>,
+    ) -> Vec<(Arc<str>, Arc<Description>)> {
+        self.void_before = self.number;
+        self.named.clear();
+        self.fresh.clear();
+        self.sent.clear();
+        for source in &mut self.sources {
+            source.ready.clear();
+            source.lent.clear();
+        }
+        self.stall.forget();
+        let is_young = |queue: &Queue| {
+            matches!(verdict, Verdict::Stalled { .. }) && now.saturating_sub(queue.first.since) < REPORT_AFTER
+        };
+        let (young, old) = std::mem::take(&mut self.pending).into_iter().partition(|(_, queue)| is_young(queue));
+        self.pending = old;
+        for (name, ticket) in self.drain() {
+            actions.push(Action::Fail(ticket, verdict.error(&name)));
+        }
+        self.pending = young;
+        let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());
+        self.pending.iter().map(again).collect()
+    }
+
+    /// Takes out all calls of this member that have no answer.
+    pub(super) fn drain(&mut self) -> Vec<(Arc<str>, Ticket)> {
+        let mut all: Vec<(Arc<str>, Ticket)> = Vec::new();
+        for (name, queue) in self.pending.drain() {
+            for submission in std::iter::once(queue.first).chain(queue.behind) {
+                self.stall.pending(submission.blocking, -1);
+                all.push((name.clone(), submission.ticket));
+            }
+        }
+        // In the order of the calls.
+        all.sort_by_key(|(_, ticket)| *ticket);
+        all
+    }
+
+    /// To be called a few times a second: looks at how long names have waited. `idle` says that this process has
+    /// computed nothing for a while.
+    pub(super) fn tick(&mut self, now: Duration, idle: bool, actions: &mut Vec<Action>) {
+        let joined = self.sources[0].joined;
+        let report = self.stall.report(&self.tree, &self.pending, joined, idle, now);
+        if self.tree.parent.is_some() {
+            if let Some(report) = self.stall.news(report) {
+                actions.push(Action::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));
+            }
+            return;
+        }
+        let (warning, verdict) = self.stall.judge(report, self.tree.size, &self.ranks, now);
+        actions.extend(warning.map(Action::Warn));
+        if let Some(verdict) = verdict {
+            let down = Down { verdict: Some(verdict), ..self.next() };
+            self.apply(down, now, actions);
+            self.flush(now, actions);
+        }
+    }
+
+    /// The longest wait of this member's calls.
+    pub(super) fn longest_wait(&self, now: Duration) -> Option<(Arc<str>, Duration)> {
+        let oldest = self.pending.iter().min_by_key(|(_, queue)| queue.first.since)?;
+        Some((oldest.0.clone(), now.saturating_sub(oldest.1.first.since)))
+    }
+}
+
+/// Why ranks that have joined cannot be done without.
+fn refuse_lent(description: &Description) -> Option<String> {
+    let name = description.kind.name();
+    let kind = description.kind != Kind::AllReduce;
+    let what =
+        if kind { "is not supported with it: it needs every rank" } else { "on devices is not supported with it" };
+    (kind || description.on_device).then(|| format!("some ranks have called `join()`, and `{name}` {what}"))
+}

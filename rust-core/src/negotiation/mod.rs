@@ -1,0 +1,44 @@
+//! Collectives by name: any thread submits them in any order, and every rank runs them in one.
+//!
+//! ```text
+//! submit("b"), submit("a")        ready: a, b              both ready on all: run [a, b]
+//!   any thread  --queue-->  smd-negotiation  --up the tree-->  root
+//!                                  ^------------- answers -------'-> the communicator's worker runs them
+//! ```
+//!
+//! - `machine` decides, as a value without threads; [`Negotiator`] is its thread, which waits for calls and
+//!   messages.
+//! - A member tells its parent what all ranks behind it are ready for: a bit for each name that was agreed on before
+//!   (`cache`), a description for others. The root answers what all ranks are ready for. So nobody sends or receives
+//!   more than a few messages for whatever is ready together, whatever the numbers of ranks and tensors.
+//!
+//! - NEG-1: answers are numbered and reach every member in one order, and what a member does follows from them alone. So
+//!   all members run the same operations in the same order (COL-3), and keep the same cache (CCH-1).
+//! - NEG-2: a name is answered when every rank waits for it or has joined. What they ask for is compared; if it differs,
+//!   that name fails on every rank with the same text, and others go on.
+//! - NEG-3: of one name, a member has one call in negotiation; later ones come after it. So a member says "ready" once
+//!   between two answers, and needs no number to say which call it means.
+//! - NEG-4: a member that says "ready" by position may not have heard of an answer that gave the position away; its
+//!   message says what it has heard, and the receiver remembers what the position was.
+//! - NEG-5: a verdict ends all that waits, and what was sent by who had not heard of it counts for nothing; a member that
+//!   keeps a call nevertheless says so again.
+//! - NEG-6: a rank that has joined has nothing waiting, and says nothing until all have joined. So a name can be answered
+//!   without it.
+
+mod bits;
+mod cache;
+mod description;
+mod machine;
+mod message;
+mod negotiator;
+mod neutral;
+mod post;
+mod stall;
+mod tree;
+
+pub use negotiator::{Connect, Negotiator, Options};
+
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;

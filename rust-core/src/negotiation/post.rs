@@ -1,0 +1,149 @@
+//! Messages between neighbours in the tree, over the group's transport. A message has a head of fixed size, which is all
+//! of it in the steady state; the rest of a longer one follows.
+
+use std::sync::Arc;
+
+use super::message::Message;
+use super::tree::Tree;
+use crate::error::{Error, Result};
+use crate::transport::{self, Tag, Transport};
+
+/// Those of collectives and couriers are below.
+const TAG_NEGOTIATION: Tag = 5 << 40;
+/// Room for some 1,500 names in the cache.
+const HEAD_BYTES: usize = 256;
+/// Before the message: its length.
+const LENGTH_BYTES: usize = 4;
+/// A length above this is no length: all names of a large model with their descriptions are a hundredth of it.
+const MAX_BYTES: usize = 256 << 20;
+
+/// See the module's text.
+pub(super) struct Post {
+    transport: Arc<dyn Transport>,
+    neighbours: Vec<Incoming>,
+    outgoing: Vec<Outgoing>,
+}
+
+/// The next message of a neighbour.
+struct Incoming {
+    from: usize,
+    /// Head and rest, one after the other; they stay where they are until `under_way` has ended.
+    bytes: Vec<u8>,
+    under_way: transport::Message,
+}
+
+struct Outgoing {
+    under_way: transport::Message,
+    _bytes: Arc<[u8]>,
+}
+
+impl Post {
+    pub(super) fn new(transport: Arc<dyn Transport>, tree: &Tree) -> Self {
+        let from = tree.parent.into_iter().chain(tree.children.iter().map(|child| child.start));
+        let neighbours = from.map(|from| Incoming::new(&*transport, from)).collect();
+        Self { transport, neighbours, outgoing: Vec::new() }
+    }
+
+    /// Starts sending `message` to each of these members.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if it cannot be written down.
+    pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &Message) -> Result<()> {
+        let mut bytes = vec![0; LENGTH_BYTES];
+        bytes = postcard::to_extend(message, bytes).map_err(|error| {
+            Error::Internal(format!("a message of the negotiation cannot be written down: {error}"))
+        })?;
+        let length = (bytes.len() - LENGTH_BYTES) as u32;
+        bytes[..LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());
+        bytes.resize(bytes.len().max(HEAD_BYTES), 0);
+        let bytes: Arc<[u8]> = bytes.into();
+        for to in to {
+            for part in [&bytes[..HEAD_BYTES], &bytes[HEAD_BYTES..]].into_iter().filter(|part| !part.is_empty()) {
+                // SAFETY: the bytes live, unchanged, until the message has ended: `retire` and `drop` see to that.
+                let under_way = unsafe { self.transport.post_send(to, TAG_NEGOTIATION, part.as_ptr(), part.len()) };
+                self.outgoing.push(Outgoing { under_way, _bytes: bytes.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    /// The next message that has come, if one has.
+    ///
+    /// # Errors
+    /// The transport's, or [`Error::Internal`] for what is no message.
+    pub(super) fn receive(&mut self) -> Result<Option<(usize, Message)>> {
+        for neighbour in &mut self.neighbours {
+            if let Some(message) = neighbour.take(&*self.transport)? {
+                return Ok(Some((neighbour.from, message)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Forgets what was sent; whether nothing is under way any more.
+    ///
+    /// # Errors
+    /// The transport's.
+    pub(super) fn retire(&mut self) -> Result<bool> {
+        let mut failure = Ok(());
+        self.outgoing.retain(|outgoing| match outgoing.under_way.poll() {
+            None => true,
+            Some(Ok(_)) => false,
+            Some(Err(error)) => {
+                failure = Err(error);
+                false
+            }
+        });
+        failure.map(|()| self.outgoing.is_empty())
+    }
+}
+
+impl Drop for Post {
+    fn drop(&mut self) {
+        self.neighbours.iter().for_each(|neighbour| self.transport.cancel(&neighbour.under_way));
+        self.outgoing.iter().for_each(|outgoing| self.transport.cancel(&outgoing.under_way));
+    }
+}
+
+impl Incoming {
+    fn new(transport: &dyn Transport, from: usize) -> Self {
+        let mut bytes = vec![0; HEAD_BYTES];
+        let under_way = ask(transport, from, &mut bytes);
+        Self { from, bytes, under_way }
+    }
+
+    fn take(&mut self, transport: &dyn Transport) -> Result<Option<Message>> {
+        loop {
+            match self.under_way.poll() {
+                None => return Ok(None),
+                Some(result) => result?,
+            };
+            let length = self.bytes.first_chunk::<LENGTH_BYTES>().expect("a head is longer");
+            let end = LENGTH_BYTES + u32::from_le_bytes(*length) as usize;
+            if end > self.bytes.len() {
+                if end > MAX_BYTES {
+                    return Err(self.unreadable(&format!("it has {end} bytes")));
+                }
+                self.bytes.resize(end, 0);
+                self.under_way = ask(transport, self.from, &mut self.bytes[HEAD_BYTES..]);
+                continue;
+            }
+            let message = postcard::from_bytes(&self.bytes[LENGTH_BYTES..end]);
+            let message = message.map_err(|error| self.unreadable(&error.to_string()))?;
+            self.bytes.truncate(HEAD_BYTES);
+            self.bytes.shrink_to(1 << 16);
+            self.under_way = ask(transport, self.from, &mut self.bytes);
+            return Ok(Some(message));
+        }
+    }
+
+    fn unreadable(&self, why: &str) -> Error {
+        Error::Internal(format!("member {} sent a message that cannot be read: {why}", self.from))
+    }
+}
+
+fn ask(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
+    // SAFETY: the bytes are on the heap and are not touched before the message has ended, which `Post` waits for or
+    // brings about.
+    unsafe { transport.post_recv(Some(from), TAG_NEGOTIATION, bytes.as_mut_ptr(), bytes.len()) }
+}

@@ -1,0 +1,533 @@
+//! Groups of up to thousands of ranks in one thread: who gets which message when follows from a seed.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::description::Description;
+use super::machine::{Action, Machine, Part, Ticket};
+use super::message::{Limits, Message};
+use super::stall::Patience;
+use super::tree::{FAN_IN, Tree};
+use crate::buffer::DType;
+use crate::collectives::{Kind, ReduceOp};
+
+const PATIENCE: Patience = Patience { warning: Duration::from_secs(60), limit: Duration::from_secs(300) };
+const LIMITS: Limits = Limits { cache: 4096, fusion_bytes: 64 << 20 };
+
+#[derive(Clone)]
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((self.0 >> 33) ^ (self.0 >> 11)) as usize % limit
+    }
+
+    fn shuffle<T>(&mut self, list: &mut [T]) {
+        (1..list.len()).rev().for_each(|at| list.swap(at, self.below(at + 1)));
+    }
+}
+
+/// An all-reduce whose shape tells its name.
+fn sum(shape: u64) -> Description {
+    Description {
+        kind: Kind::AllReduce,
+        dtype: DType::Float32,
+        op: ReduceOp::Sum,
+        root: 0,
+        on_device: false,
+        shape: vec![shape],
+        blocks: vec![],
+        bytes: 4 * shape,
+        message: String::new(),
+    }
+}
+
+/// What a rank was told, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Event {
+    /// Shapes of what runs as one operation, and whether the rank itself asked for them.
+    Ran(Vec<u64>),
+    Failed(String, String),
+    Joined(usize),
+}
+
+#[derive(Clone, Copy, Default)]
+struct Traffic {
+    messages: usize,
+    bytes: usize,
+}
+
+struct Rank {
+    machine: Machine,
+    tree: Tree,
+    calls: HashMap<Ticket, (String, u64)>,
+    events: Vec<Event>,
+    /// Calls that ran or failed.
+    answered: usize,
+    received: Traffic,
+    sent: Traffic,
+    warnings: Vec<String>,
+}
+
+struct World {
+    ranks: Vec<Rank>,
+    /// Frames under way by receiver and sender, in order for each pair.
+    frames: Vec<BTreeMap<usize, VecDeque<Arc<[u8]>>>>,
+    now: Duration,
+    ticket: Ticket,
+}
+
+impl World {
+    fn new(size: usize, limits: Limits, patience: Patience) -> Self {
+        let global: Arc<[usize]> = (0..size).collect();
+        let rank = |me| Rank {
+            machine: Machine::new(Tree::new(me, size), global.clone(), limits, patience),
+            tree: Tree::new(me, size),
+            calls: HashMap::new(),
+            events: Vec::new(),
+            answered: 0,
+            received: Traffic::default(),
+            sent: Traffic::default(),
+            warnings: Vec::new(),
+        };
+        let frames = (0..size).map(|_| BTreeMap::new()).collect();
+        Self { ranks: (0..size).map(rank).collect(), frames, now: Duration::ZERO, ticket: 0 }
+    }
+
+    fn submit(&mut self, rank: usize, name: &str, description: Description, blocking: bool) {
+        self.ticket += 1;
+        let shape = description.shape.first().copied().unwrap_or(0);
+        self.ranks[rank].calls.insert(self.ticket, (name.to_owned(), shape));
+        self.ranks[rank].machine.submit(self.ticket, name, description, blocking, self.now).expect("it has not joined");
+    }
+
+    fn flush(&mut self, rank: usize) {
+        let mut actions = Vec::new();
+        self.ranks[rank].machine.flush(self.now, &mut actions);
+        self.perform(rank, actions);
+    }
+
+    /// Delivers the next frame of one pair.
+    fn deliver(&mut self, rank: usize, from: usize) {
+        let queue = self.frames[rank].get_mut(&from).expect("a frame is under way");
+        let frame = queue.pop_front().expect("a frame is under way");
+        if queue.is_empty() {
+            self.frames[rank].remove(&from);
+        }
+        let received = &mut self.ranks[rank].received;
+        received.messages += 1;
+        received.bytes += frame.len();
+        let message: Message = postcard::from_bytes(&frame).expect("a message");
+        let mut actions = Vec::new();
+        self.ranks[rank].machine.receive(from, message, self.now, &mut actions).expect("a sensible message");
+        self.perform(rank, actions);
+    }
+
+    fn perform(&mut self, me: usize, actions: Vec<Action>) {
+        for action in actions {
+            let rank = &mut self.ranks[me];
+            let (to, message): (Vec<usize>, Message) = match action {
+                Action::Up(up) => (rank.tree.parent.into_iter().collect(), Message::Up(up)),
+                Action::Down(down) => {
+                    (rank.tree.children.iter().map(|child| child.start).collect(), Message::Down(down))
+                }
+                Action::Run(parts) => {
+                    let shape = |part: &Part| match part {
+                        Part::Own(ticket) => rank.calls[ticket].1,
+                        Part::Neutral(description) => description.shape[0],
+                    };
+                    rank.answered += parts.iter().filter(|part| matches!(part, Part::Own(_))).count();
+                    rank.events.push(Event::Ran(parts.iter().map(shape).collect()));
+                    continue;
+                }
+                Action::Fail(ticket, error) => {
+                    rank.answered += 1;
+                    rank.events.push(Event::Failed(rank.calls[&ticket].0.clone(), error.to_string()));
+                    continue;
+                }
+                Action::Joined(last) => {
+                    rank.events.push(Event::Joined(last));
+                    continue;
+                }
+                Action::Warn(text) => {
+                    rank.warnings.push(text);
+                    continue;
+                }
+            };
+            let frame: Arc<[u8]> = postcard::to_stdvec(&message).expect("it can be written").into();
+            for to in to {
+                let sent = &mut self.ranks[me].sent;
+                sent.messages += 1;
+                sent.bytes += frame.len();
+                self.frames[to].entry(me).or_default().push_back(frame.clone());
+            }
+        }
+    }
+
+    /// Delivers everything in any order that the seed makes, until nothing is under way.
+    fn settle(&mut self, random: &mut Random) {
+        loop {
+            let pairs: Vec<(usize, usize)> = (self.frames.iter().enumerate())
+                .flat_map(|(to, queues)| queues.keys().map(move |from| (to, *from)))
+                .collect();
+            let Some(&(to, from)) = (!pairs.is_empty()).then(|| &pairs[random.below(pairs.len())]) else { return };
+            self.deliver(to, from);
+            if random.below(3) > 0 || self.frames[to].is_empty() {
+                self.flush(to);
+            }
+        }
+    }
+
+    /// As threads do: whoever has messages takes them all, and then says what is new. Until nothing is under way.
+    fn settle_in_rounds(&mut self) {
+        while self.frames.iter().any(|queues| !queues.is_empty()) {
+            for rank in 0..self.ranks.len() {
+                let senders: Vec<(usize, usize)> =
+                    self.frames[rank].iter().map(|(from, queue)| (*from, queue.len())).collect();
+                for (from, count) in senders {
+                    (0..count).for_each(|_| self.deliver(rank, from));
+                }
+                self.flush(rank);
+            }
+        }
+    }
+
+    /// Time passes; every rank looks at how long it has waited, twenty times a second.
+    fn pass(&mut self, time: Duration, random: &mut Random, idle: impl Fn(usize) -> bool) {
+        let end = self.now + time;
+        while self.now < end {
+            self.now += Duration::from_millis(50);
+            for rank in 0..self.ranks.len() {
+                let mut actions = Vec::new();
+                self.ranks[rank].machine.tick(self.now, idle(rank), &mut actions);
+                self.perform(rank, actions);
+            }
+            self.settle(random);
+        }
+    }
+
+    fn reset_traffic(&mut self) {
+        for rank in &mut self.ranks {
+            (rank.received, rank.sent) = Default::default();
+        }
+    }
+
+    /// The most that any rank sent or received.
+    fn most(&self) -> Traffic {
+        let both = self.ranks.iter().flat_map(|rank| [rank.received, rank.sent]);
+        both.fold(Traffic::default(), |most, one| Traffic {
+            messages: most.messages.max(one.messages),
+            bytes: most.bytes.max(one.bytes),
+        })
+    }
+
+    fn texts(&self, rank: usize) -> Vec<String> {
+        let text = |event: &Event| match event {
+            Event::Failed(name, text) => Some(format!("{name}: {text}")),
+            _ => None,
+        };
+        self.ranks[rank].events.iter().filter_map(text).collect()
+    }
+}
+
+/// 4,096 ranks with the same names in another order each, three times; the bounds do not depend on the number of ranks.
+#[test]
+fn traffic_of_a_rank_does_not_grow_with_the_group() {
+    const NAMES: usize = 100;
+    for size in [2, 9, 64, 4096] {
+        let mut world = World::new(size, LIMITS, PATIENCE);
+        let mut random = Random(size as u64);
+        let names: Vec<String> = (0..NAMES).map(|name| format!("layer.{name}.weight")).collect();
+        for step in 0..3 {
+            world.reset_traffic();
+            let chunks = if step == 2 { 4 } else { 1 };
+            let mut orders: Vec<Vec<usize>> = (0..size).map(|_| (0..NAMES).collect()).collect();
+            orders.iter_mut().for_each(|order| random.shuffle(order));
+            for chunk in 0..chunks {
+                for (rank, order) in orders.iter().enumerate() {
+                    for &name in &order[chunk * NAMES / chunks..(chunk + 1) * NAMES / chunks] {
+                        world.submit(rank, &names[name], sum(name as u64 + 1), false);
+                    }
+                    world.flush(rank);
+                }
+                world.settle_in_rounds();
+            }
+            assert!(world.ranks.iter().all(|rank| rank.answered == NAMES * (step + 1)), "{size} {step}");
+            let first = &world.ranks[0].events;
+            assert!(world.ranks.iter().all(|rank| rank.events == *first), "{size} {step}");
+            let most = world.most();
+            let children = FAN_IN.min(size - 1);
+            match step {
+                // Descriptions: each rank says its own once, and passes on as many as there are.
+                0 => assert!(most.messages <= children + 1 && most.bytes <= (children + 1) * NAMES * 64, "{size}"),
+                // One bit a name, one message up and one down a neighbour.
+                1 => {
+                    let bytes = (children + 1) * (NAMES / 8 + 24);
+                    assert!(most.messages <= children + 1 && most.bytes <= bytes, "{size} {}", most.bytes);
+                    let last = world.ranks[0].events.last();
+                    assert!(matches!(last, Some(Event::Ran(shapes)) if shapes.len() == NAMES), "{last:?}");
+                }
+                // In four parts, of which nothing is ready on all before the last one in a large group.
+                _ => assert!(most.messages <= 4 * (children + 1) * 4, "{size} {}", most.messages),
+            }
+        }
+    }
+}
+
+/// Somebody waits for what a rank never calls: in a large group the news of it are small, too.
+#[test]
+fn reports_of_a_large_group_are_small_and_name_the_missing() {
+    let mut world = World::new(1000, LIMITS, PATIENCE);
+    let mut random = Random(5);
+    for rank in (0..1000).filter(|rank| *rank != 77 && *rank != 500) {
+        (0..50).for_each(|name| world.submit(rank, &format!("w{name:02}"), sum(1), false));
+        world.flush(rank);
+    }
+    world.settle_in_rounds();
+    world.reset_traffic();
+    world.pass(Duration::from_secs(2), &mut random, |_| false);
+    world.now += PATIENCE.warning;
+    world.pass(Duration::from_millis(500), &mut random, |_| false);
+    assert_eq!(world.ranks[0].warnings.len(), 1);
+    let text = &world.ranks[0].warnings[0];
+    assert!(text.contains("`w00` (missing: ranks 77, 500), `w01`") && text.ends_with(".."), "{text}");
+    assert!(world.most().messages <= 60 * (FAN_IN + 1), "{}", world.most().messages);
+    world.now += PATIENCE.limit;
+    world.pass(Duration::from_millis(500), &mut random, |_| false);
+    for rank in (0..1000).filter(|rank| *rank != 77 && *rank != 500) {
+        let texts = world.texts(rank);
+        assert_eq!(texts.len(), 50);
+        assert!(texts[3].starts_with("w03: `w03` timed out after 36"), "{}", texts[3]);
+        assert!(texts[3].contains("rank(s) [77, 500]"), "{}", texts[3]);
+    }
+    // The late ones come, and wait for a new call of the others.
+    for rank in [77, 500] {
+        world.submit(rank, "w03", sum(1), false);
+        world.flush(rank);
+    }
+    for rank in (0..1000).filter(|rank| *rank != 77 && *rank != 500) {
+        world.submit(rank, "w03", sum(1), false);
+        world.flush(rank);
+    }
+    world.settle(&mut random);
+    assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&Event::Ran(vec![1]))));
+}
+
+#[test]
+fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
+    for size in [2, 3, 12] {
+        let mut world = World::new(size, LIMITS, PATIENCE);
+        let mut random = Random(1);
+        for rank in 0..size {
+            world.submit(rank, if rank == 1 { "b" } else { "a" }, sum(1), true);
+            world.flush(rank);
+        }
+        world.pass(Duration::from_millis(1600), &mut random, |_| false);
+        for rank in 0..size {
+            let [text] = &world.texts(rank)[..] else { panic!("{:?}", world.ranks[rank].events) };
+            assert!(text.contains("no name is called by all: rank"), "{text}");
+            assert!(text.contains("rank 1 waits for `b`"), "{text}");
+            assert!(text.contains("for `a`"), "{text}");
+        }
+        // Everything works afterwards.
+        for rank in 0..size {
+            world.submit(rank, "a", sum(1), true);
+            world.flush(rank);
+        }
+        world.settle(&mut random);
+        assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&Event::Ran(vec![1]))));
+    }
+}
+
+#[test]
+fn a_slow_rank_is_no_false_alarm() {
+    let mut world = World::new(3, LIMITS, PATIENCE);
+    let mut random = Random(2);
+    // Rank 1 computes; it waits for something else meanwhile, as a graph may.
+    world.submit(0, "a", sum(1), true);
+    world.submit(1, "b", sum(2), false);
+    world.submit(2, "a", sum(1), true);
+    (0..3).for_each(|rank| world.flush(rank));
+    world.pass(Duration::from_secs(20), &mut random, |rank| rank != 1);
+    assert!(world.ranks.iter().all(|rank| rank.events.is_empty()));
+    world.submit(1, "a", sum(1), false);
+    world.flush(1);
+    world.settle(&mut random);
+    assert!(world.ranks.iter().all(|rank| rank.events == [Event::Ran(vec![1])]));
+    for rank in [0, 2] {
+        world.submit(rank, "b", sum(2), false);
+        world.flush(rank);
+    }
+    world.settle(&mut random);
+    assert!(world.ranks.iter().all(|rank| rank.answered == 2));
+    // In the same way, but rank 1 has nothing more to compute.
+    world.submit(0, "a", sum(1), true);
+    world.submit(1, "b", sum(2), false);
+    world.submit(2, "a", sum(1), false);
+    (0..3).for_each(|rank| world.flush(rank));
+    world.pass(Duration::from_millis(1600), &mut random, |_| true);
+    assert!(world.texts(2)[0].contains("ranks 0, 2 wait for `a`, rank 1 waits for `b`"), "{:?}", world.texts(2));
+}
+
+#[test]
+fn what_ranks_disagree_in_is_told_to_all() {
+    let mut random = Random(3);
+    let differences: [(Description, &str); 5] = [
+        (
+            sum(5),
+            "different shapes: ranks 0, 1, 3 ask for all_reduce(sum) of float32 [4], rank 2 asks for all_reduce(sum) of float32 [5]",
+        ),
+        (Description { dtype: DType::Int32, ..sum(4) }, "different element types: "),
+        (Description { op: ReduceOp::Max, ..sum(4) }, "different reductions: "),
+        (Description { kind: Kind::Broadcast, ..sum(4) }, "different operations: "),
+        (
+            Description::poison("bad shape".into()),
+            "a rank cannot take part: ranks 0, 1, 3 ask for all_reduce(sum) of float32 [4], rank 2 asks for an error (bad shape)",
+        ),
+    ];
+    for (other, expected) in differences {
+        for warm in [false, true] {
+            let mut world = World::new(4, LIMITS, PATIENCE);
+            if warm {
+                (0..4).for_each(|rank| {
+                    world.submit(rank, "a", sum(4), false);
+                    world.flush(rank);
+                });
+                world.settle(&mut random);
+            }
+            for rank in 0..4 {
+                world.submit(rank, "a", if rank == 2 { other.clone() } else { sum(4) }, false);
+                world.submit(rank, "b", sum(9), false);
+                world.flush(rank);
+            }
+            world.settle(&mut random);
+            for rank in 0..4 {
+                let [text] = &world.texts(rank)[..] else { panic!("{:?}", world.ranks[rank].events) };
+                assert!(text.starts_with("a: `a`: ranks disagree: ") && text.contains(expected), "{text}");
+                assert!(world.ranks[rank].events.contains(&Event::Ran(vec![9])));
+            }
+        }
+    }
+}
+
+#[test]
+fn only_reductions_can_do_without_ranks_that_joined() {
+    let mut world = World::new(3, LIMITS, PATIENCE);
+    let mut random = Random(4);
+    let broadcast = Description { kind: Kind::Broadcast, ..sum(2) };
+    for round in 0..2 {
+        world.ranks[1].machine.join(world.now).unwrap();
+        world.flush(1);
+        for rank in [0, 2] {
+            world.submit(rank, "a", sum(1), true);
+            world.submit(rank, "b", broadcast.clone(), true);
+            world.flush(rank);
+        }
+        world.settle(&mut random);
+        assert!(world.ranks[1].events.contains(&Event::Ran(vec![1])));
+        let text = &world.texts(0)[round];
+        assert!(text.contains("`broadcast` is not supported with it"), "{text}");
+        for rank in [2, 0] {
+            world.ranks[rank].machine.join(world.now).unwrap();
+            world.flush(rank);
+            world.settle(&mut random);
+        }
+        for rank in 0..3 {
+            assert_eq!(world.ranks[rank].events.last(), Some(&Event::Joined(0)), "{rank}");
+        }
+        // In the second round the broadcast is known.
+        for rank in 0..3 {
+            world.submit(rank, "b", broadcast.clone(), true);
+            world.flush(rank);
+        }
+        world.settle(&mut random);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    /// Any interleaving of calls and messages, names that come several times, caches that are too small, and ranks that
+    /// join: all that is called is answered, once, in one order on all ranks.
+    #[test]
+    fn every_interleaving_ends(
+        size in 1..14usize,
+        seed in any::<u64>(),
+        cache in 0..5u32,
+        fusion_bytes in prop_oneof![Just(0u64), Just(40), Just(1 << 20)],
+        names in 1..7usize,
+        times in 1..5usize,
+        joins in any::<bool>(),
+        odd in any::<bool>(),
+    ) {
+        let mut random = Random(seed);
+        let mut world = World::new(size, Limits { cache, fusion_bytes }, PATIENCE);
+        // Each rank calls each name as often as the others, in its own order; those that join call less.
+        let scripts: Vec<Vec<usize>> = (0..size).map(|rank| {
+            let times = if joins && rank % 3 == 1 { times / 2 } else { times };
+            let mut script: Vec<usize> = (0..names * times).map(|at| at % names).collect();
+            random.shuffle(&mut script);
+            script
+        }).collect();
+        let calls: Vec<usize> = scripts.iter().map(Vec::len).collect();
+        let mut scripts: Vec<VecDeque<usize>> = scripts.into_iter().map(VecDeque::from).collect();
+        let mut joined = vec![!joins; size];
+        let mut odd_calls = 0;
+        loop {
+            let pairs: Vec<(usize, usize)> = (world.frames.iter().enumerate())
+                .flat_map(|(to, queues)| queues.keys().map(move |from| (to, *from)))
+                .collect();
+            let choice = random.below(pairs.len() + size);
+            if let Some(&(to, from)) = pairs.get(choice) {
+                world.deliver(to, from);
+                if random.below(2) == 0 {
+                    world.flush(to);
+                }
+                continue;
+            }
+            let rank = choice - pairs.len();
+            match scripts[rank].pop_front() {
+                Some(name) => {
+                    // One rank asks for something else the first time.
+                    let differs = odd && rank == size - 1 && name == 0 && odd_calls == 0;
+                    odd_calls += usize::from(differs);
+                    let description = if differs { Description { op: ReduceOp::Max, ..sum(1) } } else { sum(name as u64 + 1) };
+                    world.submit(rank, &format!("n{name}"), description, false);
+                }
+                None if !joined[rank] => {
+                    joined[rank] = true;
+                    world.ranks[rank].machine.join(world.now).unwrap();
+                }
+                None => {}
+            }
+            if random.below(2) == 0 {
+                world.flush(rank);
+            }
+            if pairs.is_empty() && scripts.iter().all(VecDeque::is_empty) && joined.iter().all(|joined| *joined) {
+                (0..size).for_each(|rank| world.flush(rank));
+                if world.frames.iter().all(BTreeMap::is_empty) {
+                    break;
+                }
+            }
+        }
+        for (rank, calls) in world.ranks.iter().zip(calls) {
+            prop_assert_eq!(rank.answered, calls, "rank {}", rank.tree.me);
+            prop_assert!(!rank.machine.is_waiting());
+        }
+        let ran = |rank: usize| -> Vec<&Event> {
+            world.ranks[rank].events.iter().filter(|event| !matches!(event, Event::Failed(..))).collect()
+        };
+        for rank in 1..size {
+            prop_assert_eq!(ran(rank), ran(0));
+        }
+        if !joins {
+            for rank in 1..size {
+                prop_assert_eq!(world.texts(rank), world.texts(0));
+            }
+        }
+    }
+}

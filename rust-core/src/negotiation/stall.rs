@@ -1,0 +1,252 @@
+//! How long names have been waited for, and by whom: warnings, time limits, and the case in which nobody can go on.
+//!
+//! A member whose calls have waited for a while tells its parent, and so the root knows who waits for what, from at most
+//! one message a child and tick. As long as names become ready soon, nothing of this is sent.
+//!
+//! Note "stuck". A rank is stuck if it waits, and nothing can come of it any more: a caller said that it does nothing else
+//! meanwhile (`blocking`), or the process has used no processor for a while, which is what a graph looks like in which
+//! all that is left waits for a collective. If all ranks are, and no name became ready for a while, none ever will. A
+//! rank that is merely slow is not stuck: it computes, or it waits for nothing.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::bits::{self, RankSet};
+use super::machine::Queue;
+use super::message::{MAX_WAITING, Report, Verdict, Waiting};
+use super::tree::Tree;
+use crate::error::Error;
+
+/// How long names may be waited for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// Until the first warning, and between two.
+    pub(super) warning: Duration,
+    /// Until everything that waits fails.
+    pub(super) limit: Duration,
+}
+
+/// Waits of this length are told to the parent.
+pub(super) const REPORT_AFTER: Duration = Duration::from_millis(500);
+/// After so long without news a rank that cannot do anything else is stuck.
+pub(super) const STUCK_AFTER: Duration = Duration::from_secs(1);
+/// So long it must look as if something had to be ended before the root believes it: news may be under way.
+const BELIEVE_AFTER: Duration = Duration::from_millis(200);
+/// Names in a warning.
+const SHOWN: usize = 6;
+
+/// See the module's text.
+pub(super) struct Stall {
+    patience: Patience,
+    /// The children's last reports, and when they came.
+    reports: Vec<(Report, Duration)>,
+    /// The last report to the parent.
+    told: Report,
+    /// This member's last call, or the last answer.
+    last_news: Duration,
+    /// Calls of this member without an answer, and how many of them block their callers.
+    num_pending: usize,
+    num_blocking: usize,
+    all_stuck_since: Option<Duration>,
+    late_since: Option<Duration>,
+    last_warning: Option<Duration>,
+}
+
+impl Stall {
+    pub(super) fn new(children: usize, patience: Patience) -> Self {
+        Self {
+            patience,
+            reports: vec![Default::default(); children],
+            told: Report::default(),
+            last_news: Duration::ZERO,
+            num_pending: 0,
+            num_blocking: 0,
+            all_stuck_since: None,
+            late_since: None,
+            last_warning: None,
+        }
+    }
+
+    /// Whether somebody behind this member waits, or the parent believes so.
+    pub(super) fn has_reports(&self) -> bool {
+        let says = |report: &Report| report.stuck || !report.waiting.is_empty() || !report.joined.is_empty();
+        says(&self.told) || self.reports.iter().any(|(report, _)| says(report))
+    }
+
+    pub(super) fn changed(&mut self, now: Duration) {
+        self.last_news = now;
+    }
+
+    /// Counts a call of this member, or the end of one.
+    pub(super) fn pending(&mut self, blocking: bool, change: isize) {
+        self.num_pending = self.num_pending.saturating_add_signed(change);
+        if blocking {
+            self.num_blocking = self.num_blocking.saturating_add_signed(change);
+        }
+    }
+
+    /// Something came from a child; `news` if one of its ranks has become ready for something, `current` if it had heard
+    /// all answers when it was sent.
+    pub(super) fn heard(&mut self, child: usize, report: Option<Report>, news: bool, current: bool, now: Duration) {
+        if let Some(report) = report {
+            self.reports[child] = (report, now);
+        }
+        if news || !current {
+            self.reports[child].0.stuck = false;
+        }
+    }
+
+    /// Names were answered, so nobody is stuck. The children will tell what they still wait for.
+    pub(super) fn answered(&mut self, now: Duration) {
+        self.last_news = now;
+        self.all_stuck_since = None;
+        self.reports.iter_mut().for_each(|(report, _)| report.stuck = false);
+        self.told.stuck = false;
+    }
+
+    /// Nothing waits any more.
+    pub(super) fn forget(&mut self) {
+        self.late_since = None;
+        self.reports.iter_mut().for_each(|(report, _)| report.waiting.clear());
+        self.told.waiting.clear();
+    }
+
+    /// Who waits behind this member, now.
+    pub(super) fn report(
+        &mut self,
+        tree: &Tree,
+        pending: &HashMap<Arc<str>, Queue>,
+        joined: bool,
+        idle: bool,
+        now: Duration,
+    ) -> Report {
+        let quiet = now.saturating_sub(self.last_news) >= STUCK_AFTER;
+        let waits = joined || self.num_blocking > 0 || (self.num_pending > 0 && idle);
+        let mut report = Report { stuck: quiet && waits, ..Report::default() };
+        if joined {
+            report.joined.add(tree.me..tree.me + 1);
+        }
+        let age = |since: Duration| now.saturating_sub(since);
+        let mut names: HashMap<&str, (RankSet, Duration)> = HashMap::new();
+        for (name, queue) in pending.iter().filter(|(_, queue)| age(queue.first.since) >= REPORT_AFTER) {
+            names.insert(name, (RankSet::of(tree.me..tree.me + 1), age(queue.first.since)));
+        }
+        for (child, came) in &self.reports {
+            report.stuck &= child.stuck;
+            report.joined.merge(&child.joined);
+            for waiting in &child.waiting {
+                let age = Duration::from_millis(waiting.age_ms).saturating_add(age(*came));
+                let known = names.entry(&waiting.name).or_default();
+                known.0.merge(&waiting.ranks);
+                known.1 = known.1.max(age);
+            }
+        }
+        let waiting = |(name, (ranks, age)): (&str, (RankSet, Duration))| Waiting {
+            name: name.to_owned(),
+            ranks,
+            age_ms: u64::try_from(age.as_millis()).unwrap_or(u64::MAX),
+        };
+        report.waiting = names.into_iter().map(waiting).collect();
+        // Clocks tick between ranks: what is about as old is sorted by name.
+        report.waiting.sort_by(|a, b| (b.age_ms / 250, &a.name).cmp(&(a.age_ms / 250, &b.name)));
+        report.waiting.truncate(MAX_WAITING);
+        report
+    }
+
+    /// What the parent has to be told: `report`, if it says something new.
+    pub(super) fn news(&mut self, report: Report) -> Option<Report> {
+        let names = |report: &Report| -> Vec<(String, RankSet)> {
+            let mut names: Vec<_> =
+                report.waiting.iter().map(|waiting| (waiting.name.clone(), waiting.ranks.clone())).collect();
+            names.sort_by(|a, b| a.0.cmp(&b.0));
+            names
+        };
+        let same =
+            report.stuck == self.told.stuck && report.joined == self.told.joined && names(&report) == names(&self.told);
+        (!same).then(|| {
+            self.told = report.clone();
+            report
+        })
+    }
+
+    /// The root's view: what to tell the user, and what to end.
+    pub(super) fn judge(
+        &mut self,
+        report: Report,
+        size: usize,
+        ranks: &[usize],
+        now: Duration,
+    ) -> (Option<String>, Option<Verdict>) {
+        if report.waiting.is_empty() {
+            self.late_since = None;
+            return (None, None);
+        }
+        if !report.stuck {
+            self.all_stuck_since = None;
+        } else if now.saturating_sub(*self.all_stuck_since.get_or_insert(now)) >= BELIEVE_AFTER {
+            let waits = |waiting: &Waiting| {
+                let plural = if waiting.ranks.is_one() { "waits" } else { "wait" };
+                format!("{} {plural} for `{}`", waiting.ranks.text(ranks), waiting.name)
+            };
+            let mut names: Vec<&Waiting> = report.waiting.iter().collect();
+            names.sort_by_key(|waiting| (waiting.ranks.first(), &waiting.name));
+            let mut all: Vec<String> = names.into_iter().take(2 * SHOWN).map(waits).collect();
+            if !report.joined.is_empty() {
+                all.push(format!("{} joined", report.joined.text(ranks)));
+            }
+            return (None, Some(Verdict::Stuck(all.join(", "))));
+        }
+        let missing = |waiting: &Waiting| {
+            let mut here = waiting.ranks.clone();
+            here.merge(&report.joined);
+            here.missing(size).into_iter().map(|rank| ranks[rank]).collect::<Vec<_>>()
+        };
+        let longest = Duration::from_millis(report.waiting[0].age_ms);
+        let late = |limit: Duration| {
+            let late = move |waiting: &&Waiting| Duration::from_millis(waiting.age_ms) >= limit;
+            report.waiting.iter().filter(late)
+        };
+        if late(self.patience.limit).next().is_none() {
+            self.late_since = None;
+        } else if now.saturating_sub(*self.late_since.get_or_insert(now)) >= BELIEVE_AFTER {
+            let waited_ms = report.waiting[0].age_ms;
+            let tensors = report.waiting.iter().map(|waiting| (waiting.name.clone(), missing(waiting))).collect();
+            return (None, Some(Verdict::Stalled { waited_ms, tensors }));
+        }
+        let due = self.last_warning.is_none_or(|last| now.saturating_sub(last) >= self.patience.warning);
+        if !due || late(self.patience.warning).next().is_none() {
+            return (None, None);
+        }
+        self.last_warning = Some(now);
+        let line = |waiting: &Waiting| format!("`{}` (missing: {})", waiting.name, bits::text(&missing(waiting)));
+        let late: Vec<&Waiting> = late(self.patience.warning).collect();
+        let shown = late.iter().take(SHOWN).map(|waiting| line(waiting)).collect::<Vec<_>>().join(", ");
+        let more = if late.len() > SHOWN { ", .." } else { "" };
+        let seconds = longest.as_secs_f64();
+        let text = format!(
+            "collectives have waited for more than {seconds:.0} seconds for ranks that do not call them: {shown}{more}"
+        );
+        (Some(text), None)
+    }
+}
+
+impl Verdict {
+    /// What a call of `name` ends with.
+    pub(super) fn error(&self, name: &str) -> Error {
+        match self {
+            Verdict::Stuck(detail) => Error::Mismatch {
+                during: "collectives by name".to_owned(),
+                detail: format!("every rank waits, and no name is called by all: {detail}"),
+            },
+            Verdict::Stalled { waited_ms, tensors } => {
+                let own = tensors.iter().find(|(late, _)| late == name).or(tensors.first());
+                let (late, missing) =
+                    own.map_or((name, Vec::new()), |(late, missing)| (late.as_str(), missing.clone()));
+                let during =
+                    if late == name { format!("`{name}`") } else { format!("`{name}`, with `{late}` before it,") };
+                Error::Timeout { during, waited: Duration::from_millis(*waited_ms), missing }
+            }
+        }
+    }
+}
