@@ -91,4 +91,27 @@ output = the ranks' tensors, one after the other along dimension 0.
 tensor: Same shape and type on all ranks, at least one dimension.
 )");
 
+REGISTER_OP("SmdReduceGradients")
+    .Attr(
+        "T: list({uint8, int8, int16, int32, int64, half, bfloat16, float, double, bool, complex64, complex128}) >= 1")
+    .Attr("plan: int")
+    .Attr("params: list(int)")
+    .Attr("whole: bool")
+    .Input("gradients: T")
+    .Output("reduced: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](InferenceContext* context) {
+      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+      return absl::OkStatus();
+    })
+    .Doc(R"(
+Gradients of a step, reduced over ranks as their plan says. Each one goes its own way: the operations of a step may run
+in any order, and at the same time.
+
+plan: Number that this process drew.
+params: The gradients' places in the plan.
+whole: Whether these are all gradients of the plan.
+)");
+
 }  // namespace smd::tf_ops

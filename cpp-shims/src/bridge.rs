@@ -7,6 +7,7 @@ use crate::calls::{
     run_together, session_id, size, submit, submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
+use crate::plan::{GradientPlan, find_plan};
 use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
@@ -170,6 +171,14 @@ mod ffi {
         wire: &'a [TensorView],
         apart: &'a [TensorView],
         stream: usize,
+    }
+
+    /// `smd_core::reducer::arrival::Execution`.
+    #[derive(Clone, Copy, Debug)]
+    struct Execution {
+        step: i64,
+        frame: u64,
+        iteration: i64,
     }
 
     extern "Rust" {
@@ -354,7 +363,49 @@ mod ffi {
         fn at(self: &Arena, offset_bytes: usize) -> *mut u8;
     }
 
+    // Gradients of graphs; `smd_core::reducer::arrival` says more. Functions may be called on any thread.
+    extern "Rust" {
+        /// A reducer that is made when its first gradient comes.
+        type GradientPlan;
+
+        /// The plan that the process drew under this number.
+        fn find_plan(number: i64) -> Result<Box<GradientPlan>>;
+        /// The same plan.
+        fn share(self: &GradientPlan) -> Box<GradientPlan>;
+        /// Bytes of a parameter; throws if there is no such parameter.
+        fn param_bytes(self: &GradientPlan, param: usize) -> Result<usize>;
+        /// Its name.
+        fn param_name(self: &GradientPlan, param: usize) -> String;
+        /// The slot of a parameter, unless a tensor holds it.
+        fn take_slot(self: &GradientPlan, param: usize) -> Box<SlotLease>;
+        /// A gradient is complete at `ptr`, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
+        /// throws.
+        ///
+        /// # Safety
+        /// Until then, the bytes are valid and nobody else touches them.
+        unsafe fn arrive(
+            self: &GradientPlan,
+            param: usize,
+            ptr: *mut u8,
+            lease: Box<SlotLease>,
+            execution: &Execution,
+            giver: SharedPtr<Giver>,
+            position: usize,
+        ) -> Result<()>;
+        /// An execution ends, whatever became of its gradients.
+        fn ended(self: &GradientPlan, execution: &Execution);
+    }
+
     unsafe extern "C++" {
+        include!("smd/giver.h");
+
+        /// See the header.
+        type Giver;
+        /// A gradient is reduced, in the slot if `lease` holds it; `error` is the report, empty on success.
+        fn reduced(self: &Giver, position: usize, error: &str, lease: Box<SlotLease>);
+        /// The execution needs to tell no more how it goes.
+        fn release(self: &Giver);
+
         include!("smd/completion.h");
 
         /// See the header.

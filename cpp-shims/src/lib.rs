@@ -13,6 +13,7 @@ mod bridge;
 mod calls;
 mod guard;
 mod membership;
+mod plan;
 mod reducer;
 
 /// Name and text of every file that the shims are built from. `include/` is the include path; everything else is

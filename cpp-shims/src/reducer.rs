@@ -19,7 +19,7 @@ pub struct Reducer {
 }
 
 /// A slot that a tensor holds, or nothing.
-pub struct SlotLease(Option<reducer::SlotLease>);
+pub struct SlotLease(pub(crate) Option<reducer::SlotLease>);
 
 /// The memory of all slots.
 pub struct Arena(Option<Arc<reducer::Arena>>);
@@ -71,6 +71,9 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
             // C++ can make any number an enum.
             unknown => return Err(Error::Internal(format!("there is no reduction {}", unknown.repr))),
         },
+        // For gradients of graphs.
+        sum: false,
+        absent: Vec::new(),
     })
 }
 

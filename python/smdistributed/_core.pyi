@@ -59,6 +59,17 @@ def report_failure(message: str) -> None:
     """Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
     session."""
 
+def plan_gradients(
+    graph: int,
+    gradients: Sequence[tuple[str, Sequence[int], str]],
+    absent: Sequence[str],
+    bucket_bytes: int,
+    wire: str | None = None,
+    sum: bool = False,
+) -> int:
+    """The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
+    are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as."""
+
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""
 

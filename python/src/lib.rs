@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod config;
 mod enter;
 mod error;
+mod gradients;
 mod launch;
 mod session;
 mod shims;
@@ -21,6 +22,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
     session::register(module)?;
+    module.add_function(wrap_pyfunction!(gradients::plan_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;

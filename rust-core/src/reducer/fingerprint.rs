@@ -69,6 +69,12 @@ pub(super) fn view(bytes: &mut [u8]) -> Result<TensorView> {
 
 /// The first difference between two ranks' descriptions, in words; `None` if there is none.
 pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize) -> Option<String> {
+    for (with, rank, without, other) in [(b, rank_b, a, rank_a), (a, rank_a, b, rank_b)] {
+        let is_absent = |name: &&String| !with.options.absent.contains(name);
+        if let Some(name) = without.options.absent.iter().find(is_absent) {
+            return Some(format!("parameter `{name}` has a gradient on rank {rank} and none on rank {other}"));
+        }
+    }
     for (index, (x, y)) in a.params.iter().zip(&b.params).enumerate() {
         if x.name != y.name {
             return Some(format!(
@@ -134,6 +140,9 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
     if x.reduction != y.reduction {
         return differ("reduction of a bucket", &x.reduction, &y.reduction);
     }
+    if x.sum != y.sum {
+        return differ("sum", &x.sum, &y.sum);
+    }
     if x.accumulation_steps != y.accumulation_steps {
         return differ("gradient_accumulation_steps", &x.accumulation_steps, &y.accumulation_steps);
     }
@@ -188,6 +197,10 @@ mod tests {
         assert_eq!(
             with(&|d| d.options.reduction = Reduction::Compressed(DType::Float16)),
             "`reduction of a bucket` is the average on rank 0 and the average in float16 on rank 3"
+        );
+        assert_eq!(
+            with(&|d| d.options.absent.push("b".to_owned())),
+            "parameter `b` has a gradient on rank 0 and none on rank 3"
         );
         assert_eq!(
             with(&|d| d.options.bucket_bytes = vec![128]),

@@ -26,12 +26,17 @@
 //!   queued all buckets reduces no more: its next step raises, and the others', which wait for it, end with its end or
 //!   at their time limit.
 //!
-//! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a communicator.
+//! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a
+//! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
+//! the operations of a graph, [`arrival`] does, with a reducer for each [`blueprint`].
 
 use crate::buffer::DType;
+use crate::collectives::ReduceOp;
 use crate::error::{Error, Result};
 
 mod arena;
+pub mod arrival;
+pub mod blueprint;
 mod copy;
 pub mod fingerprint;
 pub mod history;
@@ -46,7 +51,7 @@ mod tests;
 pub use arena::{Arena, SlotLease};
 pub use launcher::DeviceBucket;
 pub use plan::{Bucket, Plan, Slot};
-pub use runner::{Record, Reducer};
+pub use runner::{Listener, News, Record, Reducer};
 pub use step::Step;
 
 /// What the plan needs to know of a parameter.
@@ -84,7 +89,7 @@ impl ParamSpec {
 /// What happens to a full bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Reduction {
-    /// It becomes the average over the members.
+    /// It becomes the average over the members, or their sum.
     Average,
     /// The same, but floating-point values wider than this type are rounded to it before they travel. The sum is
     /// still taken as COL-1 says, and rounded once more.
@@ -118,6 +123,10 @@ pub struct Options {
     pub static_graph: bool,
     /// What happens to a full bucket.
     pub reduction: Reduction,
+    /// Whether gradients are added up, instead of averaged.
+    pub sum: bool,
+    /// Names of parameters that never get a gradient. They are no part of the plan; ranks compare them.
+    pub absent: Vec<String>,
     /// Whether gradients are on a CUDA device. Buckets then lie in memory of the caller, who packs and launches them
     /// with [`Reducer::launch`] when [`Reducer::mark_ready`] says that they are full.
     pub on_device: bool,
@@ -137,6 +146,11 @@ impl Options {
                 "a gradient reducer needs bucket sizes and a number of accumulation steps above zero, not {:?} and {}",
                 self.bucket_bytes, self.accumulation_steps
             )));
+        }
+        if self.sum && (self.on_device || self.reduction == Reduction::ByCaller) {
+            return Err(Error::Unsupported(
+                "gradients on CUDA devices, and those that a hook reduces, are averaged, not added up".to_owned(),
+            ));
         }
         match self.reduction {
             Reduction::Compressed(dtype) if !matches!(dtype, DType::Float16 | DType::BFloat16) => {
@@ -167,6 +181,11 @@ impl Options {
         self.find_unused_parameters || self.static_graph
     }
 
+    /// How the members' values become one.
+    fn op(&self) -> ReduceOp {
+        if self.sum { ReduceOp::Sum } else { ReduceOp::Average }
+    }
+
     /// What a bucket of `dtype` values travels as.
     pub fn wire_dtype(&self, dtype: DType) -> DType {
         match self.reduction {
@@ -186,6 +205,8 @@ impl Default for Options {
             accumulation_steps: 1,
             static_graph: false,
             reduction: Reduction::Average,
+            sum: false,
+            absent: Vec::new(),
             on_device: false,
         }
     }

@@ -36,6 +36,27 @@ pub struct Reducer {
     changed: Condvar,
     /// Made with the first bucket on a device.
     launcher: OnceLock<Launcher>,
+    listener: OnceLock<Box<dyn Listener>>,
+}
+
+/// Hears of a step while it is under way, for whoever cannot wait in [`Reducer::finish`].
+pub trait Listener: Send + Sync {
+    /// Takes a note, in the order in which things happened. Called with no lock held, but inside calls of the
+    /// reducer, so that it must not call the reducer.
+    fn note(&self, news: News);
+    /// Follows one or more notes; may call the reducer.
+    fn wake(&self);
+}
+
+/// What a [`Listener`] hears.
+#[derive(Debug)]
+pub enum News {
+    /// The bucket with this index.
+    Reduced(usize),
+    /// The step failed; [`Reducer::abandon`] ends it.
+    Failed(Error),
+    /// A step that was abandoned is over: the next one may begin.
+    Settled,
 }
 
 /// What changes when the plan is made anew.
@@ -124,8 +145,8 @@ struct BucketTimes {
 /// What to do next, decided under the lock and done without it.
 enum Action {
     Nothing,
-    /// The step, the bucket, where in the window its values are, and as what.
-    Reduce(u64, usize, Layout, usize, DType),
+    /// The step, the bucket, where in the window its values are, and as what and how they become one.
+    Reduce(u64, usize, Layout, usize, (DType, ReduceOp)),
     GiveUp(u64, String),
 }
 
@@ -161,7 +182,19 @@ impl Reducer {
             params: params.into(),
             changed: Condvar::new(),
             launcher: OnceLock::new(),
+            listener: OnceLock::new(),
         }))
+    }
+
+    /// From now on `listener` hears of buckets that the core reduces. One reducer has one listener.
+    pub fn set_listener(&self, listener: Box<dyn Listener>) {
+        assert!(self.listener.set(listener).is_ok(), "a reducer has one listener");
+    }
+
+    /// Whether [`Reducer::finish`] has nothing to do with other members any more, once all buckets are reduced.
+    pub fn finishes_alone(&self) -> bool {
+        let state = self.state.lock();
+        state.rebuilt && (!state.options.may_leave_unused() || state.used_always.is_some())
     }
 
     /// The parameters, in the order of registration.
@@ -518,7 +551,7 @@ impl Reducer {
                 // spare range is as long as the largest bucket, and overlaps neither.
                 unsafe { copy::carry_out(layout.to_spare(bucket, &active.elsewhere, wire)) };
             }
-            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, wire);
+            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
         // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
         // then they have ended the step well, and what this rank said would end their next one.
@@ -546,7 +579,7 @@ impl Reducer {
                 // Whatever the answer is, the others know or are gone; this rank reports its own reason.
                 self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
             }
-            Action::Reduce(id, bucket, layout, offset_bytes, dtype) => {
+            Action::Reduce(id, bucket, layout, offset_bytes, (dtype, op)) => {
                 let planned = &layout.plan.buckets()[bucket];
                 if planned.elems() == 0 || self.communicator.members().size() == 1 {
                     return self.answered(id, Some(bucket), Ok(()));
@@ -556,7 +589,7 @@ impl Reducer {
                     offset_bytes,
                     elems: planned.elems(),
                     dtype,
-                    op: ReduceOp::Average,
+                    op,
                 };
                 let reducer = Arc::clone(self);
                 let done = move |result: Result<_>| reducer.answered(id, Some(bucket), result.map(drop));
@@ -567,6 +600,12 @@ impl Reducer {
 
     /// The communicator has done its part for `bucket`, or for giving up.
     fn answered(self: &Arc<Self>, id: u64, bucket: Option<usize>, result: Result<()>) {
+        let mut settled = false;
+        let news = match (&result, bucket) {
+            (Ok(()), Some(bucket)) => Some(News::Reduced(bucket)),
+            (Ok(()), None) => None,
+            (Err(error), _) => Some(News::Failed(error.clone())),
+        };
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
@@ -608,11 +647,22 @@ impl Reducer {
                 && matches!(action, Action::Nothing)
             {
                 state.active = None;
+                settled = true;
             }
             self.changed.notify_all();
             action
         };
+        let listener = self.listener.get();
+        if let Some(listener) = listener {
+            news.into_iter().for_each(|news| listener.note(news));
+            if settled {
+                listener.note(News::Settled);
+            }
+        }
         self.perform(action);
+        if let Some(listener) = listener {
+            listener.wake();
+        }
     }
 
     /// What the last step that was reduced did.
@@ -801,6 +851,7 @@ impl Reducer {
             // Buckets may be gone as soon as this function returns.
             launcher.settle();
         }
+        let mut settled = false;
         let action = 'decided: {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut() else {
@@ -834,10 +885,14 @@ impl Reducer {
                 && matches!(action, Action::Nothing)
             {
                 state.active = None;
+                settled = true;
             }
             self.changed.notify_all();
             action
         };
+        if let (true, Some(listener)) = (settled, self.listener.get()) {
+            listener.note(News::Settled);
+        }
         self.perform(action);
     }
 }

@@ -1,10 +1,12 @@
 //! The reducer over the mock transport and over shared memory: threads are ranks.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
+use super::arrival::{Arrival, Arrivals, Execution, Giver};
 use super::fingerprint::view;
-use super::{Options, ParamSpec, Reducer};
+use super::{Options, ParamSpec, Reducer, SlotLease};
 use crate::buffer::DType;
 use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
@@ -250,6 +252,143 @@ fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
             let error = outcome.as_ref().unwrap_err();
             assert!(matches!(error, Error::PeerFailed { rank: 0, .. }), "{error}");
             assert!(error.to_string().contains("it raised"), "{error}");
+        }
+    });
+}
+
+/// An operation of a graph that gives one gradient.
+struct Given {
+    param: usize,
+    /// Where it lies if it is not in its slot.
+    outside: Vec<f32>,
+    answers: Sender<(usize, Result<f32>)>,
+}
+
+impl Giver for Given {
+    fn reduced(&self, _position: usize, result: Result<Option<SlotLease>>) {
+        let value = result.map(|lease| match lease {
+            // SAFETY: the slot holds `ELEMS` floats.
+            Some(lease) => unsafe { *lease.ptr().cast::<f32>() },
+            None => self.outside[0],
+        });
+        self.answers.send((self.param, value)).expect("the rank waits for its answers");
+    }
+
+    fn release(&self) {}
+}
+
+fn execution(step: i64) -> Execution {
+    Execution { step, frame: 0, iteration: 0 }
+}
+
+fn give(arrivals: &Arc<Arrivals>, step: i64, param: usize, value: f32, answers: &Sender<(usize, Result<f32>)>) {
+    let mut given = Given { param, outside: vec![value; ELEMS], answers: answers.clone() };
+    let mut ptr = given.outside.as_mut_ptr().cast();
+    let mut lease = arrivals.take_slot(param);
+    if let Some(lease) = &mut lease {
+        // SAFETY: the vector is as long as the slot.
+        unsafe { lease.fill(ptr) };
+        ptr = lease.ptr();
+    }
+    let giver = Arc::new(given);
+    // SAFETY: the giver, which has the vector, lives until it is answered.
+    unsafe { arrivals.arrive(Arrival { param, ptr, lease, execution: execution(step), giver, position: 0 }) };
+}
+
+fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usize, Result<f32>)> {
+    let mut got: Vec<_> =
+        (0..count).map(|_| answers.recv_timeout(TIMEOUT).expect("every gradient is answered")).collect();
+    got.sort_by_key(|(param, _)| *param);
+    got
+}
+
+#[test]
+fn gradients_that_arrive_are_answered_and_later_steps_wait() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let arrivals = Arrivals::new();
+        let (sender, answers) = channel();
+        // Two steps before there is a reducer, mixed up.
+        for param in 0..PARAMS {
+            give(&arrivals, 1, param, value(me, param), &sender);
+            give(&arrivals, 2, PARAMS - 1 - param, value(me, PARAMS - 1 - param), &sender);
+        }
+        arrivals.made(Reducer::new(communicator, params(), options()));
+        let mut steps = vec![answered(&answers, 2 * PARAMS)];
+        for step in 3..10 {
+            for param in 0..PARAMS {
+                give(&arrivals, step, (param + 2 * me) % PARAMS, value(me, (param + 2 * me) % PARAMS), &sender);
+            }
+            steps.push(answered(&answers, PARAMS));
+        }
+        steps
+    };
+    over_each_transport(3, rank, |returned| {
+        for (param, reduced) in returned.into_iter().flatten().flatten() {
+            assert_eq!(reduced.unwrap(), value(1, param), "the mean of ranks 0, 1 and 2");
+        }
+    });
+}
+
+#[test]
+fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let arrivals = Arrivals::new();
+        arrivals.made(Reducer::new(communicator, params(), options()));
+        let (sender, answers) = channel();
+        let mut failed = Vec::new();
+        for early in 0..PARAMS {
+            let step = 10 * early as i64;
+            let ends = me == 1 && early > 0;
+            let given = if ends { early } else { PARAMS };
+            for param in (0..PARAMS).rev().take(given) {
+                give(&arrivals, step, param, value(me, param), &sender);
+            }
+            if ends {
+                arrivals.ended(execution(step));
+                // What was on its way when it ended.
+                give(&arrivals, step, 0, value(me, 0), &sender);
+            }
+            failed.push(answered(&answers, given + usize::from(ends)));
+            for param in 0..PARAMS {
+                give(&arrivals, step + 1, param, value(me, param), &sender);
+            }
+            for (param, reduced) in answered(&answers, PARAMS) {
+                assert_eq!(reduced.unwrap(), (10 * param) as f32 + 0.5);
+            }
+        }
+        failed
+    };
+    over_each_transport(2, rank, |returned| {
+        for (early, (first, second)) in returned[0].iter().zip(&returned[1]).enumerate() {
+            let error_of =
+                |answers: &[(usize, Result<f32>)]| answers.iter().find_map(|(_, result)| result.clone().err());
+            match early {
+                0 => assert!(error_of(first).or(error_of(second)).is_none()),
+                _ => {
+                    let error = error_of(first).expect("rank 0 hears of it");
+                    assert!(matches!(error, Error::PeerFailed { rank: 1, .. }), "{error}");
+                    assert!(second.last().is_some_and(|_| error_of(second).is_some()));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn gradients_of_a_reducer_that_cannot_be_made_get_the_reason() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let arrivals = Arrivals::new();
+        let (sender, answers) = channel();
+        give(&arrivals, 1, 0, 1.0, &sender);
+        let options = Options { absent: if me == 0 { vec!["p10".to_owned()] } else { Vec::new() }, ..options() };
+        arrivals.made(Reducer::new(communicator, params(), options));
+        give(&arrivals, 1, 1, 1.0, &sender);
+        answered(&answers, 2)
+    };
+    over_each_transport(2, rank, |returned| {
+        for (_, result) in returned.into_iter().flatten() {
+            let error = result.unwrap_err().to_string();
+            assert!(error.ends_with("parameter `p10` has a gradient on rank 1 and none on rank 0"), "{error}");
         }
     });
 }

@@ -20,13 +20,20 @@ pub const WORLD: u64 = 0;
 /// How long the news of a death may take.
 const NEWS_TIME: Duration = Duration::from_secs(1);
 
+/// Who makes a group. Each kind counts its own: they may be made at the same time.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Use {
+    Caller,
+    Plan,
+}
+
 /// Groups by id, and how many were made.
 pub struct Groups {
     timeout: Duration,
     open: Mutex<HashMap<u64, Arc<Communicator>>>,
     /// By the group that they serve.
     negotiators: Mutex<HashMap<u64, Arc<Negotiator>>>,
-    made: Mutex<HashMap<Vec<usize>, u64>>,
+    made: Mutex<HashMap<(Use, Vec<usize>), u64>>,
 }
 
 impl Groups {
@@ -56,16 +63,17 @@ impl Groups {
 
     /// The id of the next group of `ranks` (SES-3). It fits a signed 64-bit integer, the widest that op arguments
     /// have.
-    fn next_id(&self, ranks: &[usize]) -> u64 {
+    fn next_id(&self, made_for: Use, ranks: &[usize]) -> u64 {
         let mut made = self.made.lock();
-        let count = made.entry(ranks.to_vec()).or_default();
+        let count = made.entry((made_for, ranks.to_vec())).or_default();
         *count += 1;
-        group_id(ranks, *count)
+        group_id(made_for, ranks, *count)
     }
 }
 
-fn group_id(ranks: &[usize], count: u64) -> u64 {
+fn group_id(made_for: Use, ranks: &[usize], count: u64) -> u64 {
     let mut hash = Sha256::new();
+    hash.update([made_for as u8]);
     for &rank in ranks {
         hash.update((rank as u64).to_le_bytes());
     }
@@ -133,7 +141,16 @@ impl Session {
     /// As [`Session::new_group`]; waits for the other members for `timeout`.
     pub(super) fn new_group_within(&self, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_members(ranks)?;
-        let id = self.groups.next_id(ranks);
+        self.make_group(Use::Caller, ranks, timeout)
+    }
+
+    /// A group of the session's own, for a reducer that is made while the script goes on.
+    pub(super) fn new_plan_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
+        self.make_group(Use::Plan, ranks, self.groups.timeout)
+    }
+
+    fn make_group(&self, made_for: Use, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
+        let id = self.groups.next_id(made_for, ranks);
         let communicator = self.connect(id, ranks, timeout)?;
         self.groups.insert(id, communicator.clone());
         Ok(communicator)
@@ -221,13 +238,20 @@ mod tests {
     fn ids_depend_on_the_members_their_order_and_the_count_only() {
         let groups = Groups::new(Duration::from_secs(1));
         let others = Groups::new(Duration::from_secs(1));
-        let first = groups.next_id(&[0, 1]);
+        let first = groups.next_id(Use::Caller, &[0, 1]);
         assert_eq!(first, {
-            others.next_id(&[1, 2]);
-            others.next_id(&[0, 1])
+            others.next_id(Use::Caller, &[1, 2]);
+            others.next_id(Use::Caller, &[0, 1])
         });
-        let second = groups.next_id(&[0, 1]);
-        let ids = [WORLD, first, second, group_id(&[1, 0], 1), group_id(&[0, 1, 2], 1)];
+        let second = groups.next_id(Use::Caller, &[0, 1]);
+        let ids = [
+            WORLD,
+            first,
+            second,
+            groups.next_id(Use::Plan, &[0, 1]),
+            group_id(Use::Caller, &[1, 0], 1),
+            group_id(Use::Caller, &[0, 1, 2], 1),
+        ];
         for (at, id) in ids.iter().enumerate() {
             assert!(i64::try_from(*id).is_ok());
             assert!(!ids[..at].contains(id));

@@ -14,6 +14,7 @@ mod hosts;
 pub(crate) mod log;
 pub mod meeting;
 pub mod membership;
+mod plans;
 mod serve;
 
 use std::sync::atomic::AtomicUsize;
@@ -34,6 +35,7 @@ use crate::world::{LocalStore, Monitor, Store, fork, host};
 use groups::Groups;
 use hosts::Between;
 use meeting::Meeting;
+use plans::Plans;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
@@ -59,6 +61,7 @@ pub struct Session {
     met: bool,
     /// Groups of a framework that are open.
     memberships: AtomicUsize,
+    plans: Plans,
 }
 
 /// Where the members of the job meet.
@@ -216,6 +219,7 @@ impl Session {
             between: OnceLock::new(),
             met,
             memberships: AtomicUsize::new(0),
+            plans: Plans::default(),
         }
     }
 
@@ -252,6 +256,7 @@ impl Session {
             between: OnceLock::new(),
             met,
             memberships: AtomicUsize::new(0),
+            plans: Plans::default(),
         })
     }
 
@@ -279,6 +284,7 @@ impl Session {
         let reason = "`shutdown()` was called";
         self.monitor.close(reason);
         self.groups.close(reason);
+        self.plans.close();
         if let Some(between) = self.between.get() {
             between.flush();
         }

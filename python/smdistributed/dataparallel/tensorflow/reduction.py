@@ -1,19 +1,43 @@
-"""The reduction of a step's gradients: what the tape and the optimizers share."""
+"""The reduction of a step's gradients: what the tape and the optimizers share.
+
+Gradients go to a reducer of the core, each one by an operation of its own, as soon as it is there; the core reduces
+them bucket by bucket while the rest of backward runs. Which reducer that is follows from what the gradients are and from
+their place in the graph, so that a function that is traced again finds its own.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from smdistributed import _core
+from smdistributed._common import errors
 from smdistributed.dataparallel.bucket_size import bucket_bytes
+from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
 from smdistributed.dataparallel.tensorflow.collectives import call, ops
-from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.compression import Compression, FP16Compression, NoneCompression
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
+
+# Compressions that the core does by itself, and what gradients then travel as.
+_WIRES: dict[type, str | None] = {NoneCompression: None, FP16Compression: "float16"}
+
+# Each graph has a number of its own; 0 is for operations outside of graphs.
+_graphs: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+# Plans outside of graphs, by what they are made from: steps come one after the other there.
+_eager_plans: dict[Any, int] = {}
+# How each plan reduces, for its gradient.
+_ops_of_plans: dict[int, str] = {}
+
+# What TensorFlow and Keras append to a name that they have given before.
+_COUNT = re.compile(r"_\d+(?=[/:]|$)")
 
 
 def reduce_gradients(
@@ -47,13 +71,39 @@ def reduce_gradients(
     check_options(op, bucket_cap_mb)
     if len(gradients) != len(variables):
         raise ValueError(f"there are {len(gradients)} gradients of {len(variables)} variables")
-    reduced: list[Gradient] = []
+    op = op or ReduceOp.AVERAGE
+    names = [f"{_name(variable)} (number {index})" for index, variable in enumerate(variables)]
+    reduced: list[Gradient] = list(gradients)
+    planned: list[tuple[int, tf.Tensor, Any]] = []
     with tf.name_scope(name or "smd_reduce_gradients"):
-        for gradient in gradients:
-            # Graphs of TF1 have no order but the one that they are told.
-            last = [] if tf.executing_eagerly() or not reduced else [_tensor_of(g) for g in reduced if g is not None]
-            with tf.control_dependencies(last[-1:]):
-                reduced.append(_reduce(gradient, compression, op or ReduceOp.AVERAGE, sparse_as_dense))
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if isinstance(gradient, tf.IndexedSlices):
+                if not sparse_as_dense:
+                    reduced[index] = _gather(gradient, op)
+                    continue
+                gradient = tf.convert_to_tensor(gradient)
+            if not gradient.shape.is_fully_defined():
+                # Slices that became dense have lost it.
+                gradient.set_shape(variables[index].shape)
+            sent, ctx = (gradient, None) if compression in _WIRES else compression.compress(gradient)
+            if not sent.shape.is_fully_defined():
+                # What is planned when the graph is traced needs a size.
+                reduced[index] = compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=op.value), ctx)
+                continue
+            planned.append((index, sent, ctx))
+        if planned:
+            plan = _plan(
+                [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in planned],
+                [names[index] for index, gradient in enumerate(gradients) if gradient is None],
+                bucket_bytes(bucket_cap_mb),
+                _WIRES.get(compression),
+                op,
+            )
+            outputs = _reduce([sent for _, sent, _ in planned], plan)
+            for (index, _, ctx), output in zip(planned, outputs, strict=True):
+                reduced[index] = output if compression in _WIRES else compression.decompress(output, ctx)
     return reduced
 
 
@@ -64,19 +114,53 @@ def check_options(op: ReduceOp | None, bucket_cap_mb: float | None) -> None:
     bucket_bytes(bucket_cap_mb)
 
 
-def _tensor_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def _name(variable: Any) -> str:
+    # Ranks may have built different numbers of models before this one.
+    return _COUNT.sub("", getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
 
 
-def _reduce(gradient: Gradient, compression: type, op: ReduceOp, sparse_as_dense: bool) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        if not sparse_as_dense:
-            return _gather(gradient, op)
-        gradient = tf.convert_to_tensor(gradient)
-    sent, ctx = compression.compress(gradient)
-    return compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=op.value), ctx)
+def _plan(
+    described: list[tuple[str, tuple[int, ...], str]], absent: list[str], cap: int, wire: str | None, op: ReduceOp
+) -> int:
+    with errors.translated(CLASSES):
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            if graph not in _graphs:
+                _graphs[graph] = next(_numbers)
+            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM)
+        else:
+            key = (tuple(described), tuple(absent), cap, wire, op)
+            plan = _eager_plans.get(key, -1)
+            if plan < 0:
+                plan = _eager_plans[key] = _core.plan_gradients(0, described, absent, cap, wire, op is ReduceOp.SUM)
+    _ops_of_plans[plan] = op.value
+    return plan
+
+
+def _reduce(gradients: list[tf.Tensor], plan: int) -> list[tf.Tensor]:
+    everything = list(range(len(gradients)))
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    order = getattr(graph, "experimental_acd_manager", None)
+    if graph is None or (order is None and getattr(graph, "_add_control_dependencies", False)):
+        return call(ops.smd_reduce_gradients, gradients=gradients, plan=plan, params=everything, whole=True)
+    outputs = [
+        call(ops.smd_reduce_gradients, gradients=[gradient], plan=plan, params=[index], whole=False)[0]
+        for index, gradient in enumerate(gradients)
+    ]
+    if order is not None:
+        for output in outputs:
+            # Must run, but neither before nor after anything: a gradient is reduced when others are there, too.
+            order.run_independently(output.op)
+        return outputs
+    # A session runs what it is asked for; what is asked for here is all or nothing.
+    with tf.control_dependencies(outputs):
+        return [tf.identity(output) for output in outputs]
+
+
+@tf.RegisterGradient("SmdReduceGradients")
+def _gradient(op: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
+    how = _ops_of_plans[op.get_attr("plan")]
+    return [None if each is None else call(ops.smd_all_reduce, tensor=each, op=how) for each in gradients]
 
 
 def _gather(slices: tf.IndexedSlices, op: ReduceOp) -> tf.IndexedSlices:
@@ -84,12 +168,12 @@ def _gather(slices: tf.IndexedSlices, op: ReduceOp) -> tf.IndexedSlices:
     rows = tf.shape(slices.indices, out_type=tf.int64)[0]
     counts = call(ops.smd_all_gather, tensor=rows[None])
     longest = tf.reduce_max(counts)
-    mine = tf.sequence_mask(counts, longest)
-    indices = call(ops.smd_all_gather, tensor=_padded(slices.indices, longest - rows))
+    mine = tf.reshape(tf.sequence_mask(counts, longest), [-1])
     # In the order of calls, which a graph of TF1 has to be told.
+    with tf.control_dependencies([] if tf.executing_eagerly() else [counts]):
+        indices = call(ops.smd_all_gather, tensor=_padded(slices.indices, longest - rows))
     with tf.control_dependencies([] if tf.executing_eagerly() else [indices]):
         values = call(ops.smd_all_gather, tensor=_padded(slices.values, longest - rows))
-    mine = tf.reshape(mine, [-1])
     values = tf.boolean_mask(values, mine)
     if op is ReduceOp.AVERAGE:
         values = values / tf.cast(_core.size(), values.dtype)

@@ -1,0 +1,117 @@
+//! Bodies of the bridge's section on gradients of graphs.
+
+use std::sync::Arc;
+
+use cxx::SharedPtr;
+use smd_core::reducer::arrival::{self, Arrival, Execution};
+use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::{self, blueprint};
+use smd_core::session;
+use smd_core::{Error, Result};
+
+use crate::bridge as ffi;
+use crate::guard::{Report, guard};
+use crate::reducer::SlotLease;
+
+/// A blueprint; its reducer belongs to whatever session runs when gradients come.
+pub struct GradientPlan {
+    number: usize,
+    description: Arc<Description>,
+}
+
+// SAFETY: the header demands that all of it may be called on any thread.
+unsafe impl Send for ffi::Giver {}
+// SAFETY: as above, and several at once.
+unsafe impl Sync for ffi::Giver {}
+
+struct Giver(SharedPtr<ffi::Giver>);
+
+impl arrival::Giver for Giver {
+    fn reduced(&self, position: usize, result: Result<Option<reducer::SlotLease>>) {
+        let Some(giver) = self.0.as_ref() else { return };
+        match result {
+            Ok(lease) => giver.reduced(position, "", Box::new(SlotLease(lease))),
+            Err(error) => giver.reduced(position, &error.report(), Box::new(SlotLease(None))),
+        }
+    }
+
+    fn release(&self) {
+        if let Some(giver) = self.0.as_ref() {
+            giver.release();
+        }
+    }
+}
+
+pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
+    guard(|| {
+        let number = usize::try_from(number)
+            .map_err(|_| Error::InvalidArgument(format!("{number} is not the number of a plan of gradients")))?;
+        Ok(Box::new(GradientPlan { number, description: blueprint::get(number)? }))
+    })
+}
+
+impl GradientPlan {
+    pub fn share(&self) -> Box<GradientPlan> {
+        Box::new(GradientPlan { number: self.number, description: Arc::clone(&self.description) })
+    }
+
+    pub fn param_bytes(&self, param: usize) -> Result<usize, Report> {
+        guard(|| {
+            let params = &self.description.params;
+            let spec = params.get(param).ok_or_else(|| {
+                Error::InvalidArgument(format!(
+                    "plan {} has {} parameters, and none {param}",
+                    self.number,
+                    params.len()
+                ))
+            })?;
+            Ok(spec.bytes())
+        })
+    }
+
+    pub fn param_name(&self, param: usize) -> String {
+        self.description.params.get(param).map(|spec| spec.name.clone()).unwrap_or_default()
+    }
+
+    pub fn take_slot(&self, param: usize) -> Box<SlotLease> {
+        let session = session::current("the reduction of gradients").ok();
+        let arrivals = session.and_then(|session| session.find_arrivals(self.number));
+        Box::new(SlotLease(arrivals.and_then(|arrivals| arrivals.take_slot(param))))
+    }
+
+    /// # Safety
+    /// See the bridge.
+    pub unsafe fn arrive(
+        &self,
+        param: usize,
+        ptr: *mut u8,
+        lease: Box<SlotLease>,
+        execution: &ffi::Execution,
+        giver: SharedPtr<ffi::Giver>,
+        position: usize,
+    ) -> Result<(), Report> {
+        guard(|| {
+            let giver = Arc::new(Giver(giver));
+            let arrival = Arrival { param, ptr, lease: lease.0, execution: execution.into(), giver, position };
+            // SAFETY: the caller's promise.
+            unsafe { session::current("the reduction of gradients")?.arrive(self.number, arrival) }
+        })
+    }
+
+    pub fn ended(&self, execution: &ffi::Execution) {
+        // Called while an execution ends, which has nobody else to tell.
+        let _ = guard(|| {
+            let session = session::current("the reduction of gradients")?;
+            if let Some(arrivals) = session.find_arrivals(self.number) {
+                arrivals.ended(execution.into());
+            }
+            Ok(())
+        });
+    }
+}
+
+impl From<&ffi::Execution> for Execution {
+    fn from(execution: &ffi::Execution) -> Self {
+        Self { step: execution.step, frame: execution.frame, iteration: execution.iteration }
+    }
+}

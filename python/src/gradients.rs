@@ -1,0 +1,44 @@
+//! Plans of gradients.
+
+use pyo3::prelude::*;
+use smd_core::Error;
+use smd_core::buffer::DType;
+use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::{Options, ParamSpec, Reduction, blueprint};
+
+use crate::enter::enter;
+
+/// The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
+/// are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as.
+#[pyfunction]
+#[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false))]
+pub fn plan_gradients(
+    py: Python<'_>,
+    graph: u64,
+    gradients: Vec<(String, Vec<u64>, String)>,
+    absent: Vec<String>,
+    bucket_bytes: usize,
+    wire: Option<String>,
+    sum: bool,
+) -> PyResult<usize> {
+    enter(py, || {
+        let params = gradients
+            .into_iter()
+            .map(|(name, shape, dtype)| Ok(ParamSpec::dense(name, shape, parse(&dtype)?)))
+            .collect::<Result<Vec<_>, Error>>()?;
+        let reduction = match wire {
+            Some(wire) => Reduction::Compressed(parse(&wire)?),
+            None => Reduction::Average,
+        };
+        let bucket_bytes = vec![Options::DEFAULT_FIRST_BUCKET_BYTES.min(bucket_bytes), bucket_bytes];
+        let options = Options { bucket_bytes, reduction, sum, absent, ..Options::default() };
+        blueprint::draw(graph, Description { params, options })
+    })
+}
+
+fn parse(dtype: &str) -> Result<DType, Error> {
+    DType::ALL
+        .into_iter()
+        .find(|candidate| candidate.name() == dtype)
+        .ok_or_else(|| Error::InvalidArgument(format!("gradients of type {dtype} cannot be reduced")))
+}

@@ -1,0 +1,372 @@
+//! Drives a reducer by the gradients that arrive: there is no call that begins a backward, none that waits for its end,
+//! and no thread that could wait.
+//!
+//! ```text
+//! operation of a graph --arrive--> slot --> bucket full --> all-reduce in place --> Giver::reduced --> the operation ends
+//! ```
+//!
+//! - ARR-1: a step begins with its first gradient and ends with its last bucket. A gradient that belongs to a later
+//!   step waits, and so does one that comes before the reducer has been made.
+//! - ARR-2: every gradient is answered exactly once, reduced or with an error.
+//! - ARR-3: what happens is put into one queue and handled in its order by whichever thread comes by; nobody waits for
+//!   the lock, so news may come from inside calls that handling makes.
+//! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until nothing is under way in them, and its
+//!   later gradients get the error that ended it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use super::{Listener, News, Plan, Reducer, SlotLease};
+use crate::error::{Error, Result};
+
+/// Tells executions of graphs apart: gradients of one step have the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Execution {
+    /// The framework's number for the execution.
+    pub step: i64,
+    /// Frame of a loop in it.
+    pub frame: u64,
+    /// Iteration of that loop.
+    pub iteration: i64,
+}
+
+/// The operation that gave one or more gradients and gets them back.
+pub trait Giver: Send + Sync {
+    /// The gradient that it gave as `position` is reduced: in the slot that `lease` holds, or where it lay.
+    fn reduced(&self, position: usize, result: Result<Option<SlotLease>>);
+    /// The step that its gradients belong to is about to end well: its execution needs to tell no more how it goes.
+    fn release(&self);
+}
+
+/// A gradient that is complete.
+pub struct Arrival {
+    /// Which parameter's.
+    pub param: usize,
+    /// Where it lies.
+    pub ptr: *mut u8,
+    /// The slot, if it lies there.
+    pub lease: Option<SlotLease>,
+    /// Whose step it belongs to.
+    pub execution: Execution,
+    /// Who gave it.
+    pub giver: Arc<dyn Giver>,
+    /// As what.
+    pub position: usize,
+}
+
+// SAFETY: the giver keeps the gradient alive and untouched until it is answered (contract of `Arrivals::arrive`); any
+// thread may read and write it in between.
+unsafe impl Send for Arrival {}
+
+/// See the module's text.
+pub struct Arrivals {
+    reducer: OnceLock<Arc<Reducer>>,
+    events: Mutex<VecDeque<Event>>,
+    state: Mutex<State>,
+}
+
+enum Event {
+    Made(Result<Arc<Reducer>>),
+    Arrived(Arrival),
+    /// An execution ends before its step did.
+    Ended(Execution),
+    News(News),
+    /// What [`Reducer::finish`] said.
+    Finished(Result<()>),
+}
+
+struct State {
+    reducer: Option<Arc<Reducer>>,
+    phase: Phase,
+    /// Gradients that are not yet to be reduced, in the order in which they came.
+    waiting: VecDeque<Arrival>,
+    /// The last step that ended with an error.
+    failed: Option<Failed>,
+}
+
+enum Phase {
+    /// There is no reducer yet.
+    Making,
+    /// There will be none.
+    Broken(Error),
+    Idle,
+    Open(Open),
+    /// All buckets are reduced, and the ranks make the plan anew (RED-5).
+    Finishing {
+        givers: Vec<Arc<dyn Giver>>,
+        answers: Vec<Answer>,
+    },
+    /// The communicator may still work in these slots (ARR-4).
+    Abandoned {
+        _leases: Vec<SlotLease>,
+    },
+}
+
+struct Open {
+    execution: Execution,
+    plan: Arc<Plan>,
+    /// By parameter.
+    arrived: Vec<bool>,
+    /// By parameter: what is not answered yet.
+    pending: Vec<Option<Arrival>>,
+    reduced: usize,
+    givers: Vec<Arc<dyn Giver>>,
+}
+
+struct Failed {
+    execution: Execution,
+    /// By parameter.
+    arrived: Vec<bool>,
+    error: Error,
+}
+
+/// What a giver is told, without a lock.
+struct Answer {
+    giver: Arc<dyn Giver>,
+    position: usize,
+    result: Result<Option<SlotLease>>,
+}
+
+impl Arrival {
+    fn answer(self, result: Result<()>) -> Answer {
+        Answer { giver: self.giver, position: self.position, result: result.map(|()| self.lease) }
+    }
+}
+
+impl Arrivals {
+    /// For a reducer that is being made; [`Arrivals::made`] brings it.
+    pub fn new() -> Arc<Self> {
+        let state = State { reducer: None, phase: Phase::Making, waiting: VecDeque::new(), failed: None };
+        Arc::new(Self { reducer: OnceLock::new(), events: Mutex::default(), state: Mutex::new(state) })
+    }
+
+    /// The reducer was made, or could not be: then every gradient is answered with the error.
+    pub fn made(self: &Arc<Self>, result: Result<Arc<Reducer>>) {
+        if let Ok(reducer) = &result {
+            let _ = self.reducer.set(Arc::clone(reducer));
+            reducer.set_listener(Box::new(Ear(Arc::downgrade(self))));
+        }
+        self.put(Event::Made(result));
+        self.handle();
+    }
+
+    /// The slot of `param`, if nobody uses it.
+    pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
+        self.reducer.get()?.take_slot(param)
+    }
+
+    /// A gradient is there.
+    ///
+    /// # Safety
+    /// Until the giver has been answered, the bytes at `arrival.ptr`, as many as the parameter has, are valid, and nobody
+    /// else touches them.
+    pub unsafe fn arrive(self: &Arc<Self>, arrival: Arrival) {
+        self.put(Event::Arrived(arrival));
+        self.handle();
+    }
+
+    /// An execution ends; if its step has not, the others' step ends with an error.
+    pub fn ended(self: &Arc<Self>, execution: Execution) {
+        self.put(Event::Ended(execution));
+        self.handle();
+    }
+
+    fn put(&self, event: Event) {
+        self.events.lock().push_back(event);
+    }
+
+    /// Handles what there is. If another thread does so at the moment, it sees this thread's event, too: it looks again
+    /// after it has given the lock back.
+    fn handle(self: &Arc<Self>) {
+        let mut answers = Vec::new();
+        while !self.events.lock().is_empty() {
+            let Some(mut state) = self.state.try_lock() else { break };
+            while let Some(event) = self.next() {
+                state.handle(event, self, &mut answers);
+            }
+        }
+        // Last: this may run much of a framework, and the lock is free for others meanwhile.
+        for Answer { giver, position, result } in answers {
+            giver.reduced(position, result);
+        }
+    }
+
+    fn next(&self) -> Option<Event> {
+        self.events.lock().pop_front()
+    }
+}
+
+impl State {
+    fn handle(&mut self, event: Event, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+        match event {
+            Event::Made(Ok(reducer)) => {
+                self.reducer = Some(reducer);
+                self.rest(answers);
+            }
+            Event::Made(Err(error)) => {
+                answers.extend(self.waiting.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
+                self.phase = Phase::Broken(error);
+            }
+            Event::Arrived(arrival) => self.arrived(arrival, answers),
+            Event::Ended(execution) => self.ended(execution, answers),
+            Event::News(News::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
+            Event::News(News::Failed(error)) => self.abandon(&error, answers),
+            Event::News(News::Settled) => {
+                if matches!(self.phase, Phase::Abandoned { .. }) {
+                    self.rest(answers);
+                }
+            }
+            Event::Finished(result) => {
+                let Phase::Finishing { givers, answers: held } = &mut self.phase else { return };
+                if result.is_ok() {
+                    givers.iter().for_each(|giver| giver.release());
+                }
+                answers.extend(
+                    held.drain(..).map(|answer| Answer { result: result.clone().and(answer.result), ..answer }),
+                );
+                self.rest(answers);
+            }
+        }
+    }
+
+    /// The next step may begin, and does if its gradients wait.
+    fn rest(&mut self, answers: &mut Vec<Answer>) {
+        self.phase = Phase::Idle;
+        for arrival in std::mem::take(&mut self.waiting) {
+            self.arrived(arrival, answers);
+        }
+    }
+
+    fn arrived(&mut self, arrival: Arrival, answers: &mut Vec<Answer>) {
+        if let Phase::Broken(error) = &self.phase {
+            let error = error.clone();
+            return answers.push(arrival.answer(Err(error)));
+        }
+        if let Some(failed) = &mut self.failed
+            && failed.execution == arrival.execution
+            && !std::mem::replace(&mut failed.arrived[arrival.param], true)
+        {
+            return answers.push(arrival.answer(Err(failed.error.clone())));
+        }
+        let Some(reducer) = &self.reducer else { return self.waiting.push_back(arrival) };
+        if matches!(self.phase, Phase::Idle) {
+            // Nothing is under way, so this neither waits nor fails.
+            if let Err(error) = reducer.begin(true) {
+                return answers.push(arrival.answer(Err(error)));
+            }
+            let num_params = reducer.params().len();
+            self.phase = Phase::Open(Open {
+                execution: arrival.execution,
+                plan: reducer.plan(),
+                arrived: vec![false; num_params],
+                pending: std::iter::repeat_with(|| None).take(num_params).collect(),
+                reduced: 0,
+                givers: Vec::new(),
+            });
+        }
+        let Phase::Open(open) = &mut self.phase else { return self.waiting.push_back(arrival) };
+        let param = arrival.param;
+        if open.execution != arrival.execution || std::mem::replace(&mut open.arrived[param], true) {
+            return self.waiting.push_back(arrival);
+        }
+        if open.givers.last().is_none_or(|last| !Arc::ptr_eq(last, &arrival.giver)) {
+            open.givers.push(Arc::clone(&arrival.giver));
+        }
+        let ptr = arrival.ptr;
+        open.pending[param] = Some(arrival);
+        // SAFETY: the gradient is valid until it is answered (contract of `arrive`). It is answered once its bucket has
+        // been reduced, after which the reducer does not touch it any more, or after the step was abandoned.
+        if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
+            self.abandon(&error, answers);
+        }
+    }
+
+    fn reduced(&mut self, bucket: usize, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+        let (Phase::Open(open), Some(reducer)) = (&mut self.phase, &self.reducer) else { return };
+        let mut of_bucket: Vec<Answer> = open.plan.buckets()[bucket]
+            .slots
+            .iter()
+            .filter_map(|slot| open.pending[slot.param].take())
+            .map(|arrival| arrival.answer(Ok(())))
+            .collect();
+        open.reduced += 1;
+        if open.reduced < open.plan.buckets().len() {
+            return answers.append(&mut of_bucket);
+        }
+        let givers = std::mem::take(&mut open.givers);
+        if reducer.finishes_alone() {
+            let result = reducer.finish().map(drop);
+            if result.is_ok() {
+                givers.iter().for_each(|giver| giver.release());
+            }
+            let told =
+                of_bucket.into_iter().map(|answer| Answer { result: result.clone().and(answer.result), ..answer });
+            answers.extend(told);
+            return self.rest(answers);
+        }
+        self.phase = Phase::Finishing { givers, answers: of_bucket };
+        // This may be the communicator's thread, which the end of the step needs.
+        let (reducer, arrivals) = (Arc::clone(reducer), Arc::clone(arrivals));
+        let finish = {
+            let arrivals = Arc::clone(&arrivals);
+            move || {
+                arrivals.put(Event::Finished(reducer.finish().map(drop)));
+                arrivals.handle();
+            }
+        };
+        if let Err(source) = std::thread::Builder::new().name("smd-plan".to_owned()).spawn(finish) {
+            arrivals.put(Event::Finished(Err(Error::io("starting a thread", source))));
+        }
+    }
+
+    fn ended(&mut self, execution: Execution, answers: &mut Vec<Answer>) {
+        let error = Error::Closed { reason: "the execution that the gradient belongs to was ended".to_owned() };
+        for arrival in std::mem::take(&mut self.waiting) {
+            match arrival.execution == execution {
+                true => answers.push(arrival.answer(Err(error.clone()))),
+                false => self.waiting.push_back(arrival),
+            }
+        }
+        if matches!(&self.phase, Phase::Open(open) if open.execution == execution) {
+            self.abandon(&error, answers);
+        }
+    }
+
+    /// Ends the open step with an error.
+    fn abandon(&mut self, error: &Error, answers: &mut Vec<Answer>) {
+        let Phase::Open(open) = &mut self.phase else { return };
+        let mut leases = Vec::new();
+        for mut arrival in open.pending.iter_mut().filter_map(Option::take) {
+            leases.extend(arrival.lease.take());
+            answers.push(arrival.answer(Err(error.clone())));
+        }
+        self.failed = Some(Failed {
+            execution: open.execution,
+            arrived: std::mem::take(&mut open.arrived),
+            error: error.clone(),
+        });
+        self.phase = Phase::Abandoned { _leases: leases };
+        if let Some(reducer) = &self.reducer {
+            reducer.abandon("its step ended before all gradients were there", false);
+        }
+    }
+}
+
+/// A reducer's listener. It does not keep what it tells alive.
+struct Ear(Weak<Arrivals>);
+
+impl Listener for Ear {
+    fn note(&self, news: News) {
+        if let Some(arrivals) = self.0.upgrade() {
+            arrivals.put(Event::News(news));
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(arrivals) = self.0.upgrade() {
+            arrivals.handle();
+        }
+    }
+}

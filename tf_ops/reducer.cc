@@ -1,0 +1,159 @@
+#include "reducer.h"
+
+#include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "status.h"
+#include "tensorflow/core/framework/allocation_description.pb.h"
+
+namespace smd::tf_ops {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// A tensor's memory that is a slot of a reducer: taken until the last reference to the tensor is gone.
+class SlotBuffer final : public tensorflow::TensorBuffer {
+ public:
+  SlotBuffer(rust::Box<SlotLease> lease, std::size_t bytes)
+      : TensorBuffer(lease->ptr()), lease_(std::move(lease)), bytes_(bytes) {}
+
+  std::size_t size() const override { return bytes_; }
+  TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(tensorflow::AllocationDescription* description) const override {
+    description->set_requested_bytes(static_cast<std::int64_t>(bytes_));
+  }
+
+ private:
+  rust::Box<SlotLease> lease_;
+  std::size_t bytes_;
+};
+
+}  // namespace
+
+GradientCall::GradientCall(OpKernelContext* context, AsyncOpKernel::DoneCallback done, const GradientPlan& plan,
+                           const Execution& execution)
+    : context_(context),
+      done_(std::move(done)),
+      plan_(plan),
+      execution_(execution),
+      cancellation_(context->cancellation_manager()),
+      pending_(static_cast<std::size_t>(context->num_inputs())) {}
+
+bool GradientCall::watch() {
+  if (cancellation_ == nullptr) return true;
+  token_ = cancellation_->get_cancellation_token();
+  // Not this object: the callback may run when the execution, and with it the context, is gone.
+  auto plan = std::make_shared<rust::Box<GradientPlan>>(plan_.share());
+  return cancellation_->RegisterCallback(token_, [plan, ended = ended_, execution = execution_] {
+    ended->store(true);
+    (*plan)->ended(execution);
+  });
+}
+
+void GradientCall::give(std::size_t position, std::size_t param) {
+  const auto index = static_cast<int>(position);
+  const Tensor& input = context_->input(index);
+  auto lease = plan_.take_slot(param);
+  auto* data = lease->ptr();
+  if (data != nullptr && input.NumElements() > 0) {
+    lease->fill(static_cast<const std::uint8_t*>(input.data()));
+  } else {
+    // Somebody still holds the last gradient, or there is no reducer yet.
+    Tensor* output = nullptr;
+    const auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
+    if (!status.ok()) return answer(position, status, nullptr);
+    if (output->data() != input.data()) std::memcpy(output->data(), input.data(), input.TotalBytes());
+    data = static_cast<std::uint8_t*>(output->data());
+  }
+  // The core may answer, and the kernel end, before this returns.
+  const auto self = shared_from_this();
+  const auto status =
+      checked([&] { plan_.arrive(param, data, std::move(lease), execution_, self, position); });
+  if (!status.ok()) answer(position, status, nullptr);
+}
+
+void GradientCall::reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept {
+  auto status = to_status({error.data(), error.size()});
+  // What TensorFlow knows as a consequence of another error.
+  if (!status.ok() && ended_->load()) status = absl::CancelledError(status.message());
+  if (!status.ok() || lease->ptr() == nullptr) return answer(position, status, nullptr);
+  const auto index = static_cast<int>(position);
+  const Tensor& input = context_->input(index);
+  if (input.NumElements() == 0) return answer(position, status, nullptr);
+  tensorflow::core::RefCountPtr<tensorflow::TensorBuffer> buffer(new SlotBuffer(std::move(lease), input.TotalBytes()));
+  Tensor output(input.dtype(), input.shape(), std::move(buffer));
+  answer(position, status, &output);
+}
+
+void GradientCall::release() const noexcept {
+  // Not the call that waits: this may run inside the callback.
+  if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
+}
+
+void GradientCall::answer(std::size_t position, const absl::Status& status, Tensor* output) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!status.ok()) context_->CtxFailure(status);
+    if (output != nullptr) context_->set_output(static_cast<int>(position), *output);
+    if (--pending_ > 0) return;
+  }
+  // The context may be gone once the callback has been called.
+  done_();
+}
+
+namespace {
+
+class ReduceGradientsKernel final : public AsyncOpKernel {
+ public:
+  explicit ReduceGradientsKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
+    std::int64_t plan = 0;
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan));
+    OP_REQUIRES_OK(construction, construction->GetAttr("params", &params_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("whole", &whole_));
+    OP_REQUIRES(construction, params_.size() == static_cast<std::size_t>(construction->num_inputs()),
+                absl::InvalidArgumentError("every gradient needs its place in the plan"));
+    OP_REQUIRES_OK(construction, checked([&] {
+                     plan_ = std::make_unique<rust::Box<GradientPlan>>(find_plan(plan));
+                     for (const auto param : params_) bytes_.push_back((*plan_)->param_bytes(param));
+                   }));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    for (std::size_t i = 0; i < params_.size(); ++i) {
+      const Tensor& input = context->input(static_cast<int>(i));
+      OP_REQUIRES_ASYNC(context, input.TotalBytes() == bytes_[i],
+                        absl::InvalidArgumentError(absl::StrCat(
+                            "the gradient of `", std::string((*plan_)->param_name(params_[i])), "` has ",
+                            input.TotalBytes(), " bytes: expected ", bytes_[i])),
+                        done);
+    }
+    const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context));
+    OP_REQUIRES_ASYNC(context, call->watch(), absl::CancelledError("the execution has ended"), done);
+    // Gradients are expected in about this order, so the first bucket is reduced while others are copied.
+    for (std::size_t left = params_.size(); left > 0; --left) call->give(left - 1, params_[left - 1]);
+  }
+
+ private:
+  // Calls that give all gradients of a step at once may be made by several threads in one execution.
+  Execution execution(OpKernelContext* context) const {
+    static std::atomic<std::int64_t> calls{0};
+    if (whole_) return {++calls, UINT64_MAX, 0};
+    const auto& frame = context->frame_iter();
+    return {context->step_id(), frame.frame_id, frame.iter_id};
+  }
+
+  std::unique_ptr<rust::Box<GradientPlan>> plan_;
+  std::vector<std::int64_t> params_;
+  std::vector<std::size_t> bytes_;
+  bool whole_ = false;
+};
+
+REGISTER_KERNEL_BUILDER(Name("SmdReduceGradients").Device(tensorflow::DEVICE_CPU), ReduceGradientsKernel);
+
+}  // namespace
+}  // namespace smd::tf_ops
