@@ -1,0 +1,58 @@
+"""The models that the TensorFlow benches train, and the same shapes for PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+#: Samples of a step of one process.
+BATCH = {"cnn": 16, "mlp": 64}
+
+
+def keras_model(name: str, keras: Any) -> Any:
+    """A model of Keras 3 or tf_keras; both have these layers."""
+    layers = keras.layers
+    if name == "mlp":
+        # 20 M parameters, 80 MB of gradients, in six tensors.
+        return keras.Sequential(
+            [
+                keras.Input((784,)),
+                layers.Dense(4096, activation="relu"),
+                layers.Dense(4096, activation="relu"),
+                layers.Dense(10),
+            ]
+        )
+    # 7.5 M parameters, 30 MB of gradients, in 18 tensors.
+    stack = [keras.Input((32, 32, 3))]
+    for channels, stride in CHANNELS:
+        stack.append(layers.Conv2D(channels, 3, strides=stride, padding="same", activation="relu"))
+    return keras.Sequential([*stack, layers.GlobalAveragePooling2D(), layers.Dense(512, "relu"), layers.Dense(10)])
+
+
+#: Of the convolutions: channels and stride.
+CHANNELS = ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (512, 2), (512, 1), (512, 1))
+
+
+def torch_model(name: str) -> Any:
+    """The same shapes."""
+    from torch import nn
+
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+    stack: list[nn.Module] = []
+    before = 3
+    for channels, stride in CHANNELS:
+        stack += [nn.Conv2d(before, channels, 3, stride, 1), nn.ReLU()]
+        before = channels
+    return nn.Sequential(
+        *stack, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
+
+
+def batch(name: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, channels last, and labels."""
+    generator = np.random.default_rng(rank)
+    shape = (784,) if name == "mlp" else (32, 32, 3)
+    x = generator.standard_normal((BATCH[name], *shape), dtype=np.float32)
+    return x, generator.integers(0, 10, BATCH[name])

@@ -1,0 +1,214 @@
+"""What data parallelism adds to a training step in TensorFlow, beside MultiWorkerMirroredStrategy and beside PyTorch.
+
+    TF_USE_LEGACY_KERAS=1 OMP_NUM_THREADS=1 smdrun -n 2 benches/tensorflow/step_time.py
+
+Each round runs a few steps of every mode, one mode after the other, so that all see the same machine:
+
+- `alone`: the model in a tf.function, in all processes side by side. No communication.
+- `opensmd`: the same with DistributedGradientTape.
+- `mwms`: the same in MultiWorkerMirroredStrategy, a ring over gRPC.
+- `torch alone`, `torch opensmd`: the same shapes in PyTorch, without and with this package's DistributedDataParallel.
+
+Exposed communication is the median step of a mode minus that of its `alone`; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# MultiWorkerMirroredStrategy does not know Keras 3.
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+
+import tensorflow as tf
+from models import batch, keras_model, torch_model
+
+import smdistributed.dataparallel.tensorflow as sdp
+from smdistributed import _core
+
+MODES = ("alone", "opensmd", "mwms", "torch alone", "torch opensmd")
+BASE = {"opensmd": "alone", "mwms": "alone", "torch opensmd": "torch alone"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=("cnn", "mlp"), default=["cnn", "mlp"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each mode in a round")
+    parser.add_argument("--inter-op", type=int, default=2, help="inter-op threads; intra-op is always 1")
+    parser.add_argument("--memory-steps", type=int, default=0, help="instead: resident size over so many eager steps")
+    parser.add_argument("--json", help="also write the figures to this file")
+    arguments = parser.parse_args()
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op)
+    sdp.init()
+    if arguments.memory_steps:
+        return memory(arguments.memory_steps)
+    strategy = worker_strategy() if "mwms" in arguments.modes else None
+    results = {name: measure(name, arguments, strategy) for name in arguments.models}
+    if sdp.rank() == 0:
+        print(f"{sdp.size()} processes, one intra-op thread each, TensorFlow {tf.__version__}")
+        for name, medians in results.items():
+            print(table(name, medians))
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump(results, file)
+
+
+def worker_strategy() -> tf.distribute.Strategy:
+    """MultiWorkerMirroredStrategy over the ranks of the job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ports = tf.concat([sdp.broadcast(tf.constant([port]), root) for root in range(sdp.size())], 0).numpy()
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": sdp.rank()}})
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def measure(name: str, arguments: argparse.Namespace, strategy: tf.distribute.Strategy | None) -> dict[str, float]:
+    """Median step of each mode in milliseconds; of the slowest rank."""
+    steps: dict[str, Callable[[], None]] = {}
+    for mode in arguments.modes:
+        if mode.startswith("torch"):
+            steps[mode] = torch_step(name, mode == "torch opensmd")
+        elif mode == "mwms":
+            steps[mode] = strategy_step(name, strategy)
+        else:
+            steps[mode] = keras_step(name, mode == "opensmd")
+    times: dict[str, list[float]] = {mode: [] for mode in steps}
+    gc.disable()
+    for index in range(arguments.rounds + 1):
+        for mode, run in steps.items():
+            for at in range(arguments.steps + 1):
+                _core.barrier()
+                start = time.perf_counter()
+                run()
+                elapsed = time.perf_counter() - start
+                # The first round and the first step after another mode warm up.
+                if index > 0 and at > 0:
+                    times[mode].append(elapsed * 1e3)
+    gc.enable()
+    medians = tf.constant([statistics.median(times[mode]) for mode in steps], dtype=tf.float64)
+    slowest = sdp.oob_allreduce(medians, op=sdp.ReduceOp.MAX).numpy().tolist()
+    return dict(zip(steps, slowest, strict=True))
+
+
+def keras_step(name: str, reduce: bool) -> Callable[[], None]:
+    model = keras_model(name, tf.keras)
+    optimizer = tf.keras.optimizers.SGD(0.01)
+    losses = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, labels = map(tf.constant, batch(name, sdp.rank()))
+
+    @tf.function
+    def step(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = losses(labels, model(x, training=True))
+        if reduce:
+            tape = sdp.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return lambda: step(x, labels).numpy()
+
+
+def strategy_step(name: str, strategy: tf.distribute.Strategy) -> Callable[[], None]:
+    with strategy.scope():
+        model = keras_model(name, tf.keras)
+        optimizer = tf.keras.optimizers.SGD(0.01)
+        losses = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    x, labels = map(tf.constant, batch(name, sdp.rank()))
+
+    def replica(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(losses(labels, model(x, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    @tf.function
+    def step(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        return strategy.run(replica, args=(x, labels))
+
+    return lambda: step(x, labels).numpy()
+
+
+def torch_step(name: str, reduce: bool) -> Callable[[], None]:
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    model = torch_model(name)
+    if reduce:
+        assert dist.is_initialized()
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, labels = map(torch.from_numpy, batch(name, sdp.rank()))
+    if x.dim() == 4:
+        x = x.permute(0, 3, 1, 2).contiguous()
+
+    def run() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+
+    return run
+
+
+def table(name: str, medians: dict[str, float]) -> str:
+    """The figures of a model, for people."""
+    exposed = {mode: medians[mode] - medians[base] for mode, base in BASE.items() if {mode, base} <= set(medians)}
+    lines = [f"{name}:"]
+    for mode, milliseconds in medians.items():
+        line = f"  {mode:14} {milliseconds:8.1f} ms a step"
+        if mode in exposed:
+            line += f", {exposed[mode]:+7.1f} ms exposed"
+        lines.append(line)
+    for other in ("mwms", "torch opensmd"):
+        if {"opensmd", other} <= set(exposed):
+            lines.append(f"  exposed, opensmd / {other}: {exposed['opensmd'] / exposed[other]:.2f}")
+    return "\n".join(lines)
+
+
+def memory(steps: int) -> None:
+    """Prints the resident size on the way through eager steps."""
+    model = keras_model("cnn", tf.keras)
+    optimizer = tf.keras.optimizers.SGD(0.01)
+    x, labels = map(tf.constant, batch("cnn", sdp.rank()))
+    x, labels = x[:2, :8, :8], labels[:2]
+    model = tf.keras.Sequential(model.layers)
+    sizes = []
+    for step in range(steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(x, training=True)))
+        gradients = sdp.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        if step % max(1, steps // 10) == max(1, steps // 10) - 1:
+            sizes.append(resident_bytes() >> 20)
+    if sdp.rank() == 0:
+        print(f"resident MiB after each tenth of {steps} eager steps: {sizes}")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+if __name__ == "__main__":
+    main()
