@@ -72,8 +72,7 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   }
   // The core may answer, and the kernel end, before this returns.
   const auto self = shared_from_this();
-  const auto status =
-      checked([&] { plan_.arrive(param, data, std::move(lease), execution_, self, position); });
+  const auto status = checked([&] { plan_.arrive(param, data, std::move(lease), execution_, self, position); });
   if (!status.ok()) answer(position, status, nullptr);
 }
 
@@ -126,11 +125,11 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     for (std::size_t i = 0; i < params_.size(); ++i) {
       const Tensor& input = context->input(static_cast<int>(i));
-      OP_REQUIRES_ASYNC(context, input.TotalBytes() == bytes_[i],
-                        absl::InvalidArgumentError(absl::StrCat(
-                            "the gradient of `", std::string((*plan_)->param_name(params_[i])), "` has ",
-                            input.TotalBytes(), " bytes: expected ", bytes_[i])),
-                        done);
+      OP_REQUIRES_ASYNC(
+          context, input.TotalBytes() == bytes_[i],
+          absl::InvalidArgumentError(absl::StrCat("the gradient of `", std::string((*plan_)->param_name(params_[i])),
+                                                  "` has ", input.TotalBytes(), " bytes: expected ", bytes_[i])),
+          done);
     }
     const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context));
     OP_REQUIRES_ASYNC(context, call->watch(), absl::CancelledError("the execution has ended"), done);

@@ -23,8 +23,8 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   // call if the step does: other gradients of it may never come.
   bool watch();
 
-  // Puts input `position` where the core can reduce it, and tells the core. The kernel's context may be gone afterwards,
-  // if it was the last one.
+  // Puts input `position` where the core can reduce it, and tells the core. The kernel's context may be gone
+  // afterwards, if it was the last one.
   void give(std::size_t position, std::size_t param);
 
   void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept override;

@@ -18,8 +18,8 @@ class Giver {
   Giver& operator=(const Giver&) = delete;
   virtual ~Giver() = default;
 
-  // The gradient that was given as `position` is reduced, in the slot that `lease` holds, or where it lay. `error` is the
-  // core's report, ending in ` [smd:<code>]`; empty if all went well. Once for each gradient.
+  // The gradient that was given as `position` is reduced, in the slot that `lease` holds, or where it lay. `error` is
+  // the core's report, ending in ` [smd:<code>]`; empty if all went well. Once for each gradient.
   virtual void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept = 0;
 
   // All gradients of the step are reduced; some may not be answered yet. Called with locks of the core held.

@@ -75,13 +75,18 @@ def reduce_gradients(
     names = [f"{_name(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)
     planned: list[tuple[int, tf.Tensor, Any]] = []
+    graph = not tf.executing_eagerly()
+    last: list[tf.Tensor] = []
     with tf.name_scope(name or "smd_reduce_gradients"):
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if isinstance(gradient, tf.IndexedSlices):
                 if not sparse_as_dense:
-                    reduced[index] = _gather(gradient, op)
+                    # One after the other, which a graph has to be told.
+                    with tf.control_dependencies(last if graph else []):
+                        reduced[index] = _gather(gradient, op, graph)
+                    last = [reduced[index].values]
                     continue
                 gradient = tf.convert_to_tensor(gradient)
             if not gradient.shape.is_fully_defined():
@@ -163,16 +168,15 @@ def _gradient(op: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor 
     return [None if each is None else call(ops.smd_all_reduce, tensor=each, op=how) for each in gradients]
 
 
-def _gather(slices: tf.IndexedSlices, op: ReduceOp) -> tf.IndexedSlices:
+def _gather(slices: tf.IndexedSlices, op: ReduceOp, graph: bool) -> tf.IndexedSlices:
     """The slices of all ranks, one after the other."""
     rows = tf.shape(slices.indices, out_type=tf.int64)[0]
     counts = call(ops.smd_all_gather, tensor=rows[None])
     longest = tf.reduce_max(counts)
     mine = tf.reshape(tf.sequence_mask(counts, longest), [-1])
-    # In the order of calls, which a graph of TF1 has to be told.
-    with tf.control_dependencies([] if tf.executing_eagerly() else [counts]):
+    with tf.control_dependencies([counts] if graph else []):
         indices = call(ops.smd_all_gather, tensor=_padded(slices.indices, longest - rows))
-    with tf.control_dependencies([] if tf.executing_eagerly() else [indices]):
+    with tf.control_dependencies([indices] if graph else []):
         values = call(ops.smd_all_gather, tensor=_padded(slices.values, longest - rows))
     values = tf.boolean_mask(values, mine)
     if op is ReduceOp.AVERAGE:
