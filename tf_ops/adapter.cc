@@ -1,11 +1,11 @@
 #include "adapter.h"
 
-#include "status.h"
+#include "tensorflow/core/platform/logging.h"
 
 namespace smd::tf_ops {
 namespace {
 
-// The ops' schemas admit these types only.
+// The ops' schemas admit these types only; those that the core lacks are for operations that move bytes.
 DType dtype_of(const tensorflow::Tensor& tensor) {
   switch (tensor.dtype()) {
     case tensorflow::DT_UINT8:
@@ -13,10 +13,13 @@ DType dtype_of(const tensorflow::Tensor& tensor) {
     case tensorflow::DT_INT8:
       return DType::Int8;
     case tensorflow::DT_INT16:
+    case tensorflow::DT_UINT16:
       return DType::Int16;
     case tensorflow::DT_INT32:
+    case tensorflow::DT_UINT32:
       return DType::Int32;
     case tensorflow::DT_INT64:
+    case tensorflow::DT_UINT64:
       return DType::Int64;
     case tensorflow::DT_HALF:
       return DType::Float16;
@@ -50,6 +53,20 @@ TensorView describe(const tensorflow::Tensor& tensor) {
   return view;
 }
 
+std::vector<TensorView> split(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
+  std::vector<TensorView> blocks(rows.size(), describe(tensor));
+  const std::size_t elems = row_elems(tensor.shape());
+  const std::size_t elem_bytes = static_cast<std::size_t>(tensorflow::DataTypeSize(tensor.dtype()));
+  std::size_t start = 0;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    blocks[i].elems = rows[i] * elems;
+    // A tensor without elements has no memory.
+    if (blocks[i].ptr != nullptr) blocks[i].ptr += start * elem_bytes;
+    start += blocks[i].elems;
+  }
+  return blocks;
+}
+
 }  // namespace
 
 TensorOperation::TensorOperation(Collective collective, std::int64_t group) {
@@ -67,14 +84,26 @@ void TensorOperation::read(const tensorflow::Tensor& tensor) {
   core.inputs.push_back(describe(tensor));
 }
 
-void TensorOperation::write_rows(const tensorflow::Tensor& tensor, std::size_t parts) {
+void TensorOperation::write_nothing(const tensorflow::Tensor& like) {
+  TensorView nothing = describe(like);
+  nothing.elems = 0;
+  core.outputs.push_back(nothing);
+}
+
+void TensorOperation::write_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
   kept_.push_back(tensor);
-  core.outputs.assign(parts, describe(tensor));
-  const std::size_t part_bytes = tensor.TotalBytes() / parts;
-  for (std::size_t i = 0; i < parts; ++i) {
-    core.outputs[i].elems /= parts;
-    if (core.outputs[i].ptr != nullptr) core.outputs[i].ptr += i * part_bytes;
-  }
+  core.outputs = split(tensor, rows);
+}
+
+void TensorOperation::read_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
+  kept_.push_back(tensor);
+  core.inputs = split(tensor, rows);
+}
+
+std::size_t row_elems(const tensorflow::TensorShape& shape) {
+  std::size_t elems = 1;
+  for (int i = 1; i < shape.dims(); ++i) elems *= static_cast<std::size_t>(shape.dim_size(i));
+  return elems;
 }
 
 }  // namespace smd::tf_ops

@@ -1,7 +1,7 @@
 // TensorFlow's tensors as the core's views. The only place that looks inside a tensor.
 #pragma once
 
-#include <utility>
+#include <cstdint>
 #include <vector>
 
 #include "smd/operation.h"
@@ -18,14 +18,23 @@ class TensorOperation {
 
   void write(const tensorflow::Tensor& tensor);
   void read(const tensorflow::Tensor& tensor);
+  // An output of no elements, for ranks that receive nothing.
+  void write_nothing(const tensorflow::Tensor& like);
 
-  // As `write`, one block a rank: equal parts of dimension 0.
-  void write_rows(const tensorflow::Tensor& tensor, std::size_t parts);
+  // As `write` and `read`, one block a rank: `rows[i]` rows of dimension 0 for rank i. They add up to the tensor.
+  void write_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows);
+  void read_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows);
+
+  // Lets go of the tensors, so that who gets them next may find them unshared.
+  void release() { kept_.clear(); }
 
   Operation core;
 
  private:
   std::vector<tensorflow::Tensor> kept_;
 };
+
+// Elements of one row of dimension 0, also of a tensor that has none.
+std::size_t row_elems(const tensorflow::TensorShape& shape);
 
 }  // namespace smd::tf_ops

@@ -1,9 +1,13 @@
 // Bodies of the ops: describe the tensors, call the core, complete.
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "adapter.h"
 #include "completion.h"
 #include "status.h"
@@ -19,101 +23,277 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// A number that the session knows.
-template <class Number, auto ask>
-class SessionKernel final : public OpKernel {
+// A number that the session knows of a group.
+template <auto ask>
+class GroupKernel final : public OpKernel {
+ public:
+  explicit GroupKernel(OpKernelConstruction* construction) : OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("group", &group_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
+    OP_REQUIRES_OK(context, checked([&] {
+                     output->scalar<std::int32_t>()() =
+                         static_cast<std::int32_t>(ask(static_cast<std::uint64_t>(group_)));
+                   }));
+  }
+
+ private:
+  std::int64_t group_ = 0;
+};
+
+class SessionIdKernel final : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* context) override {
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
-    OP_REQUIRES_OK(context, checked([&] { output->scalar<Number>()() = static_cast<Number>(ask()); }));
+    OP_REQUIRES_OK(context,
+                   checked([&] { output->scalar<std::int64_t>()() = static_cast<std::int64_t>(session_id()); }));
   }
 };
 
-class AllReduceKernel final : public AsyncOpKernel {
+// What all collectives share: their attributes.
+class CollectiveKernel : public AsyncOpKernel {
  public:
-  explicit AllReduceKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
+  explicit CollectiveKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
     OP_REQUIRES_OK(construction, construction->GetAttr("group", &group_));
+    if (construction->HasAttr("op")) OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
+    if (construction->HasAttr("root")) OP_REQUIRES_OK(construction, construction->GetAttr("root", &root_));
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tensor& input = context->input(0);
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
-    TensorOperation operation(Collective::AllReduce, group_);
+ protected:
+  TensorOperation operation(Collective collective) const {
+    TensorOperation operation(collective, group_);
     operation.core.op = op_;
-    operation.read(input);
-    operation.write(*output);
-    start(context, std::move(done), std::move(operation));
+    operation.core.peer = root_;
+    return operation;
+  }
+
+  std::uint64_t group() const { return static_cast<std::uint64_t>(group_); }
+  std::int64_t root() const { return root_; }
+
+  // Fails the operation, which does not fit; names the node.
+  void refuse(OpKernelContext* context, const DoneCallback& done, const std::string& why) const {
+    holds(context, done, to_status(absl::StrCat("`", name(), "`: ", why, " [smd:invalid_argument]")));
+  }
+
+  // False if `status` says that the operation cannot go on, which it and the other members then hear.
+  bool holds(OpKernelContext* context, const DoneCallback& done, const absl::Status& status) const {
+    if (!status.ok()) smd::tf_ops::refuse(context, done, group_, status);
+    return status.ok();
   }
 
  private:
   std::string op_;
-  std::int64_t group_ = 0;
-};
-
-class BroadcastKernel final : public AsyncOpKernel {
- public:
-  explicit BroadcastKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("root", &root_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("group", &group_));
-  }
-
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tensor& input = context->input(0);
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
-    // The core broadcasts in place.
-    if (output->data() != input.data()) std::memcpy(output->data(), input.data(), input.TotalBytes());
-    TensorOperation operation(Collective::Broadcast, group_);
-    operation.core.peer = root_;
-    operation.write(*output);
-    start(context, std::move(done), std::move(operation));
-  }
-
- private:
   std::int64_t root_ = 0;
   std::int64_t group_ = 0;
 };
 
-class AllGatherKernel final : public AsyncOpKernel {
+class AllReduceKernel final : public CollectiveKernel {
  public:
-  explicit AllGatherKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("group", &group_));
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    if (!holds(context, done, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output))) return;
+    TensorOperation call = operation(Collective::AllReduce);
+    call.read(input);
+    call.write(*output);
+    start(context, std::move(done), std::move(call));
   }
+};
+
+class GroupedAllReduceKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    std::vector<TensorOperation> calls;
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& input = context->input(i);
+      Tensor* output = nullptr;
+      if (!holds(context, done, context->forward_input_or_allocate_output({i}, i, input.shape(), &output))) return;
+      calls.push_back(operation(Collective::AllReduce));
+      calls.back().read(input);
+      calls.back().write(*output);
+    }
+    start_batch(context, std::move(done), std::move(calls));
+  }
+};
+
+class ReduceKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    std::size_t rank = 0;
+    if (!holds(context, done, checked([&] { rank = group_rank(group()); }))) return;
+    if (!holds(context, done, context->allocate_output(0, input.shape(), &output))) return;
+    TensorOperation call = operation(Collective::Reduce);
+    call.read(input);
+    if (static_cast<std::int64_t>(rank) == root()) {
+      call.write(*output);
+    } else {
+      if (output->TotalBytes() > 0) std::memset(output->data(), 0, output->TotalBytes());
+      call.write_nothing(*output);
+    }
+    start(context, std::move(done), std::move(call));
+  }
+};
+
+class BroadcastKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    std::size_t rank = 0;
+    if (!holds(context, done, checked([&] { rank = group_rank(group()); }))) return;
+    if (!holds(context, done, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output))) return;
+    // The core broadcasts in place.
+    if (static_cast<std::int64_t>(rank) == root() && output->data() != input.data()) {
+      std::memcpy(output->data(), input.data(), input.TotalBytes());
+    }
+    TensorOperation call = operation(Collective::Broadcast);
+    call.write(*output);
+    start(context, std::move(done), std::move(call));
+  }
+};
+
+class AllGatherKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    if (input.dims() == 0) return refuse(context, done, "a scalar has no rows to gather");
+    TensorOperation call = operation(Collective::AllGatherRows);
+    call.read(input);
+    call.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
+    call.core.row_elems = row_elems(input.shape());
+    start_rows(context, std::move(done), std::move(call), input.shape());
+  }
+};
+
+// Dimension 0 in blocks, one a rank: as many rows as `given` says, or equal parts if it is empty. Says what does not
+// fit.
+std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks, std::vector<std::size_t>& rows) {
+  if (tensor.dims() == 0) return "a scalar has no rows to share out";
+  const std::int64_t all = tensor.dim_size(0);
+  const std::int64_t members = static_cast<std::int64_t>(ranks);
+  if (given.NumElements() == 0) {
+    if (all % members != 0) return absl::StrCat(all, " rows are no multiple of the ", members, " ranks");
+    rows.assign(ranks, static_cast<std::size_t>(all / members));
+    return {};
+  }
+  const auto sizes = given.flat<std::int64_t>();
+  const absl::Span<const std::int64_t> span(sizes.data(), static_cast<std::size_t>(sizes.size()));
+  const std::string list = absl::StrCat("blocks of [", absl::StrJoin(span, ", "), "] rows");
+  if (span.size() != ranks) return absl::StrCat(list, " for ", members, " ranks: expected one for each");
+  // Against wrapping, one by one.
+  std::int64_t left = all;
+  for (const std::int64_t size : span) {
+    if (size < 0) return absl::StrCat(list, ": no block has less than none");
+    if (size > left) return absl::StrCat(list, " are more than the ", all, " that the tensor has");
+    left -= size;
+    rows.push_back(static_cast<std::size_t>(size));
+  }
+  if (left > 0) return absl::StrCat(list, " leave ", left, " of the ", all, " that the tensor has");
+  return {};
+}
+
+class ReduceScatterKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tensor& input = context->input(0);
     std::size_t ranks = 0;
-    OP_REQUIRES_OK_ASYNC(context, checked([&] { ranks = group_size(static_cast<std::uint64_t>(group_)); }), done);
-    OP_REQUIRES_ASYNC(context, input.dims() > 0, absl::InvalidArgumentError("a scalar has no rows to gather"), done);
+    std::size_t rank = 0;
+    if (!holds(context, done, checked([&] { ranks = group_size(group()), rank = group_rank(group()); }))) return;
+    std::vector<std::size_t> rows;
+    const std::string wrong = blocks(input, context->input(1), ranks, rows);
+    if (!wrong.empty()) return refuse(context, done, wrong);
     TensorShape shape = input.shape();
-    shape.set_dim(0, shape.dim_size(0) * static_cast<std::int64_t>(ranks));
+    shape.set_dim(0, static_cast<std::int64_t>(rows[rank]));
     Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->allocate_output(0, shape, &output), done);
-    TensorOperation operation(Collective::AllGather, group_);
-    operation.read(input);
-    operation.write_rows(*output, ranks);
-    start(context, std::move(done), std::move(operation));
+    if (!holds(context, done, context->allocate_output(0, shape, &output))) return;
+    TensorOperation call = operation(Collective::ReduceScatter);
+    call.read_rows(input, rows);
+    call.write(*output);
+    start(context, std::move(done), std::move(call));
+  }
+};
+
+class AllToAllKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    const Tensor& splits = context->input(1);
+    std::size_t ranks = 0;
+    if (!holds(context, done, checked([&] { ranks = group_size(group()); }))) return;
+    std::vector<std::size_t> rows;
+    const std::string wrong = blocks(input, splits, ranks, rows);
+    if (!wrong.empty()) return refuse(context, done, wrong);
+    if (splits.NumElements() == 0) return equal(context, std::move(done), rows);
+    TensorOperation call = operation(Collective::AllToAllRows);
+    call.read_rows(input, rows);
+    call.core.rows = std::move(rows);
+    call.core.row_elems = row_elems(input.shape());
+    start_rows(context, std::move(done), std::move(call), input.shape());
   }
 
  private:
-  std::int64_t group_ = 0;
+  // Nobody need ask what comes.
+  void equal(OpKernelContext* context, DoneCallback done, const std::vector<std::size_t>& rows) const {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    Tensor* received = nullptr;
+    if (!holds(context, done, context->allocate_output(0, input.shape(), &output))) return;
+    const TensorShape ranks({static_cast<std::int64_t>(rows.size())});
+    if (!holds(context, done, context->allocate_output(1, ranks, &received))) return;
+    std::copy(rows.begin(), rows.end(), received->flat<std::int64_t>().data());
+    TensorOperation call = operation(Collective::AllToAll);
+    call.read_rows(input, rows);
+    call.write_rows(*output, rows);
+    start(context, std::move(done), std::move(call));
+  }
+};
+
+class BarrierKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    start(context, std::move(done), operation(Collective::Barrier));
+  }
 };
 
 }  // namespace
 
 #define SMD_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
 
-SMD_KERNEL("SmdRank", SessionKernel<std::int32_t, &rank>);
-SMD_KERNEL("SmdSize", SessionKernel<std::int32_t, &size>);
-SMD_KERNEL("SmdSessionId", SessionKernel<std::int64_t, &session_id>);
+SMD_KERNEL("SmdRank", GroupKernel<&group_rank>);
+SMD_KERNEL("SmdSize", GroupKernel<&group_size>);
+SMD_KERNEL("SmdSessionId", SessionIdKernel);
 SMD_KERNEL("SmdAllReduce", AllReduceKernel);
+SMD_KERNEL("SmdGroupedAllReduce", GroupedAllReduceKernel);
+SMD_KERNEL("SmdReduce", ReduceKernel);
 SMD_KERNEL("SmdBroadcast", BroadcastKernel);
 SMD_KERNEL("SmdAllGather", AllGatherKernel);
+SMD_KERNEL("SmdReduceScatter", ReduceScatterKernel);
+SMD_KERNEL("SmdAllToAll", AllToAllKernel);
+SMD_KERNEL("SmdBarrier", BarrierKernel);
 
 #undef SMD_KERNEL
 

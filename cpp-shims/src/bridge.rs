@@ -61,6 +61,10 @@ mod ffi {
         Scatter,
         ReduceScatter,
         AllToAll,
+        /// `AllGather` and `AllToAll` of rows, `Call::rows` of them for each rank or in all, with outputs that
+        /// `Completion::make_outputs` makes. Only `submit` has them.
+        AllGatherRows,
+        AllToAllRows,
         Barrier,
         Send,
         Recv,
@@ -85,6 +89,9 @@ mod ffi {
         timeout_ms: u64,
         inputs: &'a [TensorView],
         outputs: &'a [TensorView],
+        /// Of operations on rows: how many each input has, and elements of one.
+        rows: &'a [usize],
+        row_elems: usize,
     }
 
     /// `smd_core::reducer::ParamSpec`.
@@ -413,6 +420,8 @@ mod ffi {
         /// Ends the operation; `error` is the report, empty on success. After a receive, `source` is the member that
         /// sent; otherwise it is -1.
         fn done(self: Pin<&mut Completion>, error: &str, source: i64);
+        /// Appends to `outputs` memory for `rows[i]` rows from member i.
+        fn make_outputs(self: Pin<&mut Completion>, rows: &[usize], outputs: &mut Vec<TensorView>) -> Result<()>;
 
         include!("smd/board.h");
 

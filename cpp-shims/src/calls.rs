@@ -1,11 +1,13 @@
 //! Bodies of the bridge's functions: from C++'s description of an operation to the core's.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cxx::UniquePtr;
+use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, Done, ReduceOp, Request};
+use smd_core::collectives::{Communicator, Done, MakeOutputs, ReduceOp, Request};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -42,7 +44,7 @@ pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
     guard(|| {
         let communicator = communicator(call)?;
         // SAFETY: the caller's promise.
-        let request = unsafe { request(call) }?;
+        let request = unsafe { request(call, None) }?;
         communicator.run_within(&request, timeout(call))
     })
 }
@@ -57,7 +59,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
             return Err(Error::Internal(format!("operations of groups {group} and {other} were to run as one")));
         }
         // SAFETY: the caller's promise.
-        let requests = calls.iter().map(|call| unsafe { request(call) }).collect::<Result<Vec<_>>>()?;
+        let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
         communicator(first)?.run_on_device(&requests, timeout(first))
     })
 }
@@ -71,9 +73,10 @@ pub fn check_device(group: u64, during: &str) -> Result<(), Report> {
 pub unsafe fn submit(call: &ffi::Call, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
     guard(|| {
         let communicator = communicator(call)?;
+        let completion = Shared::new(done);
         // SAFETY: the caller's promise.
-        let request = unsafe { request(call) }?;
-        communicator.submit_within(request, timeout(call), completing(done));
+        let request = unsafe { request(call, Some(&completion)) }?;
+        communicator.submit_within(request, timeout(call), completing(completion));
         Ok(())
     })
 }
@@ -89,17 +92,51 @@ pub unsafe fn submit_named(
 ) -> Result<(), Report> {
     guard(|| {
         let negotiator = session::current(self::name(call.collective))?.negotiator(call.group)?;
+        let completion = Shared::new(done);
         // SAFETY: the caller's promise.
-        let request = unsafe { request(call) }?;
-        negotiator.submit(name, Some(shape), request, blocking, completing(done));
+        let request = unsafe { request(call, Some(&completion)) }?;
+        negotiator.submit(name, Some(shape), request, blocking, completing(completion));
         Ok(())
     })
 }
 
+/// A completion that may be asked for outputs before it is called.
+struct Shared(Mutex<UniquePtr<ffi::Completion>>);
+
+impl Shared {
+    fn new(completion: UniquePtr<ffi::Completion>) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(completion)))
+    }
+
+    /// The lock is not held while C++ runs.
+    fn take(&self) -> UniquePtr<ffi::Completion> {
+        std::mem::replace(&mut *self.0.lock(), UniquePtr::null())
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Completion")
+    }
+}
+
+impl MakeOutputs for Shared {
+    fn make(&self, rows: &[usize]) -> Result<Vec<TensorView>> {
+        let mut outputs = Vec::new();
+        let mut completion = self.take();
+        let pinned = completion.as_mut().ok_or_else(|| Error::Internal("a shim passed no completion".into()))?;
+        let made = pinned.make_outputs(rows, &mut outputs);
+        *self.0.lock() = completion;
+        made.map_err(|error| Error::InvalidArgument(error.what().to_owned()))?;
+        // SAFETY: the header demands that they are valid until the completion is called.
+        outputs.iter().map(|view| unsafe { tensor(view) }).collect()
+    }
+}
+
 /// What the core calls when an operation has ended.
-fn completing(mut done: UniquePtr<ffi::Completion>) -> Done {
+fn completing(completion: Arc<Shared>) -> Done {
     let pending = Pending(Some(move |error: &str, source: i64| {
-        if let Some(done) = done.as_mut() {
+        if let Some(done) = completion.take().as_mut() {
             done.done(error, source);
         }
     }));
@@ -122,7 +159,7 @@ pub unsafe fn submit_batch(calls: &[ffi::Call], done: UniquePtr<ffi::Completion>
     guard(|| {
         // SAFETY: the caller's promise.
         let (communicator, requests, timeout) = unsafe { batch(calls) }?;
-        communicator.submit_batch(requests, timeout, completing(done));
+        communicator.submit_batch(requests, timeout, completing(Shared::new(done)));
         Ok(())
     })
 }
@@ -135,7 +172,7 @@ unsafe fn batch(calls: &[ffi::Call]) -> Result<(Arc<Communicator>, Vec<Request>,
         return Err(Error::Internal(format!("a shim passed a batch over groups {} and {}", first.group, other.group)));
     }
     // SAFETY: the caller's promise.
-    let requests = calls.iter().map(|call| unsafe { request(call) }).collect::<Result<_>>()?;
+    let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<_>>()?;
     Ok((communicator(first)?, requests, timeout(first)))
 }
 
@@ -205,11 +242,11 @@ fn name(collective: ffi::Collective) -> &'static str {
         ffi::Collective::AllReduce => "all_reduce",
         ffi::Collective::Reduce => "reduce",
         ffi::Collective::Broadcast => "broadcast",
-        ffi::Collective::AllGather => "all_gather",
+        ffi::Collective::AllGather | ffi::Collective::AllGatherRows => "all_gather",
         ffi::Collective::Gather => "gather",
         ffi::Collective::Scatter => "scatter",
         ffi::Collective::ReduceScatter => "reduce_scatter",
-        ffi::Collective::AllToAll => "all_to_all",
+        ffi::Collective::AllToAll | ffi::Collective::AllToAllRows => "all_to_all",
         ffi::Collective::Barrier => "barrier",
         ffi::Collective::Send => "send",
         ffi::Collective::Recv | ffi::Collective::RecvAny => "recv",
@@ -218,9 +255,11 @@ fn name(collective: ffi::Collective) -> &'static str {
     }
 }
 
+/// `outputs_of` makes those that are not there yet, if somebody can.
+///
 /// # Safety
 /// The views' promise holds for as long as the request is in use.
-unsafe fn request(call: &ffi::Call) -> Result<Request> {
+unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<Request> {
     // SAFETY: the caller's promise, for this and the next line.
     let inputs = call.inputs.iter().map(|view| unsafe { tensor(view) }).collect::<Result<Vec<_>>>()?;
     // SAFETY: as above.
@@ -243,12 +282,31 @@ unsafe fn request(call: &ffi::Call) -> Result<Request> {
             Request::ReduceScatter { inputs, output: one(call, outputs)?, op: reduce_op(call.op)? }
         }
         ffi::Collective::AllToAll => Request::AllToAll { inputs, outputs },
+        ffi::Collective::AllGatherRows => Request::AllGatherRows {
+            input: one(call, inputs)?,
+            rows: call.rows.iter().sum(),
+            row_elems: call.row_elems,
+            outputs: later(call, outputs_of)?,
+        },
+        ffi::Collective::AllToAllRows => Request::AllToAllRows {
+            inputs,
+            rows: call.rows.to_vec(),
+            row_elems: call.row_elems,
+            outputs: later(call, outputs_of)?,
+        },
         ffi::Collective::Barrier => Request::Barrier,
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
         other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
     })
+}
+
+fn later(call: &ffi::Call, outputs: Option<&Arc<Shared>>) -> Result<Arc<dyn MakeOutputs>> {
+    match outputs {
+        Some(outputs) => Ok(outputs.clone()),
+        None => Err(Error::Internal(format!("nobody makes the outputs of `{}`", name(call.collective)))),
+    }
 }
 
 fn one(call: &ffi::Call, views: Vec<TensorView>) -> Result<TensorView> {
@@ -346,12 +404,13 @@ mod tests {
         inputs: &'a [ffi::TensorView],
         outputs: &'a [ffi::TensorView],
     ) -> ffi::Call<'a> {
-        ffi::Call { collective, group: 0, op: "sum", peer: 0, tag: 0, timeout_ms: 0, inputs, outputs }
+        let (op, rows) = ("sum", &[][..]);
+        ffi::Call { collective, group: 0, op, peer: 0, tag: 0, timeout_ms: 0, inputs, outputs, rows, row_elems: 0 }
     }
 
     fn refusal(call: &ffi::Call) -> String {
         // SAFETY: the views describe live arrays, and the request is not run.
-        unsafe { request(call) }.expect_err("the call is not acceptable").report()
+        unsafe { request(call, None) }.expect_err("the call is not acceptable").report()
     }
 
     #[test]
@@ -372,7 +431,8 @@ mod tests {
         let mut values = [1.0, 2.0, 3.0];
         let views = [view(&mut values)];
         // SAFETY: as in `refusal`.
-        let request = unsafe { request(&call(ffi::Collective::AllReduce, &views, &views)) }.expect("it is acceptable");
+        let request =
+            unsafe { request(&call(ffi::Collective::AllReduce, &views, &views), None) }.expect("it is acceptable");
         let Request::AllReduce { input, output, op: ReduceOp::Sum } = request else { panic!("{request:?}") };
         assert_eq!((input.ptr(), input.elems(), input.dtype()), (views[0].ptr, 3, DType::Float32));
         assert_eq!(input.ptr(), output.ptr());
@@ -395,7 +455,8 @@ mod tests {
         let mut values = [0.0];
         let cuda = [ffi::TensorView { device: ffi::DeviceKind::Cuda, device_index: 3, stream: 5, ..view(&mut values) }];
         // SAFETY: as in `refusal`.
-        let request = unsafe { request(&call(ffi::Collective::AllReduce, &cuda, &cuda)) }.expect("it is acceptable");
+        let request =
+            unsafe { request(&call(ffi::Collective::AllReduce, &cuda, &cuda), None) }.expect("it is acceptable");
         let Request::AllReduce { input, .. } = request else { panic!("{request:?}") };
         assert_eq!((input.device(), input.stream()), (Device::Cuda(3), 5));
     }

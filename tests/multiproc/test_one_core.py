@@ -35,7 +35,7 @@ def one_session(first):
     y = ops["tensorflow"].smd_all_reduce(tensor=tf.fill([5], float(rank)), op="max")
     work.wait()
     _core.barrier()
-    z = ops["tensorflow"].smd_all_gather(tensor=tf.constant([[rank]]))
+    z = ops["tensorflow"].smd_all_gather(tensor=tf.constant([[rank]])).output
     assert x.tolist() == [sum(range(size))] * 5
     assert y.numpy().tolist() == [size - 1] * 5
     assert z.numpy().tolist() == [[r] for r in range(size)]

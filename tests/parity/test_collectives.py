@@ -79,7 +79,7 @@ def both():
             )
             for op in OPS
         ]
-        cases.append((gather_with_torch, lambda tensor=tensor: tf_ops.smd_all_gather(tensor=tensor)))
+        cases.append((gather_with_torch, lambda tensor=tensor: tf_ops.smd_all_gather(tensor=tensor).output))
         cases.append((broadcast_with_torch, lambda tensor=tensor: tf_ops.smd_broadcast(tensor=tensor, root=1)))
         for with_torch, with_tf in cases:
             first, second = outcome(with_torch), outcome(with_tf)
@@ -93,7 +93,7 @@ def both():
         assert total.shape == x.shape
         again = tf_ops.smd_all_reduce(tensor=x, op="sum")
         first = tf_ops.smd_broadcast(tensor=x, root=0)
-        everything = tf_ops.smd_all_gather(tensor=x)
+        everything = tf_ops.smd_all_gather(tensor=x).output
         assert everything.shape.as_list() == [None, 2]
         return total, again, first, everything
 
@@ -104,7 +104,7 @@ def both():
     assert first.numpy().tolist() == [[0.0, 0.0]]
     assert everything.numpy().tolist() == [[r, r] for r in range(size)]
     assert x.numpy().tolist() == [[rank, rank]], "inputs stay as they are"
-    empty = tf_ops.smd_all_gather(tensor=tf.zeros([0, 4]))
+    empty = tf_ops.smd_all_gather(tensor=tf.zeros([0, 4])).output
     assert empty.shape == [0, 4]
     return compared
 

@@ -25,6 +25,9 @@ struct Operation {
   // Blocks in rank order where the collective has one a rank.
   std::vector<TensorView> inputs;
   std::vector<TensorView> outputs;
+  // Of operations on rows: how many each input has, and elements of one.
+  std::vector<std::size_t> rows;
+  std::size_t row_elems = 0;
 
   // Runs on this thread until this rank's part is complete, or queued if it is on a device. Throws rust::Error with the
   // core's report.
@@ -44,6 +47,8 @@ struct Operation {
     call.timeout_ms = timeout_ms;
     call.inputs = {inputs.data(), inputs.size()};
     call.outputs = {outputs.data(), outputs.size()};
+    call.rows = {rows.data(), rows.size()};
+    call.row_elems = row_elems;
     return call;
   }
 };

@@ -115,11 +115,15 @@ fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
     own[..2] == other[..2]
         && own[3] == other[3]
         && match call.kind {
-            Kind::AllReduce | Kind::AllReduceWindow | Kind::Reduce | Kind::Broadcast | Kind::Barrier | Kind::Window => {
-                own[2] == other[2]
-            }
+            Kind::AllReduce
+            | Kind::AllReduceWindow
+            | Kind::Reduce
+            | Kind::Broadcast
+            | Kind::Barrier
+            | Kind::Window
+            | Kind::AllGatherRows => own[2] == other[2],
             Kind::AllGather => same_rows(1, &call.received),
-            Kind::ReduceScatter => same_rows(0, &call.sent),
+            Kind::ReduceScatter | Kind::AllToAllRows => same_rows(0, &call.sent),
             Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::Poison => false,
         }
 }

@@ -24,10 +24,13 @@ pub(crate) enum Kind {
     Window = 11,
     /// The member takes part by failing.
     Poison = 12,
+    /// The first part of an operation on rows: who has how many.
+    AllGatherRows = 13,
+    AllToAllRows = 14,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 12] = [
+    pub(crate) const ALL: [Kind; 14] = [
         Kind::AllReduce,
         Kind::AllReduceWindow,
         Kind::Reduce,
@@ -40,6 +43,8 @@ impl Kind {
         Kind::Barrier,
         Kind::Window,
         Kind::Poison,
+        Kind::AllGatherRows,
+        Kind::AllToAllRows,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -48,11 +53,11 @@ impl Kind {
             Kind::AllReduceWindow => "all_reduce in a window",
             Kind::Reduce => "reduce",
             Kind::Broadcast => "broadcast",
-            Kind::AllGather => "all_gather",
+            Kind::AllGather | Kind::AllGatherRows => "all_gather",
             Kind::Gather => "gather",
             Kind::Scatter => "scatter",
             Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllToAll => "all_to_all",
+            Kind::AllToAll | Kind::AllToAllRows => "all_to_all",
             Kind::Barrier => "barrier",
             Kind::Window => "window",
             Kind::Poison => "failed operation",
@@ -66,8 +71,10 @@ pub(crate) struct Call {
     pub(crate) kind: Kind,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
+    /// Of operations on rows: elements of one row.
     pub(crate) root: usize,
-    /// Elements of this member's own block, or of the whole where there are no blocks; bytes of a window.
+    /// Elements of this member's own block, or of the whole where there are no blocks; bytes of a window. Of operations
+    /// on rows, this and the next are in rows.
     pub(crate) elems: usize,
     /// The window's number.
     pub(crate) window: u64,
@@ -179,6 +186,24 @@ impl Call {
                 same_shape("all_to_all", &inputs[me], &outputs[me])?;
                 Self { dtype, sent, received, ..Self::new(Kind::AllToAll) }
             }
+            Request::AllGatherRows { input, rows, row_elems, .. } => {
+                are_rows("all_gather", input, *rows, *row_elems)?;
+                Self { dtype: input.dtype(), root: *row_elems, elems: *rows, ..Self::new(Kind::AllGatherRows) }
+            }
+            Request::AllToAllRows { inputs, rows, row_elems, .. } => {
+                let dtype = inputs.first().map_or(DType::UInt8, TensorView::dtype);
+                blocks("all_to_all", "inputs", inputs, dtype, size)?;
+                if rows.len() != size {
+                    let rows = rows.len();
+                    return Err(Error::InvalidArgument(format!(
+                        "all_to_all: {rows} numbers of rows for {size} members"
+                    )));
+                }
+                for (input, rows) in inputs.iter().zip(rows) {
+                    are_rows("all_to_all", input, *rows, *row_elems)?;
+                }
+                Self { dtype, root: *row_elems, sent: rows.clone(), ..Self::new(Kind::AllToAllRows) }
+            }
             Request::Barrier => Self::new(Kind::Barrier),
             Request::Send { .. } | Request::Recv { .. } => return Ok(None),
         };
@@ -217,6 +242,8 @@ pub(crate) fn views(request: &Request) -> Vec<TensorView> {
             inputs.iter().chain([output]).copied().collect()
         }
         Request::AllToAll { inputs, outputs } => inputs.iter().chain(outputs).copied().collect(),
+        Request::AllGatherRows { input, .. } => vec![*input],
+        Request::AllToAllRows { inputs, .. } => inputs.clone(),
         Request::Send { data, .. } | Request::Recv { data, .. } => vec![*data],
         Request::AllReduceWindow { .. } | Request::Barrier => vec![],
     }
@@ -249,6 +276,13 @@ fn same_shape(name: &str, input: &TensorView, output: &TensorView) -> Result<()>
         output.elems(),
         output.dtype()
     )))
+}
+
+fn are_rows(name: &str, view: &TensorView, rows: usize, row_elems: usize) -> Result<()> {
+    if rows.checked_mul(row_elems) == Some(view.elems()) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("{name}: {} elements are not {rows} rows of {row_elems}", view.elems())))
 }
 
 fn blocks(name: &str, which: &str, views: &[TensorView], dtype: DType, size: usize) -> Result<Vec<usize>> {
@@ -287,6 +321,7 @@ impl fmt::Display for Call {
             Kind::AllToAll => {
                 write!(f, "{name} of {} {dtype} for {} {dtype}", list(&self.sent), list(&self.received))
             }
+            Kind::AllGatherRows | Kind::AllToAllRows => write!(f, "{name} of rows of {root} {dtype}"),
             Kind::Barrier | Kind::Poison => f.write_str(name),
             Kind::Window => write!(f, "{name} of {elems} bytes"),
         }
@@ -329,8 +364,8 @@ pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> Verdict {
         let same = match call.kind {
             Kind::AllGather => call.received == first.received,
             Kind::ReduceScatter => call.sent == first.sent,
-            // Looked at below.
-            Kind::Gather | Kind::Scatter | Kind::AllToAll => true,
+            // Looked at below, or told to each other.
+            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::AllGatherRows | Kind::AllToAllRows => true,
             _ => call.elems == first.elems,
         };
         if !same {

@@ -29,7 +29,7 @@ use super::courier::Courier;
 use super::cuda::{self, Cuda};
 use super::kernels::copy::Publisher;
 use super::window::Window;
-use super::{Group, Request, algorithms, arrival};
+use super::{Group, Request, algorithms, arrival, rows};
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
 use crate::world::{Monitor, Store};
@@ -349,8 +349,27 @@ impl Shared {
         let members = self.transport.members();
         let call = self.check_window(request).and_then(|()| Call::of(request, members.me, members.size()));
         match call {
+            Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => {
+                self.rows(request, &call, timeout)
+            }
             Ok(Some(call)) => self.enter(&call, timeout, |group| algorithms::run(request, &call, group)),
             Ok(None) => Err(Error::Internal("a message between pairs was queued as a collective".into())),
+            Err(error) => {
+                self.fail(&error.to_string())?;
+                Err(error)
+            }
+        }
+    }
+
+    /// ROW-1, ROW-2.
+    fn rows(&self, request: &Request, call: &Call, timeout: Option<Duration>) -> Result<()> {
+        let mut rows = Vec::new();
+        self.enter(call, timeout, |group| {
+            rows = algorithms::sizes::tell(call, group)?;
+            Ok(())
+        })?;
+        match rows::settle(request, &rows) {
+            Ok(settled) => self.collective(&settled, timeout),
             Err(error) => {
                 self.fail(&error.to_string())?;
                 Err(error)

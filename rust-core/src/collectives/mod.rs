@@ -27,6 +27,7 @@ mod courier;
 mod cuda;
 pub(crate) mod kernels;
 pub mod reference;
+pub mod rows;
 pub mod window;
 
 #[cfg(test)]
@@ -34,6 +35,7 @@ mod tests;
 
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
+pub use rows::MakeOutputs;
 pub use window::Window;
 
 /// How values of different ranks become one.
@@ -152,6 +154,29 @@ pub enum Request {
         inputs: Vec<TensorView>,
         /// Block i comes from rank i.
         outputs: Vec<TensorView>,
+    },
+    /// As [`Request::AllGather`], of rows, where a member knows how many it has and not how many the others have: the
+    /// members tell each other first, and the outputs are made then.
+    AllGatherRows {
+        /// `rows` rows.
+        input: TensorView,
+        /// Any number, also of rows that have no elements.
+        rows: usize,
+        /// Elements of one; the same on all members.
+        row_elems: usize,
+        /// Makes the memory for everybody's rows.
+        outputs: Arc<dyn MakeOutputs>,
+    },
+    /// As [`Request::AllToAll`], of rows, where a member knows what it sends and not what it gets.
+    AllToAllRows {
+        /// Block j, `rows[j]` rows, goes to rank j.
+        inputs: Vec<TensorView>,
+        /// Any numbers.
+        rows: Vec<usize>,
+        /// Elements of one row; the same on all members.
+        row_elems: usize,
+        /// Makes the memory for what comes.
+        outputs: Arc<dyn MakeOutputs>,
     },
     /// Returns when every member has called it.
     Barrier,

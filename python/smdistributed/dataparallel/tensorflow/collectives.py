@@ -8,6 +8,7 @@ gets an error that names the ranks and the difference. Eager calls raise the cla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from smdistributed._common import errors, shims
@@ -19,6 +20,7 @@ ops = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
 
+from smdistributed.dataparallel.tensorflow import gradients, ordering  # noqa: E402, F401
 from smdistributed.dataparallel.tensorflow.compression import Compression  # noqa: E402
 
 
@@ -81,6 +83,100 @@ def broadcast(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
         A tensor of the same shape and type.
     """
     return call(ops.smd_broadcast, tensor=tf.convert_to_tensor(tensor), root=root_rank)
+
+
+def grouped_all_reduce(
+    tensors: Sequence[tf.Tensor], compression: type = Compression.none, op: ReduceOp | None = ReduceOp.AVERAGE
+) -> list[tf.Tensor]:
+    """Reduces several tensors over the ranks as one operation, in which small ones travel together. An extension.
+
+    Args:
+        tensors: Same number, shapes and types on all ranks; they may differ from each other.
+        compression: A member of ``Compression``.
+        op: The reduction; ``None`` means ``AVERAGE``.
+
+    Returns:
+        The reduced tensors, each as :func:`oob_allreduce` would return it.
+    """
+    if not tensors:
+        return []
+    sent = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    name = core_name(op, ReduceOp.AVERAGE)
+    reduced = call(ops.smd_grouped_all_reduce, tensors=[tensor for tensor, _ in sent], op=name)
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, sent, strict=True)]
+
+
+def all_gather(tensor: tf.Tensor) -> tf.Tensor:
+    """Gives every rank the rows of all ranks. An extension.
+
+    Args:
+        tensor: ``[rows, ...]``, of the same type on all ranks and, but for the number of rows, of the same shape.
+
+    Returns:
+        ``[all rows, ...]``: those of rank 0, then those of rank 1, and so on.
+
+    Raises:
+        ValueError: In a ``tf.function``, ``tensor`` is known to have no dimension.
+        SmdistributedError: It has none, or the rows of other ranks have another size.
+    """
+    return call(ops.smd_all_gather, tensor=tf.convert_to_tensor(tensor)).output
+
+
+def reduce_scatter(
+    tensor: tf.Tensor, op: ReduceOp | None = ReduceOp.AVERAGE, rows: Sequence[int] | tf.Tensor | None = None
+) -> tf.Tensor:
+    """Reduces a tensor over the ranks and gives each of them a block of the result's rows. An extension.
+
+    Args:
+        tensor: ``[rows, ...]``, same shape and type on all ranks.
+        op: The reduction; ``None`` means ``AVERAGE``.
+        rows: How many rows each rank gets, the same on all ranks; ``None`` for equal blocks.
+
+    Returns:
+        ``[rows of this rank, ...]``.
+
+    Raises:
+        SmdistributedError: The rows cannot be shared out like that.
+    """
+    return call(
+        ops.smd_reduce_scatter,
+        tensor=tf.convert_to_tensor(tensor),
+        rows=_numbers_of_rows(rows),
+        op=core_name(op, ReduceOp.AVERAGE),
+    )
+
+
+def all_to_all(tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sends a block of rows to every rank. An extension.
+
+    Args:
+        tensor: ``[rows, ...]``; rows have the same type and shape on all ranks.
+        splits: How many rows each rank gets, one after the other; ``None`` for equal blocks, which are then the same on
+            all ranks.
+
+    Returns:
+        ``[received rows, ...]``, those from rank 0 first, and how many came from each rank.
+
+    Raises:
+        SmdistributedError: ``splits`` do not add up to the rows, or the rows cannot be shared out equally.
+    """
+    received = call(ops.smd_all_to_all, tensor=tf.convert_to_tensor(tensor), splits=_numbers_of_rows(splits))
+    return received.output, received.received
+
+
+def barrier() -> tf.Operation | None:
+    """Waits for all ranks. An extension.
+
+    Returns:
+        In a graph, the operation that waits.
+    """
+    return call(ops.smd_barrier)
+
+
+def _numbers_of_rows(rows: Sequence[int] | tf.Tensor | None) -> tf.Tensor:
+    if rows is None:
+        return tf.constant([], tf.int64)
+    return tf.cast(rows, tf.int64)
 
 
 def call(op: Any, /, **arguments: Any) -> Any:

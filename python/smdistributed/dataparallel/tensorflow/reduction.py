@@ -20,7 +20,7 @@ from smdistributed._common import errors
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
-from smdistributed.dataparallel.tensorflow.collectives import call, ops
+from smdistributed.dataparallel.tensorflow.collectives import all_gather, call, ops
 from smdistributed.dataparallel.tensorflow.compression import Compression, FP16Compression, NoneCompression
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -170,20 +170,9 @@ def _gradient(op: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor 
 
 def _gather(slices: tf.IndexedSlices, op: ReduceOp, graph: bool) -> tf.IndexedSlices:
     """The slices of all ranks, one after the other."""
-    rows = tf.shape(slices.indices, out_type=tf.int64)[0]
-    counts = call(ops.smd_all_gather, tensor=rows[None])
-    longest = tf.reduce_max(counts)
-    mine = tf.reshape(tf.sequence_mask(counts, longest), [-1])
-    with tf.control_dependencies([counts] if graph else []):
-        indices = call(ops.smd_all_gather, tensor=_padded(slices.indices, longest - rows))
+    indices = all_gather(slices.indices)
     with tf.control_dependencies([indices] if graph else []):
-        values = call(ops.smd_all_gather, tensor=_padded(slices.values, longest - rows))
-    values = tf.boolean_mask(values, mine)
+        values = all_gather(slices.values)
     if op is ReduceOp.AVERAGE:
         values = values / tf.cast(_core.size(), values.dtype)
-    return tf.IndexedSlices(values, tf.boolean_mask(indices, mine), slices.dense_shape)
-
-
-def _padded(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    shape = tf.concat([rows[None], tf.shape(tensor, out_type=tf.int64)[1:]], 0)
-    return tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -12,6 +12,7 @@ mod hosts;
 mod messages;
 mod one_shot;
 mod scatter;
+pub(super) mod sizes;
 mod two_shot;
 mod window;
 

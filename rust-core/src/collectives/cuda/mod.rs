@@ -515,6 +515,8 @@ pub(super) fn is_on_device(request: &Request) -> bool {
         Request::Broadcast { data, .. } | Request::Send { data, .. } | Request::Recv { data, .. } => Some(data),
         Request::Scatter { output, .. } | Request::ReduceScatter { output, .. } => Some(output),
         Request::AllToAll { outputs, .. } => outputs.first(),
+        // What others have would have to be known on the host.
+        Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => None,
         Request::AllReduceWindow { .. } | Request::Barrier => None,
     };
     view.is_some_and(|view| view.device() != Device::Cpu)

@@ -95,9 +95,11 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
             // SAFETY: see above.
             unsafe { comm.recv(data, *from, stream) }
         }
-        Request::Recv { from: None, .. } | Request::AllReduceWindow { .. } | Request::Barrier => {
-            Err(Error::Internal("an operation that is none of CUDA's was queued on a device".into()))
-        }
+        Request::Recv { from: None, .. }
+        | Request::AllReduceWindow { .. }
+        | Request::AllGatherRows { .. }
+        | Request::AllToAllRows { .. }
+        | Request::Barrier => Err(Error::Internal("an operation that is none of CUDA's was queued on a device".into())),
     }
 }
 
