@@ -44,13 +44,16 @@ impl Description {
         let flat = [call.elems as u64];
         let shape = shape.unwrap_or(&flat);
         let elems = shape.iter().product::<u64>();
-        let has_elems = !matches!(call.kind, Kind::AllToAll | Kind::ReduceScatter | Kind::Barrier);
+        let on_rows = matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows);
+        let has_elems = !on_rows && !matches!(call.kind, Kind::AllToAll | Kind::ReduceScatter | Kind::Barrier);
         if has_elems && elems != call.elems as u64 {
             return Err(Error::Internal(format!("a tensor of {} elements came with the shape {shape:?}", call.elems)));
         }
         let shape = match call.kind {
             Kind::AllReduce | Kind::Reduce | Kind::Broadcast => shape.to_vec(),
-            Kind::AllGather | Kind::ReduceScatter => shape.get(1..).unwrap_or_default().to_vec(),
+            Kind::AllGather | Kind::ReduceScatter | Kind::AllGatherRows | Kind::AllToAllRows => {
+                shape.get(1..).unwrap_or_default().to_vec()
+            }
             // Members' blocks differ, and are compared when the operation runs.
             _ => Vec::new(),
         };
@@ -66,8 +69,12 @@ impl Description {
         }
         let bytes = (call.elems.max(all) * call.dtype.size()) as u64;
         // Gather, scatter and all-to-all move what each member says, which is not the same on all.
-        let bytes = if matches!(call.kind, Kind::Gather | Kind::Scatter | Kind::AllToAll) { 0 } else { bytes };
-        let (kind, dtype, op, root) = (call.kind, call.dtype, call.op, call.root as u32);
+        let bytes = match call.kind {
+            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::AllGatherRows | Kind::AllToAllRows => 0,
+            _ => bytes,
+        };
+        let root = if on_rows { 0 } else { call.root as u32 };
+        let (kind, dtype, op) = (call.kind, call.dtype, call.op);
         Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message: String::new() })
     }
 
@@ -119,6 +126,7 @@ impl fmt::Display for Description {
             Kind::ReduceScatter => {
                 write!(f, "{name}({op}) of {dtype}, blocks of {blocks:?} elements, rows of {shape:?}")?;
             }
+            Kind::AllGatherRows | Kind::AllToAllRows => write!(f, "{name} of {dtype}, rows of {shape:?}")?,
             Kind::Gather => write!(f, "{name} of {dtype} to rank {root} of the group")?,
             Kind::Scatter => write!(f, "{name} of {dtype} from rank {root} of the group")?,
             _ => write!(f, "{name} of {dtype}")?,
