@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, 
 
 NUMBERS = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 NUMBERS += ["complex64", "complex128"]
+TRACED = ["bfloat16", "int32"]
 TYPES = [*NUMBERS, "bool", "uint16", "uint32", "uint64"]
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -95,7 +96,9 @@ def check_values(sdp, rank, size):
             own[:0],
             tf.concat(everybodys, 0)[:, :0],
         )
-        for run in (moves, tf.function(moves)):
+        # Tracing takes longest.
+        traced = size == 2 or dtype in TRACED
+        for run in (moves, tf.function(moves)) if traced else (moves,):
             for result, expected in zip(run(), moved, strict=True):
                 same(result, expected)
                 compared += 1
@@ -115,7 +118,7 @@ def check_values(sdp, rank, size):
             own[:0],
             total if rank == 1 else tf.zeros_like(total),
         )
-        for run in (reduces_, tf.function(reduces_)):
+        for run in (reduces_, tf.function(reduces_)) if traced else (reduces_,):
             for result, expected in zip(run(), reduced, strict=True):
                 same(result, expected)
                 compared += 1
@@ -378,4 +381,5 @@ def everything():
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_operation(size):
     compared = run_ranks(everything, size, timeout=110, env=ENVIRONMENT)
-    assert compared == [2 * (len(TYPES) * 10 + len(NUMBERS) * 7)] * size
+    traced = (len(TYPES), len(NUMBERS)) if size == 2 else (len(TRACED), len(TRACED))
+    assert compared == [(len(TYPES) + traced[0]) * 10 + (len(NUMBERS) + traced[1]) * 7] * size
