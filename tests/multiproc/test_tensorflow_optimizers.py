@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
+import pickle
 import warnings
 
 import pytest
@@ -180,6 +182,7 @@ def keras3():
     assert_close(problem.trained(keras, summed, True, False), expected, "sum")
     only_one_rank_overflows(keras, sdp)
     the_view(keras, sdp)
+    no_xla_unless_asked_for(keras, sdp)
     arguments(keras, sdp)
 
 
@@ -212,6 +215,11 @@ def the_view(keras, sdp):
     assert view.variables == plain.variables
     view.learning_rate = 0.125
     assert float(plain.learning_rate) == 0.125
+    for another in (copy.copy(view), copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
+        assert type(another).__name__ == "Adam"
+        assert float(another.learning_rate) == 0.125
+        with pytest.raises(ValueError, match="already"):
+            sdp.DistributedOptimizer(another)
     again = type(view).from_config(view.get_config())
     variable = keras.Variable([4.0])
     with Reductions() as reductions:
@@ -224,6 +232,27 @@ def the_view(keras, sdp):
         view.apply([[1.0]])
     with pytest.raises(ValueError, match="No gradients provided"):
         again.apply_gradients([(None, variable)])
+
+
+def no_xla_unless_asked_for(keras, sdp):
+    """On a machine with a GPU, Keras compiles with XLA, which does not know our operations."""
+    import tensorflow as tf
+
+    devices = tf.config.list_physical_devices()
+    with_gpu = [*devices, tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    listed = tf.config.list_physical_devices
+    tf.config.list_physical_devices = lambda device_type=None: with_gpu
+    try:
+        for optimizer, compiles in [
+            (keras.optimizers.SGD(), True),
+            (sdp.DistributedOptimizer(keras.optimizers.SGD()), False),
+            (keras.optimizers.LossScaleOptimizer(sdp.DistributedOptimizer(keras.optimizers.SGD())), False),
+        ]:
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile(optimizer, "mse")
+            assert model.jit_compile is compiles
+    finally:
+        tf.config.list_physical_devices = listed
 
 
 def arguments(keras, sdp):
@@ -387,8 +416,8 @@ def graphs_of_tf1(folder):
         session.run(operation)
         values = session.run(variables)
         assert [np.ravel(value)[0] for value in values] == [2.0, 6, True, 3.0, 1.0]
-        with pytest.raises(ValueError, match="`root_rank` is 2: expected a rank, 0 to 1"):
-            sdp.broadcast_global_variables(2)
+        with pytest.raises(ValueError, match=f"expected a rank, 0 to {sdp.size() - 1}"):
+            sdp.broadcast_global_variables(sdp.size())
     # A graph without variables, and one that starts from a checkpoint that rank 0 alone has.
     with tf.Graph().as_default(), v1.train.MonitoredSession(hooks=[sdp.BroadcastGlobalVariablesHook(0)]):
         pass
@@ -408,3 +437,21 @@ def graphs_of_tf1(folder):
 
 def test_tf1(tmp_path):
     run_ranks(graphs_of_tf1, 2, str(tmp_path), env=_ENV, timeout=170)
+
+
+def four(folder):
+    """What has a size in it, on four ranks."""
+    import keras
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    graphs_of_tf1(folder)
+    assert sdp.size() == 4
+    every_way(Problem(), keras, lambda: keras.optimizers.SGD(0.5, momentum=0.9), sdp.DistributedOptimizer)
+    logs = {"loss": float(sdp.rank())}
+    sdp.keras.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"loss": 1.5}
+
+
+def test_four_ranks(tmp_path):
+    run_ranks(four, 4, str(tmp_path), env=_ENV, timeout=170)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +25,6 @@ from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
 
-Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 GradientsAndVariables = Iterable[tuple[Any, Any]]
 
 
@@ -72,20 +71,14 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
             optimizer._use_locking = True
         else:
             warnings.warn("`use_locking` is for tf.compat.v1.train optimizers and has no effect here", stacklevel=2)
-    prefix = name or f"smdistributed.dataparallel{type(optimizer).__name__}"
-
-    def reduce(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return reduce_gradients(
-            gradients,
-            variables,
-            compression=compression,
-            op=op,
-            sparse_as_dense=sparse_as_dense,
-            bucket_cap_mb=bucket_cap_mb,
-            name=prefix,
-        )
-
-    return _view(optimizer, methods, reduce)
+    options = {
+        "compression": compression,
+        "op": op,
+        "sparse_as_dense": sparse_as_dense,
+        "bucket_cap_mb": bucket_cap_mb,
+        "name": name or f"smdistributed.dataparallel{type(optimizer).__name__}",
+    }
+    return _view(optimizer, methods, options)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -94,18 +87,28 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))
 
 
-def _view(optimizer: Any, methods: type[_Methods], reduce: Reduce) -> Any:
+def _view(optimizer: Any, methods: type[_Methods], options: dict[str, Any]) -> Any:
     cls = type(optimizer)
     members = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "_smd_reduce": staticmethod(reduce),
+        "_smd_class": cls,
+        "_smd_options": options,
     }
-    view = object.__new__(type(cls)(cls.__name__, (methods, cls), members))
+    return _sharing(optimizer, type(cls)(cls.__name__, (methods, cls), members))
+
+
+def _sharing(optimizer: Any, cls: type) -> Any:
+    """An object of another class with the same state."""
+    other = object.__new__(cls)
     # Past Keras' own `__setattr__`, which would track the dictionary as state.
-    object.__setattr__(view, "__dict__", optimizer.__dict__)
-    return view
+    object.__setattr__(other, "__dict__", optimizer.__dict__)
+    return other
+
+
+def _distributed(optimizer: Any, options: dict[str, Any]) -> Any:
+    return DistributedOptimizer(optimizer, **options)
 
 
 def _methods(optimizer: Any) -> type[_Methods]:
@@ -132,7 +135,15 @@ def _methods(optimizer: Any) -> type[_Methods]:
 class _Methods:
     """The part of a distributed optimizer that comes before the given one's class."""
 
-    _smd_reduce: Reduce
+    _smd_class: type
+    _smd_options: dict[str, Any]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy or a pickle is one of the given optimizer, and distributed again."""
+        return _distributed, (_sharing(self, self._smd_class), self._smd_options)
+
+    def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return reduce_gradients(gradients, variables, **self._smd_options)
 
     def _smd_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
