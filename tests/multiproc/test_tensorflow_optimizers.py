@@ -333,7 +333,7 @@ def test_tf_keras():
     run_ranks(legacy_keras, 2, env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
 
 
-def graphs_of_tf1(folder):
+def graphs_of_tf1(folder, every_kind=True):
     import numpy as np
     import tensorflow as tf
 
@@ -373,17 +373,17 @@ def graphs_of_tf1(folder):
                 return session.run(weights)
 
     t = v1.train
-    for make in (
-        lambda: t.GradientDescentOptimizer(0.5),
-        lambda: t.AdamOptimizer(0.1),
-        lambda: t.MomentumOptimizer(0.5, 0.9),
-    ):
-        for resource in (True, False):
-            expected = run(make, False, resource)
-            with Reductions() as reductions:
-                got = run(lambda make=make: sdp.DistributedOptimizer(make(), use_locking=True), True, resource)
-            assert reductions.count == 1
-            assert_close(got, expected, "tf1")
+    kinds = [
+        (lambda: t.AdamOptimizer(0.1), True),
+        (lambda: t.AdamOptimizer(0.1), False),
+        (lambda: t.MomentumOptimizer(0.5, 0.9), True),
+    ]
+    for make, resource in kinds if every_kind else kinds[:1]:
+        expected = run(make, False, resource)
+        with Reductions() as reductions:
+            got = run(lambda make=make: sdp.DistributedOptimizer(make(), use_locking=True), True, resource)
+        assert reductions.count == 1
+        assert_close(got, expected, "tf1")
     view = sdp.DistributedOptimizer(t.AdamOptimizer(0.1))
     assert isinstance(view, t.AdamOptimizer)
 
@@ -445,7 +445,7 @@ def four(folder):
 
     import smdistributed.dataparallel.tensorflow as sdp
 
-    graphs_of_tf1(folder)
+    graphs_of_tf1(folder, every_kind=False)
     assert sdp.size() == 4
     every_way(Problem(), keras, lambda: keras.optimizers.SGD(0.5, momentum=0.9), sdp.DistributedOptimizer)
     logs = {"loss": float(sdp.rank())}
