@@ -143,7 +143,14 @@ class _Methods:
         return _distributed, (_sharing(self, self._smd_class), self._smd_options)
 
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return reduce_gradients(gradients, variables, **self._smd_options)
+        # Keras takes arrays and lists too.
+        tensors = [
+            gradient
+            if gradient is None or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))
+            else tf.convert_to_tensor(gradient, variable.dtype)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        return reduce_gradients(tensors, variables, **self._smd_options)
 
     def _smd_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
