@@ -19,6 +19,7 @@ from support import run_ranks
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"),
+    pytest.mark.timeout(180),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
 _ENV["CUDA_VISIBLE_DEVICES"] = ""
@@ -131,7 +132,7 @@ def test_the_guides_scripts(keras, size, tmp_path):
     if importlib.util.find_spec(keras) is None:
         pytest.skip(f"{keras} is not installed")
     env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    ranks = run_ranks(guides, size, str(tmp_path), env=env, timeout=115)
+    ranks = run_ranks(guides, size, str(tmp_path), env=env, timeout=170)
     expected = ranks[0][1]
     assert np.mean(expected[-5:]) < np.mean(expected[:5]) - 0.01 * size
     for index, name in enumerate(SCRIPTS):
