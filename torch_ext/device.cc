@@ -19,6 +19,8 @@ std::size_t handle_of(const c10::Stream& stream) {
   return reinterpret_cast<std::size_t>(guard(stream.device()).getStreamNativeHandle(stream));
 }
 
+// PyTorch's pool has 32 streams of a priority and gives them out in turn: with more groups than that, some share one.
+// Their operations then run in the order of the host's calls, which must be the same on all ranks, as within a group.
 c10::Stream communication_stream(std::int64_t group, c10::Device device) {
   static std::mutex mutex;
   static auto* streams = new std::map<std::pair<std::int64_t, c10::DeviceIndex>, c10::Stream>;

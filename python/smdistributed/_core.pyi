@@ -52,6 +52,12 @@ def group_ranks(group: int = 0) -> list[int]:
 def measured_bucket_bytes(group: int = 0) -> int | None:
     """How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group."""
 
+def bucket_bytes(bucket_cap_mb: float | None = None) -> int:
+    """The size in bytes of a bucket of so many MiB, or the default."""
+
+def bucket_sizes(cap_bytes: int) -> list[int]:
+    """The sizes of the first bucket and of all others, in bytes, if none may be larger than this."""
+
 def barrier(group: int = 0) -> None:
     """Returns when every member of the group has called it."""
 

@@ -6,6 +6,7 @@
 
 use pyo3::prelude::*;
 
+mod buckets;
 mod config;
 mod enter;
 mod error;
@@ -23,6 +24,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     session::register(module)?;
     module.add_function(wrap_pyfunction!(gradients::plan_gradients, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::bucket_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;

@@ -142,7 +142,7 @@ def meet():
 
 @needs_mpi
 def test_without_the_compiler_of_mpi_tcp_does_and_it_is_said_what_to_install(two, tmp_path):
-    environment = {"MPICC": "/nowhere/mpicc", "SMD_CACHE_DIR": str(tmp_path), "SMD_LOG": "debug"}
+    environment = {"MPICC": "/nowhere/mpicc", "SMD_CACHE_DIR": str(tmp_path), "SMD_LOG": "info"}
     with start_ranks(meet, 4, launcher=two, options=_passed_on(environment), env=environment) as job:
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()

@@ -115,12 +115,11 @@ for _ in range(2):
         place = launchers.raw_environment(rank, 2, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env = launchers.clean_environment() | place
         command = [*prefix, sys.executable, "-c", code]
-        env |= {"SMD_LOG": "debug", "SMD_TIMEOUT_SECONDS": "40"}
+        env |= {"SMD_LOG": "info", "SMD_TIMEOUT_SECONDS": "40"}
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    for rank in ranks:
-        text = rank.communicate(timeout=60)[1]
-        assert rank.returncode == 0, text
-        assert "TCP moves CPU tensors between the 2 hosts, since no MPI launcher (`mpirun`) started the job" in text
+    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert "TCP moves CPU tensors between the 2 hosts, since no MPI launcher (`mpirun`) started the job" in texts[0]
 
 
 def init_twice():

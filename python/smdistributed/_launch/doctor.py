@@ -228,14 +228,14 @@ def _mpi() -> Finding:
             "MPI",
             "--",
             "mpirun not found",
-            "`apt-get install openmpi-bin libopenmpi-dev`: CPU tensors go between hosts faster than over TCP",
+            "`apt-get install openmpi-bin libopenmpi-dev`: for jobs on several hosts, over networks that TCP makes little of",
         )
     if shutil.which(os.environ.get("MPICC") or "mpicc") is None:
         return Finding(
             "MPI",
             "--",
             "mpirun, but no mpicc",
-            "`apt-get install libopenmpi-dev`: for CPU tensors on several hosts, beside TCP",
+            "`apt-get install libopenmpi-dev`: for jobs on several hosts, over networks that TCP makes little of",
         )
     return Finding("MPI", "ok", f"{_first_line([mpirun, '--version'])} at {mpirun}")
 

@@ -44,6 +44,7 @@ mod launcher;
 pub mod lending;
 pub mod plan;
 mod runner;
+mod sizes;
 pub mod step;
 #[cfg(test)]
 mod tests;
@@ -52,6 +53,7 @@ pub use arena::{Arena, SlotLease};
 pub use launcher::DeviceBucket;
 pub use plan::{Bucket, Plan, Slot};
 pub use runner::{Listener, News, Record, Reducer};
+pub use sizes::{bucket_bytes, bucket_sizes};
 pub use step::Step;
 
 /// What the plan needs to know of a parameter.

@@ -76,14 +76,19 @@ impl Session {
             (Verdict::Mpi, Ok(plugin)) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),
             (Verdict::Mpi, Err(error)) => Err(error),
             (Verdict::Tcp { why, book }, _) => {
-                tracing::debug!("TCP moves CPU tensors between the {} hosts, since {why}", self.hosts.len());
+                if self.rank() == 0 {
+                    tracing::info!(
+                        "TCP moves CPU tensors between the {} hosts, since {why}; MPI knows faster networks too, such as \
+                         InfiniBand",
+                        self.hosts.len()
+                    );
+                }
                 let options = tcp::Options {
                     rank: self.rank(),
                     session: self.id,
                     key: client.key().clone(),
                     book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
-                    why,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(Between::Tcp)

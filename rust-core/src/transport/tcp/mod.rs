@@ -19,7 +19,6 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -46,9 +45,6 @@ use way::{Sent, Way};
 
 /// What this protocol's keys are made of, besides the job's key.
 const PROTOCOL: &[u8] = b"frames between ranks";
-
-/// Once this much was sent, a faster way is worth a line in the log.
-const HINT_BYTES: u64 = 64 << 20;
 
 /// A pause between two looks at whether everything was sent.
 const FLUSH_PAUSE: Duration = Duration::from_millis(1);
@@ -80,7 +76,8 @@ pub(crate) fn listen(local: IpAddr) -> Result<(TcpListener, Address)> {
         TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
     };
     let host = (!local.is_loopback()).then_some(local);
-    let bound = host.map_or_else(everywhere, |local| TcpListener::bind((local, 0)));
+    // The address may be one that a network translates into ours.
+    let bound = host.map_or_else(everywhere, |local| TcpListener::bind((local, 0)).or_else(|_| everywhere()));
     let io = |error| Error::io("listening for other hosts", error);
     let listener = bound.map_err(io)?;
     let port = listener.local_addr().map_err(io)?.port();
@@ -97,8 +94,6 @@ pub(crate) struct Options {
     /// Where the process of each rank listens.
     pub(crate) book: Vec<SocketAddr>,
     pub(crate) monitor: Arc<Monitor>,
-    /// Why this is not MPI.
-    pub(crate) why: String,
     /// Silence after which a host counts as vanished; as long do news of a departure take at most.
     pub(crate) peer_timeout: Duration,
 }
@@ -119,21 +114,11 @@ struct Shared {
     ways: Vec<Mutex<Way>>,
     /// What frames leave in.
     buffers: Pool,
-    sent_bytes: AtomicU64,
-    why: String,
     calls: Mutex<Vec<Call>>,
     waker: Waker,
 }
 
 impl Shared {
-    /// Says once in a job that there is a faster way, if it is used for more than a few messages.
-    fn count(&self, bytes: usize) {
-        let before = self.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        if self.rank == 0 && before < HINT_BYTES && before + bytes as u64 >= HINT_BYTES {
-            tracing::warn!("CPU tensors go to other hosts over TCP, since {}: MPI is faster", self.why);
-        }
-    }
-
     fn call(&self, call: Call) {
         self.calls.lock().push(call);
         if let Err(error) = self.waker.wake() {
@@ -161,8 +146,6 @@ impl Network {
             ports: Ports::new(guest::BUFFER_BYTES),
             ways: options.book.iter().map(|_| Mutex::default()).collect(),
             buffers: Pool::new(0),
-            sent_bytes: AtomicU64::new(0),
-            why: options.why.clone(),
             calls: Mutex::default(),
             waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
         });
@@ -208,7 +191,6 @@ impl Carrier for Network {
         let sent = way.send(from, &shared.buffers, |buffer| {
             buffer.resize(HEADER_BYTES, 0);
             write(buffer);
-            shared.count(buffer.len());
         });
         drop(way);
         match sent {

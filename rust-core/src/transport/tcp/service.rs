@@ -28,6 +28,8 @@ const FIRST_CONNECTION: usize = 2;
 const MAX_STRANGERS: usize = 256;
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 const STRANGER_TIME: Duration = Duration::from_millis(30);
+/// Connections that wait to be accepted: many ranks may begin to send at once.
+const LISTEN_QUEUE: i32 = 4096;
 /// Pause before a connection is tried again, or accepted when the system had no descriptor for it.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Connections accepted before the others are served again.
@@ -79,6 +81,8 @@ impl Service {
     pub(super) fn new(poll: Poll, listener: TcpListener, options: Options, shared: Arc<Shared>) -> Result<Self> {
         let io = |error| Error::io("serving other hosts", error);
         listener.set_nonblocking(true).map_err(io)?;
+        // The standard library's queue is short.
+        rustix::net::listen(&listener, LISTEN_QUEUE).map_err(|error| io(error.into()))?;
         let mut listener = mio::net::TcpListener::from_std(listener);
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE).map_err(io)?;
         Ok(Self {

@@ -33,15 +33,7 @@ fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<End> {
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, Address), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
-        let options = Options {
-            rank,
-            session: SESSION,
-            key,
-            book,
-            monitor: monitor.clone(),
-            why: "it is a test".to_owned(),
-            peer_timeout,
-        };
+        let options = Options { rank, session: SESSION, key, book, monitor: monitor.clone(), peer_timeout };
         End { network: Network::start(listener, options).expect("it starts"), monitor, address }
     };
     listeners.into_iter().zip(keys).enumerate().map(start).collect()

@@ -40,9 +40,6 @@ from smdistributed.dataparallel.torch.parallel.reducer_face import ReducerFace  
 
 _TorchDDP = torch.nn.parallel.DistributedDataParallel
 
-# A small first bucket lets the reduction start while backward is young.
-_FIRST_BUCKET_BYTES = 1024 * 1024
-
 
 class DistributedDataParallel(_TorchDDP):
     """Wraps ``module`` so that the gradients of all ranks are averaged during backward.
@@ -223,7 +220,7 @@ class DistributedDataParallel(_TorchDDP):
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
 
     def _bucket_sizes(self) -> list[int]:
-        return self.bucket_bytes_cap_list or [min(_FIRST_BUCKET_BYTES, self.bucket_bytes_cap), self.bucket_bytes_cap]
+        return self.bucket_bytes_cap_list or _core.bucket_sizes(self.bucket_bytes_cap)
 
     def _settings(self) -> dict[str, int]:
         return {

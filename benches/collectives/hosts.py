@@ -1,0 +1,81 @@
+"""Compares all-reduces between hosts: ours over TCP and over MPI, and gloo's; rounds of all take turns in one run.
+
+    python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
+
+The hosts are network namespaces of this machine (`tests/support/hosts.py`), so the network is the machine's memory and costs
+processor time that a real one does not; it needs root. Each figure is the median, over all repeats of all rounds, of the
+time of one call on the slowest rank; behind it are the 10th and the 90th percentile. Needs torch, and for MPI Open MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(ROOT / "tests")]
+
+import compare  # noqa: E402
+
+from support import hosts as support_hosts  # noqa: E402
+
+SIZES = [4 * compare.KIB, 64 * compare.KIB, compare.MIB, 4 * compare.MIB, 25 * compare.MIB]
+
+
+def run(starts: list[tuple[list[str], dict[str, str]]], what: str) -> compare.Times:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(command, env=environment | own, text=True, stdout=subprocess.PIPE) for command, own in starts
+    ]
+    return compare.parse(compare.finish(processes, what))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="repeats a round")
+    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo"])
+    arguments = parser.parse_args()
+    if reason := support_hosts.missing_network():
+        sys.exit(f"hosts cannot be had here: {reason}")
+    size = arguments.hosts * arguments.per_host
+    program = str(HERE / "ours.py")
+    cases = [compare.case("all_reduce", bytes_, arguments.repeats) for bytes_ in SIZES]
+    with support_hosts.Hosts(arguments.hosts) as hosts:
+        by_hand = hosts.by_hand()
+        ways = {"TCP": lambda: run(by_hand.starts(size, [program, *cases]), "ours over TCP")}
+        if "mpi" not in arguments.without and support_hosts.missing() is None:
+            passed_on = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+            mpirun = [*hosts.command(size, passed_on), program, *cases]
+            ways["MPI"] = lambda: run([(mpirun, {})], "ours over MPI")
+        if "gloo" not in arguments.without:
+            interface = {"GLOO_SOCKET_IFNAME": "eth0"}
+            starts = by_hand.starts(size, [str(HERE / "gloo.py"), *cases])
+            ways["gloo"] = lambda: run([(command, own | interface) for command, own in starts], "gloo")
+        results: dict[str, dict[compare.Key, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for _ in range(arguments.rounds):
+            for who, measure in ways.items():
+                for key, times in measure().items():
+                    results[who][key] += times
+    print(f"\n{size} processes on {arguments.hosts} hosts\n")
+    print(
+        "| all-reduce | " + " | ".join(f"ours over {who}" if who != "gloo" else who for who in ways) + " | gloo / TCP |"
+    )
+    print("| --- |" + " --- |" * (len(ways) + 1))
+    for bytes_ in SIZES:
+        key = ("all_reduce", bytes_)
+        times = [compare.spread_name(results[who][key], 0.5) for who in ways]
+        median = {who: compare.pick(results[who][key], 0.5) for who in ways}
+        ratio = f"{median['gloo'] / median['TCP']:.2f}" if "gloo" in median else "-"
+        print("| " + " | ".join([compare.size_name(bytes_), *times, ratio]) + " |")
+
+
+if __name__ == "__main__":
+    main()

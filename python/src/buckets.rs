@@ -1,0 +1,19 @@
+//! How large buckets of gradients are.
+
+use pyo3::prelude::*;
+use smd_core::reducer;
+
+use crate::enter::enter;
+
+/// The size in bytes of a bucket of so many MiB, or the default.
+#[pyfunction]
+#[pyo3(signature = (bucket_cap_mb=None))]
+pub fn bucket_bytes(py: Python<'_>, bucket_cap_mb: Option<f64>) -> PyResult<usize> {
+    enter(py, || reducer::bucket_bytes(bucket_cap_mb))
+}
+
+/// The sizes of the first bucket and of all others, in bytes, if none may be larger than this.
+#[pyfunction]
+pub fn bucket_sizes(cap_bytes: usize) -> Vec<usize> {
+    reducer::bucket_sizes(cap_bytes)
+}
