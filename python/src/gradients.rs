@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use smd_core::Error;
 use smd_core::buffer::DType;
 use smd_core::reducer::fingerprint::Description;
-use smd_core::reducer::{Options, ParamSpec, Reduction, blueprint};
+use smd_core::reducer::{Options, ParamSpec, Reduction, blueprint, bucket_sizes};
 
 use crate::enter::enter;
 
@@ -30,7 +30,7 @@ pub fn plan_gradients(
             Some(wire) => Reduction::Compressed(parse(&wire)?),
             None => Reduction::Average,
         };
-        let bucket_bytes = vec![Options::DEFAULT_FIRST_BUCKET_BYTES.min(bucket_bytes), bucket_bytes];
+        let bucket_bytes = bucket_sizes(bucket_bytes);
         let options = Options { bucket_bytes, reduction, sum, absent, ..Options::default() };
         blueprint::draw(graph, Description { params, options })
     })
