@@ -106,7 +106,7 @@ build-tests: build-release
 shim-%: $(STAMPS)/develop
 	@$(BIN)/python -c 'from smdistributed._common import shims; shims.load_$*()'
 
-packages-test: $(STAMPS)/torch $(STAMPS)/suite $(STAMPS)/tensorflow $(STAMPS)/mpi
+packages-test: $(STAMPS)/torch $(STAMPS)/suite $(STAMPS)/tensorflow $(STAMPS)/digits $(STAMPS)/mpi
 
 packages-demo: $(STAMPS)/torch $(STAMPS)/demo
 
@@ -128,6 +128,11 @@ $(STAMPS)/torch: constraints.txt | $(STAMPS)/base
 $(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/suite
 	$(PIP) tensorflow-cpu
 	$(PIP) --no-deps tf-keras
+	@touch $@
+
+# Users' scripts train on scikit-learn's digits.
+$(STAMPS)/digits: constraints.txt | $(STAMPS)/tensorflow
+	$(PIP) scikit-learn
 	@touch $@
 
 $(STAMPS)/demo: constraints.txt | $(STAMPS)/torch
