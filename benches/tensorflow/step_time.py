@@ -53,7 +53,8 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op)
     sdp.init()
     if arguments.memory_steps:
-        return memory(arguments.memory_steps)
+        memory(arguments.memory_steps)
+        return
     strategy = worker_strategy() if "mwms" in arguments.modes else None
     results = {name: measure(name, arguments, strategy) for name in arguments.models}
     if sdp.rank() == 0:
@@ -120,7 +121,7 @@ def keras_step(name: str, reduce: bool) -> Callable[[], None]:
         if reduce:
             tape = sdp.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     return lambda: step(x, labels).numpy()
@@ -137,7 +138,7 @@ def strategy_step(name: str, strategy: tf.distribute.Strategy) -> Callable[[], N
         with tf.GradientTape() as tape:
             loss = tf.nn.compute_average_loss(losses(labels, model(x, training=True)))
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     @tf.function
@@ -198,7 +199,7 @@ def memory(steps: int) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(x, training=True)))
         gradients = sdp.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         if step % max(1, steps // 10) == max(1, steps // 10) - 1:
             sizes.append(resident_bytes() >> 20)
     if sdp.rank() == 0:

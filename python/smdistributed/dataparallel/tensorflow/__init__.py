@@ -16,6 +16,7 @@ from smdistributed.dataparallel.tensorflow.collectives import allreduce, broadca
 # isort: split
 from smdistributed.dataparallel.tensorflow import compat, keras
 from smdistributed.dataparallel.tensorflow.compression import (
+    BF16Compression,
     Compression,
     FP16Compression,
     NoneCompression,
@@ -28,6 +29,7 @@ from smdistributed.dataparallel.tensorflow.tape import DistributedGradientTape
 from smdistributed.dataparallel.tensorflow.variables import broadcast_global_variables, broadcast_variables
 
 __all__ = [
+    "BF16Compression",
     "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",

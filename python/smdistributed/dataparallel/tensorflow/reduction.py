@@ -21,12 +21,17 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
 from smdistributed.dataparallel.tensorflow.collectives import all_gather, call, ops
-from smdistributed.dataparallel.tensorflow.compression import Compression, FP16Compression, NoneCompression
+from smdistributed.dataparallel.tensorflow.compression import (
+    BF16Compression,
+    Compression,
+    FP16Compression,
+    NoneCompression,
+)
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 # Compressions that the core does by itself, and what gradients then travel as.
-_WIRES: dict[type, str | None] = {NoneCompression: None, FP16Compression: "float16"}
+_WIRES: dict[type, str | None] = {NoneCompression: None, FP16Compression: "float16", BF16Compression: "bfloat16"}
 
 # Each graph has a number of its own; 0 is for operations outside of graphs.
 _graphs: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
@@ -121,7 +126,8 @@ def check_options(op: ReduceOp | None, bucket_cap_mb: float | None) -> None:
 
 def _name(variable: Any) -> str:
     # Ranks may have built different numbers of models before this one.
-    return _COUNT.sub("", getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
+    name = getattr(variable, "path", None) or ("" if isinstance(variable, tf.Tensor) else getattr(variable, "name", ""))
+    return _COUNT.sub("", name.removesuffix(":0")) or "tensor"
 
 
 def _plan(
