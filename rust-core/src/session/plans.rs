@@ -14,8 +14,15 @@ use crate::reducer::{Reducer, blueprint};
 #[derive(Default)]
 pub struct Plans {
     open: Mutex<HashMap<usize, Arc<Arrivals>>>,
-    /// To be made, one after the other, and whether a thread does so.
-    to_make: Mutex<(VecDeque<(usize, Arc<Arrivals>)>, bool)>,
+    workshop: Mutex<Workshop>,
+}
+
+/// Reducers to be made, one after the other.
+#[derive(Default)]
+struct Workshop {
+    orders: VecDeque<(usize, Arc<Arrivals>)>,
+    /// Whether a thread works on them.
+    is_open: bool,
 }
 
 impl Plans {
@@ -56,20 +63,20 @@ impl Session {
         if let Some(arrivals) = open.get(&number) {
             return Ok(Arc::clone(arrivals));
         }
-        let (to_make, is_making) = &mut *self.plans.to_make.lock();
+        let Workshop { orders, is_open } = &mut *self.plans.workshop.lock();
         for number in blueprint::made_with(number) {
             open.entry(number).or_insert_with(|| {
                 let arrivals = Arrivals::new();
-                to_make.push_back((number, Arc::clone(&arrivals)));
+                orders.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
         }
-        if !std::mem::replace(is_making, true) {
+        if !std::mem::replace(is_open, true) {
             let session = Arc::clone(self);
             let spawned = std::thread::Builder::new().name("smd-plans".to_owned()).spawn(move || session.make_all());
             if let Err(source) = spawned {
-                *is_making = false;
-                for (number, _) in to_make.drain(..) {
+                *is_open = false;
+                for (number, _) in orders.drain(..) {
                     open.remove(&number);
                 }
                 return Err(Error::io("starting a thread", source));
@@ -81,10 +88,10 @@ impl Session {
     fn make_all(&self) {
         loop {
             let (number, arrivals) = {
-                let (to_make, is_making) = &mut *self.plans.to_make.lock();
-                match to_make.pop_front() {
+                let Workshop { orders, is_open } = &mut *self.plans.workshop.lock();
+                match orders.pop_front() {
                     Some(next) => next,
-                    None => return *is_making = false,
+                    None => return *is_open = false,
                 }
             };
             let made = self.make_plan(number);
