@@ -112,6 +112,18 @@ void start_rows(OpKernelContext* context, AsyncOpKernel::DoneCallback done, Tens
   submit(context, done, core.group, [&] { core.submit(std::move(completion)); });
 }
 
+void start_named(OpKernelContext* context, AsyncOpKernel::DoneCallback done, TensorOperation operation,
+                 const std::string& name, const TensorShape& shape, bool blocking) {
+  const Operation core = operation.core;
+  const auto sizes = shape.dim_sizes();
+  const std::vector<std::uint64_t> dimensions(sizes.begin(), sizes.end());
+  std::vector<TensorOperation> operations;
+  operations.push_back(std::move(operation));
+  auto completion = std::make_unique<KernelCompletion>(context, done, std::move(operations));
+  const auto status = checked([&] { core.submit_named(name, dimensions, blocking, std::move(completion)); });
+  OP_REQUIRES_OK_ASYNC(context, status, done);
+}
+
 void refuse(OpKernelContext* context, const AsyncOpKernel::DoneCallback& done, std::int64_t group,
             const absl::Status& status) {
   std::string text(status.message());

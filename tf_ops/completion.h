@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "adapter.h"
@@ -34,5 +35,10 @@ void start_rows(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel:
 // members' next one instead of waiting for this one.
 void refuse(tensorflow::OpKernelContext* context, const tensorflow::AsyncOpKernel::DoneCallback& done,
             std::int64_t group, const absl::Status& status);
+
+// As `start`, for an operation that every rank names alike and calls in any order; `shape` is its tensor's.
+void start_named(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
+                 TensorOperation operation, const std::string& name, const tensorflow::TensorShape& shape,
+                 bool blocking);
 
 }  // namespace smd::tf_ops

@@ -183,6 +183,56 @@ class AllGatherKernel final : public CollectiveKernel {
   }
 };
 
+// What collectives share that ranks call in any order. Nobody else's call waits for one that cannot be made, so there
+// is nothing to tell the others before the session ends.
+class NamedKernel : public CollectiveKernel {
+ public:
+  explicit NamedKernel(OpKernelConstruction* construction) : CollectiveKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("tensor_name", &tensor_name_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("blocking", &blocking_));
+  }
+
+ protected:
+  void start(OpKernelContext* context, DoneCallback done, TensorOperation call) const {
+    start_named(context, std::move(done), std::move(call), tensor_name_, context->input(0).shape(), blocking_);
+  }
+
+ private:
+  std::string tensor_name_;
+  bool blocking_ = false;
+};
+
+class NamedAllReduceKernel final : public NamedKernel {
+ public:
+  using NamedKernel::NamedKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
+    TensorOperation call = operation(Collective::AllReduce);
+    call.read(input);
+    call.write(*output);
+    start(context, std::move(done), std::move(call));
+  }
+};
+
+class NamedBroadcastKernel final : public NamedKernel {
+ public:
+  using NamedKernel::NamedKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& input = context->input(0);
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
+    // The core broadcasts in place. A root that is not there is an error that the core tells all ranks.
+    if (output->data() != input.data()) std::memcpy(output->data(), input.data(), input.TotalBytes());
+    TensorOperation call = operation(Collective::Broadcast);
+    call.write(*output);
+    start(context, std::move(done), std::move(call));
+  }
+};
+
 // Dimension 0 in blocks, one a rank: as many rows as `given` says, or equal parts if it is empty. Says what does not
 // fit.
 std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks, std::vector<std::size_t>& rows) {
@@ -294,6 +344,8 @@ SMD_KERNEL("SmdAllGather", AllGatherKernel);
 SMD_KERNEL("SmdReduceScatter", ReduceScatterKernel);
 SMD_KERNEL("SmdAllToAll", AllToAllKernel);
 SMD_KERNEL("SmdBarrier", BarrierKernel);
+SMD_KERNEL("SmdNamedAllReduce", NamedAllReduceKernel);
+SMD_KERNEL("SmdNamedBroadcast", NamedBroadcastKernel);
 
 #undef SMD_KERNEL
 

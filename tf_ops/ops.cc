@@ -236,4 +236,45 @@ params: The gradients' places in the plan.
 whole: Whether these are all gradients of the plan.
 )");
 
+// Ranks call the ops below in any order, and find each other's by `tensor_name`. They are not stateful, so that
+// TensorFlow runs them whenever their tensors are there. `anchors` are outputs of stateful ops, in a graph: with them,
+// TensorFlow does not compute the result once and for all, should the tensor be a constant. `blocking` says that this
+// process does nothing else until the op has ended.
+
+REGISTER_OP("SmdNamedAllReduce")
+    .Attr(kNumber)
+    .Attr(kReduction)
+    .Attr("tensor_name: string")
+    .Attr("blocking: bool")
+    .Attr("group: int = 0")
+    .Attr("num_anchors: int >= 0")
+    .Input("tensor: T")
+    .Input("anchors: num_anchors * int64")
+    .Output("output: T")
+    .SetIsDistributedCommunication()
+    .SetShapeFn(UnchangedShape)
+    .Doc(R"(
+output = op over ranks (tensor), once every rank has called it under the same name.
+
+tensor: Same shape and type on all ranks.
+)");
+
+REGISTER_OP("SmdNamedBroadcast")
+    .Attr(kType)
+    .Attr("root: int")
+    .Attr("tensor_name: string")
+    .Attr("blocking: bool")
+    .Attr("group: int = 0")
+    .Attr("num_anchors: int >= 0")
+    .Input("tensor: T")
+    .Input("anchors: num_anchors * int64")
+    .Output("output: T")
+    .SetIsDistributedCommunication()
+    .SetShapeFn(UnchangedShape)
+    .Doc(R"(
+output = root's tensor, once every rank has called it under the same name.
+
+tensor: Same shape and type on all ranks.
+)");
+
 }  // namespace smd::tf_ops

@@ -36,6 +36,13 @@ struct Operation {
   // Queues the operation; `done` is called once unless this throws.
   void submit(std::unique_ptr<Completion> done) const { smd::submit(call(), std::move(done)); }
 
+  // As `submit`, in any order: it runs when every rank has submitted one under `name`; see the bridge.
+  void submit_named(const std::string& name, const std::vector<std::uint64_t>& shape, bool blocking,
+                    std::unique_ptr<Completion> done) const {
+    smd::submit_named(rust::Str(name.data(), name.size()), call(), {shape.data(), shape.size()}, blocking,
+                      std::move(done));
+  }
+
   // What the core is told; it refers to this operation.
   Call call() const {
     Call call;

@@ -61,6 +61,9 @@ struct Shared {
     /// The last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     publisher: Publisher,
+    made: Instant,
+    /// When the operation under way began, in nanoseconds since then and one more; 0 if there is none.
+    entered: AtomicU64,
     /// Operations and windows so far: the same on all members.
     operations: AtomicU64,
     windows: AtomicU64,
@@ -99,6 +102,8 @@ impl Communicator {
             broken: OnceLock::new(),
             unsettled: AtomicBool::new(false),
             publisher: Publisher::default(),
+            made: Instant::now(),
+            entered: AtomicU64::new(0),
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
@@ -118,6 +123,12 @@ impl Communicator {
     /// Its transport, whose messages with tags of their own may be used beside the operations.
     pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
         &self.shared.transport
+    }
+
+    /// For how long the operation under way on CPU tensors has been, if there is one.
+    pub(crate) fn under_way(&self) -> Option<Duration> {
+        let entered = self.shared.entered.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(self.shared.made.elapsed().saturating_sub(Duration::from_nanos(entered)))
     }
 
     /// The members.
@@ -474,10 +485,13 @@ impl Shared {
             operation: self.operations.fetch_add(1, Ordering::Relaxed),
             in_step: Default::default(),
         };
+        let entered = start.saturating_duration_since(self.made).as_nanos() as u64 + 1;
+        self.entered.store(entered, Ordering::Relaxed);
         let outcome = match group.memory.filter(|_| self.unsettled.swap(false, Ordering::Relaxed)) {
             Some(memory) => memory.await_all(&wait).and_then(|()| operation(&group)),
             None => operation(&group),
         };
+        self.entered.store(0, Ordering::Relaxed);
         if let Err(error) = &outcome
             && !group.in_step.get()
         {

@@ -19,7 +19,7 @@ pub(super) struct Description {
     pub(super) shape: Vec<u64>,
     /// Elements of the members' blocks, where every member knows them all; one number if they are equal.
     pub(super) blocks: Vec<u64>,
-    /// Bytes that move, for fusion. Follows from the rest.
+    /// Bytes that move, for fusion, where all members know. Follows from the rest.
     pub(super) bytes: u64,
     /// Why the member cannot take part ([`Kind::Poison`]).
     pub(super) message: String,
@@ -43,18 +43,16 @@ impl Description {
         }
         let flat = [call.elems as u64];
         let shape = shape.unwrap_or(&flat);
-        let elems = shape.iter().product::<u64>();
-        let on_rows = matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows);
-        let has_elems = !on_rows && !matches!(call.kind, Kind::AllToAll | Kind::ReduceScatter | Kind::Barrier);
-        if has_elems && elems != call.elems as u64 {
+        // Where members' blocks differ, they are compared when the operation runs.
+        let same = matches!(call.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast);
+        if same && shape.iter().product::<u64>() != call.elems as u64 {
             return Err(Error::Internal(format!("a tensor of {} elements came with the shape {shape:?}", call.elems)));
         }
         let shape = match call.kind {
-            Kind::AllReduce | Kind::Reduce | Kind::Broadcast => shape.to_vec(),
             Kind::AllGather | Kind::ReduceScatter | Kind::AllGatherRows | Kind::AllToAllRows => {
                 shape.get(1..).unwrap_or_default().to_vec()
             }
-            // Members' blocks differ, and are compared when the operation runs.
+            _ if same => shape.to_vec(),
             _ => Vec::new(),
         };
         let blocks = match call.kind {
@@ -62,17 +60,14 @@ impl Description {
             Kind::ReduceScatter => call.sent,
             _ => Vec::new(),
         };
-        let all: usize = blocks.iter().sum();
+        let elems = if same { call.elems } else { blocks.iter().sum() };
+        let bytes = (elems * call.dtype.size()) as u64;
         let mut blocks: Vec<u64> = blocks.into_iter().map(|elems| elems as u64).collect();
         if blocks.windows(2).all(|pair| pair[0] == pair[1]) {
             blocks.truncate(1);
         }
-        let bytes = (call.elems.max(all) * call.dtype.size()) as u64;
-        // Gather, scatter and all-to-all move what each member says, which is not the same on all.
-        let bytes = match call.kind {
-            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::AllGatherRows | Kind::AllToAllRows => 0,
-            _ => bytes,
-        };
+        // That of operations on rows is the size of a row, which the shape says better.
+        let on_rows = matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows);
         let root = if on_rows { 0 } else { call.root as u32 };
         let (kind, dtype, op) = (call.kind, call.dtype, call.op);
         Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message: String::new() })

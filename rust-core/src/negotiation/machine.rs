@@ -11,13 +11,16 @@ use super::bits::{Bits, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
 use super::message::{Announcement, Answer, Down, Limits, MAX_VARIANTS, Message, Outcome, Up, Variant, Verdict};
-use super::stall::{Patience, REPORT_AFTER, Stall};
+use super::stall::{Patience, REPORT_AFTER, Stall, Waits};
 use super::tree::Tree;
 use crate::collectives::Kind;
 use crate::error::{Error, Result};
 
 /// A submission of this member, by the number that its owner gave it.
 pub(super) type Ticket = u64;
+
+/// Calls of this member whose turn has come.
+type Offers = Vec<(Arc<str>, Arc<Description>)>;
 
 /// What the owner does next, in this order.
 #[derive(Debug)]
@@ -485,7 +488,7 @@ impl Machine {
         }
         actions.push(Action::Down(down.clone()));
         let mut parts: Vec<(u64, u64, Part)> = Vec::new();
-        let mut next: Vec<(Arc<str>, Arc<Description>)> = Vec::new();
+        let mut next = Offers::new();
         for source in &mut self.sources {
             source.ready.remove(&down.ready);
             source.lent.remove(&down.ready);
@@ -544,7 +547,7 @@ impl Machine {
         name: &Arc<str>,
         description: Arc<Description>,
         parts: &mut Vec<(u64, u64, Part)>,
-        next: &mut Vec<(Arc<str>, Arc<Description>)>,
+        next: &mut Offers,
     ) {
         let (class, bytes) = (description.class(), description.bytes);
         let part = match self.pop(name, next) {
@@ -555,7 +558,7 @@ impl Machine {
     }
 
     /// The call of this name that was negotiated is answered; the one behind it is next.
-    fn pop(&mut self, name: &Arc<str>, next: &mut Vec<(Arc<str>, Arc<Description>)>) -> Option<Ticket> {
+    fn pop(&mut self, name: &Arc<str>, next: &mut Offers) -> Option<Ticket> {
         let queue = self.pending.get_mut(name)?;
         self.stall.pending(queue.first.blocking, -1);
         let ticket = queue.first.ticket;
@@ -610,12 +613,7 @@ impl Machine {
 
     /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
     /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
-    fn void(
-        &mut self,
-        verdict: &Verdict,
-        now: Duration,
-        actions: &mut Vec<Action>,
-    ) -> Vec<(Arc<str>, Arc<Description>)> {
+    fn void(&mut self, verdict: &Verdict, now: Duration, actions: &mut Vec<Action>) -> Offers {
         self.void_before = self.number;
         self.named.clear();
         self.fresh.clear();
@@ -652,11 +650,10 @@ impl Machine {
         all
     }
 
-    /// To be called a few times a second: looks at how long names have waited. `idle` says that this process has
-    /// computed nothing for a while.
-    pub(super) fn tick(&mut self, now: Duration, idle: bool, actions: &mut Vec<Action>) {
+    /// To be called a few times a second: looks at how long names have waited.
+    pub(super) fn tick(&mut self, now: Duration, waits: Waits, actions: &mut Vec<Action>) {
         let joined = self.sources[0].joined;
-        let report = self.stall.report(&self.tree, &self.pending, joined, idle, now);
+        let report = self.stall.report(&self.tree, &self.pending, joined, waits, now);
         if self.tree.parent.is_some() {
             if let Some(report) = self.stall.news(report) {
                 actions.push(Action::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));

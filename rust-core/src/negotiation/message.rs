@@ -50,6 +50,8 @@ pub(super) struct Report {
     pub(super) waiting: Vec<Waiting>,
     /// Ranks that have joined, and so miss nothing.
     pub(super) joined: RankSet,
+    /// Ranks that wait in a collective without a name.
+    pub(super) elsewhere: RankSet,
 }
 
 /// Ranks that wait for a name.

@@ -14,7 +14,7 @@ use super::machine::{Action, Machine, Part, Ticket};
 use super::message::{Limits, Message};
 use super::neutral::Neutral;
 use super::post::Post;
-use super::stall::{Patience, STUCK_AFTER};
+use super::stall::{Patience, STUCK_AFTER, Waits};
 use super::tree::Tree;
 use crate::collectives::{Communicator, Done, Request};
 use crate::error::{Error, Result};
@@ -60,6 +60,8 @@ pub struct Negotiator {
 
 struct Shared {
     id: u64,
+    /// Runs what has no name.
+    group: Arc<Communicator>,
     members: Members,
     monitor: Arc<Monitor>,
     options: Options,
@@ -86,21 +88,23 @@ enum Call {
 }
 
 impl Negotiator {
-    /// Starts the thread, which first lets `connect` find the other members: their threads do the same when they are
+    /// For the members of `group`. Starts the thread, which first lets `connect` find the other members: their threads do the same when they are
     /// first called there. `id` is for names of threads.
     ///
     /// # Errors
     /// [`Error::Io`] if there can be no thread.
     pub fn start(
         id: u64,
-        members: Members,
+        group: Arc<Communicator>,
         monitor: Arc<Monitor>,
         options: Options,
         connect: Connect,
     ) -> Result<Arc<Self>> {
         let (inbox, changed) = Default::default();
         let (transport, closed, start) = (OnceLock::new(), OnceLock::new(), Instant::now());
-        let shared = Arc::new(Shared { id, members, monitor, options, start, inbox, changed, transport, closed });
+        let members = group.members().clone();
+        let shared =
+            Arc::new(Shared { id, group, members, monitor, options, start, inbox, changed, transport, closed });
         let own = shared.clone();
         let mut inbox = shared.inbox.lock();
         let thread = std::thread::Builder::new()
@@ -469,9 +473,10 @@ impl<'a> Work<'a> {
         let waiting = self.machine.is_waiting();
         // A device may compute while the processor does nothing.
         let on_device = || self.open.values().any(|(request, _)| Description::is_on_device(request));
-        let idle = self.processor.is_idle() && waiting && !on_device();
+        let elsewhere = self.shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
+        let idle = self.processor.is_idle() && (waiting || elsewhere) && !on_device();
         let now = self.now();
-        self.machine.tick(now, idle, &mut self.actions);
+        self.machine.tick(now, Waits { idle, elsewhere }, &mut self.actions);
         self.perform()?;
         let shared = self.shared;
         if shared.monitor.generation() != 0

@@ -5,7 +5,7 @@
 //!
 //! Note "stuck". A rank is stuck if it waits, and nothing can come of it any more: a caller said that it does nothing else
 //! meanwhile (`blocking`), or the process has used no processor for a while, which is what a graph looks like in which
-//! all that is left waits for a collective. If all ranks are, and no name became ready for a while, none ever will. A
+//! all that is left waits for a collective, or a call of a collective without a name. If all ranks are, and no name became ready for a while, none ever will. A
 //! rank that is merely slow is not stuck: it computes, or it waits for nothing.
 
 use std::collections::HashMap;
@@ -35,6 +35,15 @@ pub(super) const STUCK_AFTER: Duration = Duration::from_secs(1);
 const BELIEVE_AFTER: Duration = Duration::from_millis(200);
 /// Names in a warning.
 const SHOWN: usize = 6;
+
+/// What a member does besides negotiating.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Waits {
+    /// Its process has computed nothing for a while.
+    pub(super) idle: bool,
+    /// It has been in a collective without a name for a while.
+    pub(super) elsewhere: bool,
+}
 
 /// See the module's text.
 pub(super) struct Stall {
@@ -118,12 +127,15 @@ impl Stall {
         tree: &Tree,
         pending: &HashMap<Arc<str>, Queue>,
         joined: bool,
-        idle: bool,
+        Waits { idle, elsewhere }: Waits,
         now: Duration,
     ) -> Report {
         let quiet = now.saturating_sub(self.last_news) >= STUCK_AFTER;
-        let waits = joined || self.num_blocking > 0 || (self.num_pending > 0 && idle);
+        let waits = joined || self.num_blocking > 0 || ((self.num_pending > 0 || elsewhere) && idle);
         let mut report = Report { stuck: quiet && waits, ..Report::default() };
+        if elsewhere && idle {
+            report.elsewhere.add(tree.me..tree.me + 1);
+        }
         if joined {
             report.joined.add(tree.me..tree.me + 1);
         }
@@ -135,6 +147,7 @@ impl Stall {
         for (child, came) in &self.reports {
             report.stuck &= child.stuck;
             report.joined.merge(&child.joined);
+            report.elsewhere.merge(&child.elsewhere);
             for waiting in &child.waiting {
                 let age = Duration::from_millis(waiting.age_ms).saturating_add(age(*came));
                 let known = names.entry(&waiting.name).or_default();
@@ -162,8 +175,10 @@ impl Stall {
             names.sort_by(|a, b| a.0.cmp(&b.0));
             names
         };
-        let same =
-            report.stuck == self.told.stuck && report.joined == self.told.joined && names(&report) == names(&self.told);
+        let same = report.stuck == self.told.stuck
+            && report.joined == self.told.joined
+            && report.elsewhere == self.told.elsewhere
+            && names(&report) == names(&self.told);
         (!same).then(|| {
             self.told = report.clone();
             report
@@ -194,6 +209,10 @@ impl Stall {
             let mut all: Vec<String> = names.into_iter().take(2 * SHOWN).map(waits).collect();
             if !report.joined.is_empty() {
                 all.push(format!("{} joined", report.joined.text(ranks)));
+            }
+            if !report.elsewhere.is_empty() {
+                let plural = if report.elsewhere.is_one() { "waits" } else { "wait" };
+                all.push(format!("{} {plural} in a collective without a name", report.elsewhere.text(ranks)));
             }
             return (None, Some(Verdict::Stuck(all.join(", "))));
         }

@@ -48,9 +48,9 @@ fn job(make: Make, size: usize, options: Options) -> Vec<Rank> {
     let rank = |(me, transport): (usize, Arc<dyn Transport>)| {
         let monitor = Arc::new(Monitor::new(me));
         let communicator = Communicator::new(3, transport.clone(), monitor.clone(), TIMEOUT);
-        let members = transport.members().clone();
+        let other = Communicator::new(4, transport, monitor.clone(), TIMEOUT);
         let connect = Box::new(move || Ok(communicator));
-        let negotiator = Negotiator::start(3, members, monitor.clone(), options, connect).expect("a thread");
+        let negotiator = Negotiator::start(3, other, monitor.clone(), options, connect).expect("a thread");
         Rank { me, negotiator, monitor }
     };
     make(size).into_iter().enumerate().map(rank).collect()

@@ -104,7 +104,7 @@ impl Session {
         if let Some(negotiator) = negotiators.get(&group) {
             return Ok(negotiator.clone());
         }
-        let members = self.communicator(group)?.members().clone();
+        let communicator = self.communicator(group)?;
         let limit = config::STALL_SHUTDOWN_SECONDS.seconds_or_never()?.unwrap_or(self.groups.timeout);
         let options = negotiation::Options {
             cache_capacity: config::CACHE_CAPACITY.count()?,
@@ -113,9 +113,9 @@ impl Session {
             stall_limit: limit.min(self.groups.timeout),
         };
         let id = negotiation_id(group);
-        let (session, ranks) = (self.clone(), members.ranks.clone());
+        let (session, ranks) = (self.clone(), communicator.members().ranks.clone());
         let connect = Box::new(move || session.connect(id, &ranks, options.stall_limit));
-        let negotiator = Negotiator::start(id, members, self.monitor.clone(), options, connect)?;
+        let negotiator = Negotiator::start(id, communicator, self.monitor.clone(), options, connect)?;
         negotiators.insert(group, negotiator.clone());
         Ok(negotiator)
     }

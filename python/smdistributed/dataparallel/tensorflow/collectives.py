@@ -1,7 +1,7 @@
 """Collectives on tensors.
 
 Every rank calls the same collectives in the same order; inside a ``tf.function`` TensorFlow keeps the order in which
-the function's body names them. Tensors of other ranks have the same shape and type; where ranks disagree, each of them
+the function's body names them. :func:`oob_allreduce` and :func:`broadcast` may be called in any order. Tensors of other ranks have the same shape and type; where ranks disagree, each of them
 gets an error that names the ranks and the difference. Eager calls raise the classes of
 ``smdistributed.dataparallel.exceptions``; inside a ``tf.function`` TensorFlow raises its own, with the same text.
 """
@@ -20,7 +20,11 @@ ops = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
 
-from smdistributed.dataparallel.tensorflow import gradients, ordering  # noqa: E402, F401
+from smdistributed.dataparallel.tensorflow import (  # noqa: E402, F401
+    gradients,
+    names,
+    ordering,
+)
 from smdistributed.dataparallel.tensorflow.compression import Compression  # noqa: E402
 
 
@@ -55,34 +59,65 @@ def allreduce(
 
 
 def oob_allreduce(
-    tensor: tf.Tensor, compression: type = Compression.none, op: ReduceOp | None = ReduceOp.AVERAGE
+    tensor: tf.Tensor,
+    compression: type = Compression.none,
+    op: ReduceOp | None = ReduceOp.AVERAGE,
+    name: str | None = None,
 ) -> tf.Tensor:
     """Reduces a tensor that is no gradient, such as a loss, over the ranks.
+
+    Ranks may call it in any order and on any thread: it runs once all of them have called it under the same name.
 
     Args:
         tensor: Same shape and type on all ranks.
         compression: A member of ``Compression``.
         op: The reduction; ``None`` means ``AVERAGE``.
+        name: Same on all ranks; ``None``: in a ``tf.function`` what the function and the node are called, otherwise the
+            number of the call.
 
     Returns:
         The reduced tensor, of the same shape and type; bitwise the same on every rank.
     """
     sent, ctx = compression.compress(tf.convert_to_tensor(tensor))
-    name = core_name(op, ReduceOp.AVERAGE)
-    return compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=name), ctx)
+    reduction = core_name(op, ReduceOp.AVERAGE)
+    reduced = _named(ops.smd_named_all_reduce, "oob_allreduce", name, tensor=sent, op=reduction)
+    return compression.decompress(reduced, ctx)
 
 
-def broadcast(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
+def broadcast(tensor: tf.Tensor, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Gives every rank the values of rank ``root_rank``.
+
+    Ranks may call it in any order, as :func:`oob_allreduce`.
 
     Args:
         tensor: Same shape and type on all ranks.
         root_rank: Whose values.
+        name: As :func:`oob_allreduce` takes it.
 
     Returns:
         A tensor of the same shape and type.
     """
-    return call(ops.smd_broadcast, tensor=tf.convert_to_tensor(tensor), root=root_rank)
+    return _named(ops.smd_named_broadcast, "broadcast", name, tensor=tf.convert_to_tensor(tensor), root=root_rank)
+
+
+def _named(op: Any, function: str, name: str | None, /, **arguments: Any) -> tf.Tensor:
+    with errors.translated(CLASSES):
+        tensor_name = names.of(function, name)
+    if tf.executing_eagerly():
+        # Nothing else happens on this thread, and rarely on others, until the call returns.
+        try:
+            return call(op, tensor_name=tensor_name, blocking=True, anchors=[], **arguments)
+        except (TypeError, tf.errors.OpError):
+            # TensorFlow refuses it, so the core has not heard of it.
+            names.take_back(function, tensor_name)
+            raise
+    anchors = [ops.smd_session_id()]
+    result = call(op, tensor_name=tensor_name, blocking=False, anchors=anchors, name=name or function, **arguments)
+    graph = tf.compat.v1.get_default_graph()
+    if hasattr(graph, "control_outputs"):
+        # Other ranks may use a result that this one does not.
+        graph.control_outputs.append(result.op)
+    return result
 
 
 def grouped_all_reduce(

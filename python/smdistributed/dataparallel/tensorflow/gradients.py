@@ -46,6 +46,12 @@ def _all_reduce(op: Any, gradient: tf.Tensor) -> tf.Tensor:
     return total * _product_of_the_others(op.inputs[0], group)
 
 
+@tf.RegisterGradient("SmdNamedAllReduce")
+def _named_all_reduce(op: Any, gradient: tf.Tensor) -> list[tf.Tensor | None]:
+    # A backward pass calls collectives in one order.
+    return [_all_reduce(op, gradient), *[None] * (len(op.inputs) - 1)]
+
+
 @tf.RegisterGradient("SmdGroupedAllReduce")
 def _grouped_all_reduce(op: Any, *gradients: tf.Tensor) -> list[tf.Tensor]:
     reduction, group = _reduction(op), op.get_attr("group")
@@ -73,6 +79,11 @@ def _reduce(op: Any, gradient: tf.Tensor) -> tf.Tensor:
 @tf.RegisterGradient("SmdBroadcast")
 def _broadcast(op: Any, gradient: tf.Tensor) -> tf.Tensor:
     return _ops.smd_reduce(tensor=gradient, op="sum", root=op.get_attr("root"), group=op.get_attr("group"))
+
+
+@tf.RegisterGradient("SmdNamedBroadcast")
+def _named_broadcast(op: Any, gradient: tf.Tensor) -> list[tf.Tensor | None]:
+    return [_broadcast(op, gradient), *[None] * (len(op.inputs) - 1)]
 
 
 @tf.RegisterGradient("SmdAllGather")

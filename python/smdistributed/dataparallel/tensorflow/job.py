@@ -18,6 +18,8 @@ def init() -> None:
     compat.install()
     with errors.translated(CLASSES):
         lifecycle.init()
+        # So that a rank which never calls a collective by name is missed by name.
+        _core.start_negotiation()
 
 
 def shutdown() -> None:

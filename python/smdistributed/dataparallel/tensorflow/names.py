@@ -1,0 +1,64 @@
+"""Names under which ranks find each other's collectives, in whatever order they call them."""
+
+from __future__ import annotations
+
+import threading
+
+import tensorflow as tf
+
+from smdistributed import _core
+
+# Graphs of branches and loops; what they are called depends on what was built before them.
+_BRANCHES = frozenset({"CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph"})
+
+_lock = threading.Lock()
+_session = 0
+# How often each function was called.
+_calls: dict[str, int] = {}
+
+
+def of(function: str, name: str | None) -> str:
+    """The name of a call, the same on all ranks.
+
+    In a graph it follows from the names of the function that is traced and of the node, so ranks agree if they trace the
+    same function. Otherwise it is the caller's, or else the number of the call since ``init()``.
+
+    Args:
+        function: What is called, such as ``oob_allreduce``.
+        name: The caller's name for it.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if graph is not None:
+        node = graph.unique_name(name or function, mark_as_used=False)
+        while type(graph).__name__ in _BRANCHES:
+            graph = graph.outer_graph
+        # Graphs of TF1 have no name.
+        function = getattr(graph, "name", None)
+        return f"{function}/{node}" if function else node
+    return name or _numbered(function)
+
+
+def take_back(function: str, name: str) -> None:
+    """Forgets the last call, which this rank could not make: the others do not count it either.
+
+    Args:
+        function: As for :func:`of`.
+        name: What that has returned.
+    """
+    with _lock:
+        count = _calls.get(function, 0)
+        if name == f"{function}.{count - 1}":
+            _calls[function] = count - 1
+
+
+def _numbered(function: str) -> str:
+    global _session
+    with _lock:
+        session = _core.session_id()
+        if session != _session:
+            # Ranks that joined a new job have called nothing there.
+            _calls.clear()
+            _session = session
+        count = _calls.get(function, 0)
+        _calls[function] = count + 1
+        return f"{function}.{count}"

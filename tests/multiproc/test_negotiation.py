@@ -1,0 +1,208 @@
+"""Collectives by name on real ranks of TensorFlow: any order, any thread, and every way to disagree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support import run_ranks, start_ranks
+from support.rank_main import announce
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def names_in_any_order():
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init()
+    rank, size = sdp.rank(), sdp.size()
+    total = sum(range(1, size + 1))
+
+    # One graph, its nodes in another order on each rank.
+    count = 60
+    order = list(range(count))
+    random.Random(rank).shuffle(order)
+    values = [tf.Variable(tf.fill([1 + i], float(i + 1) * (rank + 1))) for i in range(count)]
+
+    @tf.function
+    def reduce_all():
+        reduced = {i: sdp.oob_allreduce(values[i], op=sdp.ReduceOp.SUM, name=f"value.{i}") for i in order}
+        return [reduced[i] for i in range(count)]
+
+    for _ in range(5):
+        for i, value in enumerate(reduce_all()):
+            assert value.numpy().tolist() == [(i + 1.0) * total] * (1 + i)
+
+    # Names that follow from the graph: under conditions, in loops, where nobody uses the result, and of constants.
+    extra = tf.Variable(0.0)
+
+    @tf.function
+    def step(value, first):
+        if rank == 0:
+            extra.assign_add(sdp.oob_allreduce(value, op=sdp.ReduceOp.SUM))
+        else:
+            sdp.oob_allreduce(value, op=sdp.ReduceOp.SUM)
+        if first:
+            value = sdp.broadcast(value, size - 1)
+        for _ in tf.range(3):
+            value = sdp.oob_allreduce(value) + 1.0
+        return value + sdp.oob_allreduce(tf.constant(rank + 1.0), op=sdp.ReduceOp.SUM)
+
+    for turn in range(3):
+        first = turn == 0
+        expected = (float(size) if first else total / size) + 3.0 + total
+        assert step(tf.constant(rank + 1.0), tf.constant(first)).numpy() == expected
+    if rank == 0:
+        assert extra.numpy() == 3 * total
+
+    # Eager calls: one after the other, and from threads.
+    for turn in range(5):
+        assert sdp.oob_allreduce(tf.constant(turn + rank)).numpy() == sum(turn + r for r in range(size)) // size
+    results = {}
+
+    def call(name):
+        results[name] = [sdp.oob_allreduce(tf.constant(1.0 + turn), name=name).numpy() for turn in range(5)]
+
+    names = [f"thread.{i}" for i in range(4)]
+    threads = [threading.Thread(target=call, args=(name,)) for name in (names if rank % 2 else reversed(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {name: [1.0, 2.0, 3.0, 4.0, 5.0] for name in names}
+
+    # Gradients.
+    variable = tf.Variable(rank + 1.0)
+    with tf.GradientTape() as tape:
+        loss = sdp.oob_allreduce(variable * variable, op=sdp.ReduceOp.SUM)
+    assert tape.gradient(loss, variable).numpy() == 2.0 * (rank + 1) * size
+    sdp.shutdown()
+
+
+def disagreements(runs):
+    """Disagrees `runs` times; returns how long the slowest of each kind took."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    from smdistributed.dataparallel.exceptions import MismatchError
+
+    sdp.init()
+    rank, size = sdp.rank(), sdp.size()
+    odd = size - 1
+    mine = rank == odd
+    three = tf.ones(3)
+
+    def eager(tensor, op=sdp.ReduceOp.AVERAGE, root=None, name="t"):
+        return sdp.oob_allreduce(tensor, op=op, name=name) if root is None else sdp.broadcast(tensor, root, name=name)
+
+    def graph(tensor, **options):
+        return tf.function(lambda tensor: eager(tensor, **options))(tensor)
+
+    # What to call, and what all ranks must be told.
+    quick = {
+        "shape": (
+            lambda call: call(tf.ones([2, 3] if mine else [3, 2])),
+            rf"t`: ranks disagree: different shapes: .*float32 \[3, 2\], rank {odd} asks for .*\[2, 3\]",
+        ),
+        "dtype": (
+            lambda call: call(tf.ones(3, tf.float64 if mine else tf.float32)),
+            rf"t`: .*different element types: .*float32 \[3\], rank {odd} asks for .* of float64 \[3\]",
+        ),
+        "reduction": (
+            lambda call: call(three, op=sdp.ReduceOp.MAX if mine else sdp.ReduceOp.SUM),
+            rf"t`: .*different reductions: .*all_reduce\(sum\) .*, rank {odd} asks for all_reduce\(max\)",
+        ),
+        "root": (
+            lambda call: call(three, root=1 if mine else 0),
+            rf"t`: .*different roots: .* rank 0 of the group, rank {odd} asks for .* from rank 1 of the group",
+        ),
+        "operation": (
+            lambda call: call(three, root=0 if mine else None),
+            rf"t`: .*different operations: .*all_reduce\(average\) of .*, rank {odd} asks for broadcast",
+        ),
+        "no such root": (
+            lambda call: call(three, root=size if mine else 0),
+            rf"broadcast: root {size} is no rank of a group of {size}",
+        ),
+    }
+    slow = {
+        "name": (
+            lambda call: call(three, name="his" if mine else "hers"),
+            rf"no name is called by all: rank.* for `.*hers`, rank {odd} waits for `.*his`",
+        ),
+        "number": (
+            lambda call: [call(three, name=name) for name in (["n", "other"] if mine else ["n", "n"])],
+            rf"no name is called by all: rank.* for `.*n`, rank {odd} waits for `.*other`",
+        ),
+    }
+    seconds = {}
+    for run in range(runs):
+        # Some wait for something that does not come, which takes a second to find out.
+        cases = slow if run % 15 == 14 else quick
+        case, (disagree, expected) = list(cases.items())[(run // 15 if cases is slow else run) % len(cases)]
+        call = graph if run % 3 == 2 else eager
+        start = time.monotonic()
+        with pytest.raises((MismatchError, ValueError, tf.errors.OpError), match=expected):
+            disagree(call)
+        seconds[case] = max(time.monotonic() - start, seconds.get(case, 0.0))
+        # What agrees goes on.
+        assert sdp.oob_allreduce(tf.constant(rank), op=sdp.ReduceOp.SUM).numpy() == sum(range(size))
+    sdp.shutdown()
+    return seconds
+
+
+def both(runs):
+    # TensorFlow takes seconds to import.
+    names_in_any_order()
+    return disagreements(runs)
+
+
+@pytest.mark.parametrize(("size", "runs"), [(2, 100), (4, 30)])
+def test_any_order_and_disagreements(size, runs):
+    for seconds in run_ranks(both, size, runs, env=ENV, timeout=170):
+        print({case: round(took, 2) for case, took in seconds.items()})
+        # Within 2 s, on a machine that has time for it.
+        assert max(seconds.values()) < 15, seconds
+
+
+def a_missing_rank():
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    from smdistributed.dataparallel.exceptions import SMDDPTimeoutError
+
+    sdp.init()
+    rank = sdp.rank()
+    # All meet in here first, so that the limit is the one of what follows.
+    sdp.oob_allreduce(tf.ones(3))
+    start = time.monotonic()
+    if rank != 1:
+        with pytest.raises(SMDDPTimeoutError, match=r"`late` timed out after .*no sign of rank\(s\) \[1\]"):
+            sdp.oob_allreduce(tf.ones(3), name="late")
+        assert 3 <= time.monotonic() - start < 20
+        announce(f"told.{rank}")
+    else:
+        folder = Path(os.environ["SMD_TEST_FOLDER"])
+        while not all((folder / f"event.told.{other}").exists() for other in (0, 2)):
+            time.sleep(0.05)
+    assert sdp.oob_allreduce(tf.constant(1), op=sdp.ReduceOp.SUM, name="next").numpy() == sdp.size()
+    sdp.shutdown()
+
+
+def test_a_missing_rank_is_named_after_the_limit():
+    env = ENV | {"SMD_STALL_WARNING_SECONDS": "1", "SMD_STALL_SHUTDOWN_SECONDS": "3"}
+    with start_ranks(a_missing_rank, 3, env=env, timeout=110) as job:
+        outcome = job.wait()
+    assert outcome.exit_code == 0, outcome.describe()
+    assert "collectives have waited for more than 1 seconds" in outcome.output, outcome.describe()
+    assert "`late` (missing: rank 1)" in outcome.output, outcome.describe()
