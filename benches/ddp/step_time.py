@@ -55,6 +55,9 @@ def main() -> None:
         if arguments.json:
             with open(arguments.json, "w") as file:
                 json.dump(results, file)
+    if "gloo" in arguments.modes:
+        # A thread of gloo that is still at work when the interpreter ends aborts the process.
+        torch.distributed.destroy_process_group()
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:

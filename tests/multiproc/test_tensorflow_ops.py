@@ -319,6 +319,15 @@ def check_order(sdp, rank, size):
     """The order of the body, wherever the collectives stand in it, however late their inputs come."""
     import tensorflow as tf
 
+    from smdistributed.dataparallel.tensorflow.collectives import call, ops
+
+    def all_reduce(tensor, op):
+        # What `oob_allreduce` calls has a name, and no order.
+        return call(ops.smd_all_reduce, tensor=tensor, op=op)
+
+    def broadcast(tensor, root):
+        return call(ops.smd_broadcast, tensor=tensor, root=root)
+
     variable = tf.Variable(tf.zeros([50]))
 
     def late(x):
@@ -331,7 +340,7 @@ def check_order(sdp, rank, size):
         return x + 0 * heavy[0, 0]
 
     def total(length):
-        return tf.reduce_sum(sdp.oob_allreduce(late(tf.ones([length])), op=sdp.ReduceOp.SUM))
+        return tf.reduce_sum(all_reduce(late(tf.ones([length])), "sum"))
 
     @tf.function
     def inner(length):
@@ -345,15 +354,15 @@ def check_order(sdp, rank, size):
         results.append(inner(10))
         results += [total(length) for length in range(11, 14)]
         if flag:
-            variable.assign(sdp.broadcast(variable + tf.cast(rank, tf.float32), 1))
+            variable.assign(broadcast(variable + tf.cast(rank, tf.float32), 1))
         results += [total(length) for length in range(14, 17)]
         for _ in tf.range(times):
-            variable.assign_add(sdp.broadcast(late(tf.ones([50])), 0))
+            variable.assign_add(broadcast(late(tf.ones([50])), 0))
             variable.assign_add(tf.ones([50]) * total(17))
         results += [total(length) for length in range(18, 21)]
         for result in results[:4]:
             # Each needs the one before.
-            variable.assign_add(sdp.oob_allreduce(variable * 0 + result))
+            variable.assign_add(all_reduce(variable * 0 + result, "average"))
         return tf.stack(results)
 
     lengths = [*range(1, 9), 10, *range(11, 17), *range(18, 21)]

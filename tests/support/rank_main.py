@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -56,7 +57,19 @@ def _main(folder: Path) -> int:
         _write(result, pickle.dumps(("error", time.monotonic(), text, types)))
         raise
     _write(result, _pickled(value))
+    _end_gloo()
     return 0
+
+
+def _end_gloo() -> None:
+    """Joins the threads of gloo, if the body has left a process group: one that still drops tensors when the interpreter ends
+    aborts the process ("terminate called without an active exception", also in scripts of torch alone)."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    # What the body left in cycles holds its group.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _pickled(value: Any) -> bytes:
