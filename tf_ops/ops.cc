@@ -8,7 +8,8 @@
 // it, and so it does with calls of functions, branches and loops, unless these take a resource such as a variable: they
 // are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which contain operations of
 // ours into the chain. In a graph of TensorFlow 1 nothing is chained: there the script orders by control dependencies,
-// or by values. Operations with a name (SmdNamed..) are not stateful and have no order: ranks find each other's by name.
+// or by values. Operations with a name (SmdNamed..) are not stateful and have no order: ranks find each other's by
+// name.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
