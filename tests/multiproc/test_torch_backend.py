@@ -21,11 +21,25 @@ def _init(backend="smddp", **arguments):
     return torch, dist, dist.get_rank(), dist.get_world_size()
 
 
+def _leave(number):
+    """Ends the group, and returns when all ranks have: who is early with the next one would meet the others at the store of
+    this one, which torch is about to close."""
+    import os
+
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    between = dist.FileStore(f"{os.environ['SMD_TEST_FOLDER']}/left{number}", size)
+    dist.destroy_process_group()
+    between.set(str(rank), "")
+    between.wait([str(other) for other in range(size)])
+
+
 def _both(body):
     """What `body` gives over smddp and over gloo, in one process."""
     torch, dist, rank, size = _init()
     found = body(torch, dist, rank, size)
-    dist.destroy_process_group()
+    _leave(0)
     torch.manual_seed(0)
     _init("gloo")
     expected = body(torch, dist, rank, size)
@@ -54,7 +68,7 @@ def _meets(how, place):
             import torch.distributed as dist
 
             arguments["store"] = dist.FileStore(place, size)
-    for _ in range(2):
+    for attempt in range(2):
         torch, dist, rank, size = _init(**arguments)
         assert dist.get_backend() == "smddp"
         values = torch.full((3,), float(rank + 1))
@@ -63,7 +77,7 @@ def _meets(how, place):
         gathered = [None] * size
         dist.all_gather_object(gathered, {"rank": rank})
         assert gathered == [{"rank": other} for other in range(size)]
-        dist.destroy_process_group()
+        _leave(attempt)
         if how != "env://":
             break
     return rank
