@@ -10,6 +10,11 @@ use crate::error::{Error, Result};
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
 use crate::pipeline::{Costs, Graph, Link, Placement, Timeline, grid, simulate, svg};
 
+/// Sums of costs stay far from the end of the numbers.
+const MAX_COST: u64 = 1_000_000_000;
+/// Forwards of a step that are planned: more fill no picture, but the memory.
+const MAX_FORWARDS: usize = 1 << 22;
+
 /// Shows which rank does what when, for a model that is cut into equal stages: step time, bubble, what each rank
 /// keeps, and a picture.
 #[derive(Debug, Parser)]
@@ -44,7 +49,7 @@ struct Args {
     costs: Costs,
 
     /// What a transfer between two ranks costs, in the same unit
-    #[arg(long, value_name = "T", default_value = "0")]
+    #[arg(long, value_name = "T", default_value = "0", value_parser = clap::value_parser!(u64).range(..=MAX_COST))]
     transfer: u64,
 
     /// Prints what each rank does, with its transfers, a line a rank
@@ -86,6 +91,14 @@ pub(super) fn main(words: &[OsString]) -> i32 {
 fn show(args: &Args) -> Result<String> {
     let schedule: Schedule = args.pipeline.parse()?;
     let (ranks, stages) = (args.partitions as usize, args.stages_per_rank as usize);
+    let forwards = ranks * stages * args.microbatches as usize;
+    if forwards > MAX_FORWARDS {
+        return Err(Error::InvalidArgument(format!(
+            "{ranks} partitions of {stages} stages and {} microbatches are {forwards} forwards: at most {MAX_FORWARDS} are \
+             planned; ask for fewer microbatches",
+            args.microbatches
+        )));
+    }
     let there = schedule == Schedule::ZeroBubble && stages > 1;
     let placement = if there { Placement::There } else { Placement::Looped };
     let graph = Graph::chain(ranks, stages, placement, args.microbatches as usize, args.costs)?
@@ -130,11 +143,10 @@ fn summary(title: &str, timeline: &Timeline) -> String {
 fn costs(text: &str) -> std::result::Result<Costs, String> {
     let numbers: Option<Vec<u64>> = text.split(',').map(|number| number.trim().parse().ok()).collect();
     match numbers.as_deref() {
-        // A picture of more columns than this is of no use, and sums stay far from the end of the numbers.
-        Some(&[forward, input, weight]) if [forward, input, weight].iter().all(|&cost| cost <= 1_000_000_000) => {
+        Some(&[forward, input, weight]) if [forward, input, weight].iter().all(|&cost| cost <= MAX_COST) => {
             Ok(Costs { forward, input, weight })
         }
-        _ => Err("expected three numbers from 0 to 1000000000, such as 1,1,1".to_owned()),
+        _ => Err(format!("expected three numbers from 0 to {MAX_COST}, such as 1,1,1")),
     }
 }
 
@@ -182,6 +194,9 @@ mod tests {
         for line in ["plan", "plan -p 0", "plan -p 2 -m 0", "plan -p 2 --costs 1,1", "plan -p 2 --costs 1,1,-1"] {
             assert!(Args::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
+        assert!(Args::try_parse_from("plan -p 2 --transfer 18446744073709551615".split(' ')).is_err());
+        let error = shown("plan -p 4096 -m 65536").unwrap_err().to_string();
+        assert!(error.contains("268435456 forwards: at most 4194304 are planned"), "{error}");
         let error = shown("plan -p 2 --pipeline 1f1b").unwrap_err().to_string();
         assert_eq!(error, "`pipeline` is one of `simple`, `interleaved`, `zero_bubble`, not `1f1b`");
     }
