@@ -76,6 +76,26 @@ def plan_gradients(
     """The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
     are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as."""
 
+def plan_pipeline(
+    rank: int,
+    ranks: int,
+    microbatches: int,
+    stages: Sequence[tuple[int, tuple[int, int, int], int, Sequence[tuple[int, int]], bool]],
+    schedule: str,
+    active_microbatches: int | None,
+) -> list[tuple[str, int, int, int | None]]:
+    """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch
+    and, of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program. A
+    stage is its rank, the prices of its forward, of its gradients of inputs and of weights, the bytes that it keeps, the
+    stages that it takes values from with their bytes, and whether it has a backward."""
+
+def timeline_now() -> int:
+    """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
+
+def timeline_stage(kind: str, stage: int, microbatch: int, start: int) -> None:
+    """Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
+    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`."""
+
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""
 

@@ -12,6 +12,7 @@ mod enter;
 mod error;
 mod gradients;
 mod launch;
+mod pipeline;
 mod session;
 mod shims;
 
@@ -28,6 +29,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
+    module.add_function(wrap_pyfunction!(pipeline::plan_pipeline, module)?)?;
+    module.add_function(wrap_pyfunction!(pipeline::timeline_now, module)?)?;
+    module.add_function(wrap_pyfunction!(pipeline::timeline_stage, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())
 }

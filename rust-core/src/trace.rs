@@ -45,6 +45,8 @@ pub enum Track {
         /// Position in the plan.
         bucket: usize,
     },
+    /// A stage of a pipeline, by its place in the graph.
+    Stage(u64),
 }
 
 impl Track {
@@ -53,6 +55,8 @@ impl Track {
         match self {
             Track::Group(id) => (id % 1_000_000) * 1000,
             Track::Bucket { reducer, bucket } => (reducer % 1_000_000) * 1000 + 1 + bucket as u64,
+            // Above all groups.
+            Track::Stage(stage) => 1_000_000_000 + stage,
         }
     }
 
@@ -61,6 +65,7 @@ impl Track {
             Track::Group(0) => "collectives of the world".to_owned(),
             Track::Group(id) => format!("collectives of group {id:x}"),
             Track::Bucket { reducer, bucket } => format!("bucket {bucket} of group {reducer:x}"),
+            Track::Stage(stage) => format!("stage {stage} of the pipeline"),
         }
     }
 }

@@ -99,9 +99,15 @@ impl Action {
     }
 }
 
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}{}", self.stage, self.kind.text(), self.microbatch)?;
+        write!(f, "{}{}{}", self.stage, self.kind, self.microbatch)?;
         match self.peer {
             Some(peer) if self.kind.sends() => write!(f, ">{peer}"),
             Some(peer) => write!(f, "<{peer}"),

@@ -1,0 +1,150 @@
+"""Model parallel training for PyTorch.
+
+import smdistributed.modelparallel.torch as smp
+
+smp.init({"partitions": 2, "microbatches": 4})
+model = smp.DistributedModel(model)
+optimizer = smp.DistributedOptimizer(optimizer)
+
+@smp.step
+def train_step(model, x, y):
+    loss = loss_function(model(x), y)
+    model.backward(loss)
+    return loss
+
+loss = train_step(model, x, y).reduce_mean()
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+from smdistributed._common import shims
+
+# PyTorch first, through the loader: it says what is missing.
+shims.load_torch()
+
+from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
+from smdistributed.modelparallel.torch import core as core  # noqa: E402
+from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
+from smdistributed.modelparallel.torch import model as model  # noqa: E402
+from smdistributed.modelparallel.torch.communication import (  # noqa: E402
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    rdp_barrier,
+    recv_from,
+    send,
+    tp_barrier,
+)
+from smdistributed.modelparallel.torch.groups import (  # noqa: E402
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_process_group,
+    init,
+    is_initialized,
+    is_tracing,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    tp_rank,
+    tp_size,
+)
+from smdistributed.modelparallel.torch.materialize import delay_param_initialization  # noqa: E402
+from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E402
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer  # noqa: E402
+from smdistributed.modelparallel.torch.output import StepOutput  # noqa: E402
+from smdistributed.modelparallel.torch.placement import partition, set_partition  # noqa: E402
+from smdistributed.modelparallel.torch.state import state  # noqa: E402
+from smdistributed.modelparallel.torch.step import step  # noqa: E402
+
+delayed_parameter_initialization = delay_param_initialization
+WORLD = CommGroup.WORLD
+MP_GROUP = CommGroup.MP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+PP_GROUP = CommGroup.PP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
+
+__all__ = [
+    "DP_GROUP",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "TP_GROUP",
+    "WORLD",
+    "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "RankType",
+    "StepOutput",
+    "__version__",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "core",
+    "delay_param_initialization",
+    "delayed_parameter_initialization",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "exceptions",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "is_tracing",
+    "local_rank",
+    "local_size",
+    "model",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "send",
+    "set_partition",
+    "size",
+    "state",
+    "step",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
+]

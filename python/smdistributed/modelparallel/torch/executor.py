@@ -1,0 +1,332 @@
+"""Runs the stages of recorded microbatches: forwards, backwards and what is sent between them.
+
+- EXE-1: a stage's inputs are leaves of its own autograd graph, so its backward ends there; their gradients go to the
+  stages that made them.
+- EXE-2: gradients of a value are added up in the order of the stages that took it, whatever came first.
+- EXE-3: a tensor that a task changes in place is the stage's own: what came from elsewhere, or is needed elsewhere, is
+  copied before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed.modelparallel.exceptions import SMPError
+from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.layout import Layout, Stage
+from smdistributed.modelparallel.torch.recording import Context, Recording, Task, Value
+from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
+
+#: Receives that wait for their messages ahead of the program.
+_AHEAD = 4
+
+
+class _Run:
+    """A stage of a microbatch between its forward and the end of its backward."""
+
+    __slots__ = ("exports", "gradients", "leaves", "takers")
+
+    def __init__(self, leaves: dict[int, torch.Tensor], exports: dict[int, torch.Tensor]) -> None:
+        self.leaves, self.exports = leaves, exports
+        #: Gradients of exports, by value and the stage that they come from.
+        self.gradients: dict[int, dict[int, torch.Tensor]] = {}
+        #: Stages that have taken their values.
+        self.takers = 0
+
+
+class Microbatch:
+    """What one microbatch has of tensors on this rank."""
+
+    def __init__(self, recording: Recording, layout: Layout, detach: bool) -> None:
+        self.recording, self.layout, self._detach = recording, layout, detach
+        self.arrived: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.runs: dict[int, _Run] = {}
+        #: Gradients of this rank's leaves that are to be sent: by the stage that took, the one that made, in order.
+        self.returning: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.results: dict[int, torch.Tensor] = {}
+
+    def keep(self, exports: Mapping[int, torch.Tensor]) -> None:
+        """Keeps what the body returns."""
+        for value in self.layout.returned:
+            if value in exports:
+                self.results[value] = exports[value].detach() if self._detach else exports[value]
+
+    def taken(self, number: int) -> None:
+        """One more stage has what it takes of this one. Without a backward, nobody needs it after the last."""
+        stage, run = self.layout.stages[number], self.runs[number]
+        run.takers += 1
+        if run.takers == len(stage.gives) and not stage.trains and not stage.early:
+            del self.runs[number]
+
+
+class Executor:
+    """Does this rank's part."""
+
+    def __init__(
+        self, rank: int, transfers: Transfers, parameters: Mapping[str, torch.Tensor], scale: float, early: bool = False
+    ) -> None:
+        self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
+        self._early = early
+        #: What came out of a task of which nobody knew that.
+        self.unknown: Any = None
+
+    # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
+
+    def forward(self, mb: Microbatch, number: int) -> None:
+        """The forward of a stage whose inputs are here."""
+        start = _core.timeline_now()
+        layout, stage = mb.layout, mb.layout.stages[number]
+        leaves: dict[int, torch.Tensor] = {}
+        for maker, values in stage.takes.items():
+            if layout.stages[maker].rank == self._rank:
+                tensors = [mb.runs[maker].exports[value] for value in values]
+            else:
+                tensors = mb.arrived.pop((maker, number))
+            for value, tensor in zip(values, tensors, strict=True):
+                leaf = tensor.detach()
+                if layout.values[value].meta.requires_grad and (stage.trains or self._early):
+                    leaf.requires_grad_()
+                leaves[value] = leaf
+        env = dict(leaves)
+        tasks = mb.recording.tasks
+        for task_number in stage.tasks:
+            self._run_task(tasks[task_number], env, stage, leaves)
+        # Of a stage that runs early, nobody knows yet what is needed.
+        exports = env if self._early else {value: env[value] for value in stage.exports}
+        if not stage.trains and not self._early:
+            exports = {value: tensor.detach() for value, tensor in exports.items()}
+        mb.keep(exports)
+        if stage.trains or self._early:
+            mb.runs[number] = _Run(leaves, exports)
+        elif stage.gives:
+            mb.runs[number] = _Run({}, exports)
+        for maker in stage.takes:
+            if layout.stages[maker].rank == self._rank:
+                mb.taken(maker)
+        _core.timeline_stage("forward", number, mb.recording.microbatch, start)
+
+    def _run_task(
+        self, task: Task, env: dict[int, torch.Tensor], stage: Stage, leaves: Mapping[int, torch.Tensor]
+    ) -> None:
+        place = -1
+        changed = task.outcome.mutated if task.outcome is not None else ()
+        changes: dict[int, torch.Tensor] = {}
+
+        def leaf(item: Any) -> Any:
+            nonlocal place
+            place += 1
+            if not isinstance(item, Value):
+                tensor, shared = item, True
+            elif item.parameter is not None:
+                # Parameters and buffers change where they are.
+                tensor, shared = self._parameters[item.parameter], False
+            else:
+                tensor = env[item.index]
+                shared = item.index in leaves or item.index in stage.exports or self._early
+            if place in changed:
+                # EXE-3
+                tensor = changes[place] = tensor.clone() if shared else tensor
+            return tensor
+
+        args, kwargs = structure.transform((task.args, task.kwargs), leaf)
+        with applied(task.context):
+            result = task.call(*args, **kwargs)
+        if task.outcome is None:
+            self.unknown = result
+            return
+        outputs = structure.tensors_of(result)
+        self._check(task, outputs)
+        tensors = [*outputs, *(changes[place] for place in changed)]
+        for value, tensor in zip(task.outputs, tensors, strict=True):
+            env[value.index] = tensor
+
+    def _check(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
+        metas = task.outcome.metas
+        same = len(outputs) == len(metas) and all(
+            output.shape == meta.shape and output.dtype == meta.dtype
+            for output, meta in zip(outputs, metas, strict=True)
+        )
+        if not same:
+            found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
+            raise SMPError(
+                f"{task} came out as ({found}): what a module on one partition returns may depend on the shapes and the "
+                "types of its arguments, and on nothing else"
+            )
+
+    def backward(self, mb: Microbatch, number: int) -> None:
+        """The backward of a stage: its parameters' gradients are added up, its leaves' are ready to go."""
+        start = _core.timeline_now()
+        stage = mb.layout.stages[number]
+        if stage.trains:
+            run = mb.runs.pop(number)
+            roots, gradients = self._roots(mb, stage, run)
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            self._return_gradients(mb, number, run.leaves)
+        _core.timeline_stage("backward", number, mb.recording.microbatch, start)
+
+    def _roots(self, mb: Microbatch, stage: Stage, run: _Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        roots, gradients = [], []
+        seeds: dict[int, torch.Tensor] = {}
+        for value, gradient in mb.recording.seeds:
+            if value.index in stage.seeds:
+                tensor = run.exports[value.index]
+                gradient = torch.ones_like(tensor) if gradient is None else gradient.to(tensor)
+                gradient = gradient * self._scale if self._scale != 1.0 else gradient
+                before = seeds.get(value.index)
+                seeds[value.index] = gradient if before is None else before + gradient
+        for value in stage.exports:
+            tensor = run.exports[value]
+            if not tensor.requires_grad:
+                continue
+            # EXE-2
+            parts = [gradient for _, gradient in sorted(run.gradients.get(value, {}).items())]
+            if value in seeds:
+                parts.append(seeds[value])
+            if not parts:
+                continue
+            gradient = parts[0]
+            for part in parts[1:]:
+                gradient = gradient + part
+            roots.append(tensor)
+            gradients.append(gradient)
+        return roots, gradients
+
+    def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor]) -> None:
+        layout = mb.layout
+        for maker in layout.stages[number].takes:
+            values = layout.gradients(maker, number)
+            if not values:
+                continue
+            gradients = []
+            for value in values:
+                gradient = leaves[value].grad
+                gradients.append(torch.zeros_like(leaves[value]) if gradient is None else gradient)
+            if layout.stages[maker].rank == self._rank:
+                self._take_gradients(mb, maker, number, values, gradients)
+            else:
+                mb.returning[number, maker] = gradients
+
+    def _take_gradients(
+        self, mb: Microbatch, maker: int, taker: int, values: Sequence[int], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        for value, gradient in zip(values, gradients, strict=True):
+            mb.runs[maker].gradients.setdefault(value, {})[taker] = gradient
+
+    def send_forward(self, mb: Microbatch, number: int, taker: int) -> None:
+        """Values for a stage elsewhere."""
+        start = _core.timeline_now()
+        run, to = mb.runs[number], mb.layout.stages[taker].rank
+        for value in mb.layout.stages[number].gives[taker]:
+            self._transfers.send(run.exports[value], to)
+        mb.taken(number)
+        _core.timeline_stage("send", number, mb.recording.microbatch, start)
+
+    def receive_forward(self, mb: Microbatch, number: int, maker: int) -> Callable[[], None]:
+        """Begins to receive values of a stage elsewhere; what it returns waits for them."""
+        layout = mb.layout
+        source = layout.stages[maker].rank
+        values = layout.stages[number].takes[maker]
+        arriving = [self._transfers.receive(layout.values[value].meta, source) for value in values]
+
+        def wait() -> None:
+            mb.arrived[maker, number] = self._wait(arriving, number, mb)
+
+        return wait
+
+    def send_backward(self, mb: Microbatch, number: int, maker: int) -> None:
+        """Gradients for the stage that made the values."""
+        start = _core.timeline_now()
+        to = mb.layout.stages[maker].rank
+        for gradient in mb.returning.pop((number, maker), ()):
+            self._transfers.send(gradient, to)
+        _core.timeline_stage("send", number, mb.recording.microbatch, start)
+
+    def receive_backward(self, mb: Microbatch, number: int, taker: int) -> Callable[[], None]:
+        """Begins to receive gradients of a stage elsewhere."""
+        layout = mb.layout
+        source = layout.stages[taker].rank
+        values = layout.gradients(number, taker)
+        arriving = [self._transfers.receive(layout.values[value].meta, source) for value in values]
+
+        def wait() -> None:
+            self._take_gradients(mb, number, taker, values, self._wait(arriving, number, mb))
+
+        return wait
+
+    def _wait(self, arriving: Sequence[Arriving], number: int, mb: Microbatch) -> list[torch.Tensor]:
+        start = _core.timeline_now()
+        tensors = [tensor.here() for tensor in arriving]
+        _core.timeline_stage("wait", number, mb.recording.microbatch, start)
+        return tensors
+
+    def run(
+        self,
+        program: Sequence[tuple[str, int, int, int | None]],
+        microbatches: Sequence[Microbatch],
+        done: Callable[[int], None],
+    ) -> None:
+        """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
+        receives = deque(
+            (place, action)
+            for place, action in enumerate(program)
+            if action[0] in ("RF", "RB") and self._real(action, microbatches)
+        )
+        waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        last = len(microbatches) - 1
+        for place, action in enumerate(program):
+            while receives and len(waiting) < _AHEAD:
+                at, (kind, number, index, peer) = receives.popleft()
+                begin = self.receive_forward if kind == "RF" else self.receive_backward
+                assert peer is not None
+                waiting.append((at, begin(microbatches[index], number, peer)))
+            kind, number, index, peer = action
+            mb = microbatches[index]
+            if kind == "F":
+                if not mb.layout.stages[number].early:
+                    self.forward(mb, number)
+            elif kind == "B":
+                self.backward(mb, number)
+                if index == last:
+                    done(number)
+            elif waiting and waiting[0][0] == place:
+                waiting.popleft()[1]()
+            elif kind in ("SF", "SB") and self._real(action, microbatches):
+                assert peer is not None
+                (self.send_forward if kind == "SF" else self.send_backward)(mb, number, peer)
+
+    def _real(self, action: tuple[str, int, int, int | None], microbatches: Sequence[Microbatch]) -> bool:
+        """Whether there is something to send or to receive."""
+        kind, number, index, peer = action
+        layout = microbatches[index].layout
+        assert peer is not None
+        if kind == "SF":
+            return not layout.stages[peer].early
+        if kind == "RF":
+            return not layout.stages[number].early
+        return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
+
+
+@contextlib.contextmanager
+def _entered(context: Context) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(context.grad))
+        for device, enabled, dtype, cache in context.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def applied(context: Context) -> Any:
+    """PyTorch's state as it was when the body called a task."""
+    if not context.autocast and context.grad == torch.is_grad_enabled():
+        return _NOTHING
+    return _entered(context)

@@ -1,0 +1,252 @@
+"""Joining the job, its ranks and its groups.
+
+Three kinds of groups serve different purposes and never share an order of operations: those in which the pipeline and
+the reduction of gradients move tensors, those of the communication API, and, with ``ddp``, process groups of
+``torch.distributed`` for the script.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed._common import errors, lifecycle
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel import config as configuration
+from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUsageError
+from smdistributed.modelparallel.topology import GROUPS, Topology
+from smdistributed.modelparallel.torch.state import state
+
+
+class Groups:
+    """The place of this process in the job.
+
+    Attributes:
+        topology: Who has which part.
+        rank: Global rank.
+        members: For each kind of group, global ranks of ours.
+        pipe: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
+        data: That in which gradients are reduced; likewise.
+    """
+
+    def __init__(self, cfg: configuration.Config) -> None:
+        self.rank = _core.rank()
+        self.topology = Topology.of(
+            _core.size(), cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
+        )
+        self.members = {name: self.topology.group(name, self.rank) for name in ("world", *GROUPS)}
+        self.pipe = self._make("pp")
+        self.data = self._make("dp")
+        # Of the communication API: kinds with the same members share one.
+        self._objects: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for name in self.members:
+            members = tuple(self.members[name])
+            if members not in self._objects:
+                self._objects[members] = self._make(name)
+        self._process_groups: dict[str, Any] = _process_groups(self.topology, self.rank) if cfg.ddp else {}
+
+    def _make(self, name: str) -> dist.ProcessGroup | None:
+        members = self.members[name]
+        return dist.new_group(members) if len(members) > 1 else None
+
+    def objects(self, name: str) -> dist.ProcessGroup | None:
+        """The core's group for objects of the script."""
+        return self._objects[tuple(self.members[name])]
+
+    def rank_in(self, name: str) -> int:
+        """Our place in a group."""
+        return self.members[name].index(self.rank)
+
+    def process_group(self, name: str) -> Any:
+        """That of ``torch.distributed``.
+
+        Raises:
+            SMPUsageError: there are none without ``ddp``.
+        """
+        if name not in self._process_groups:
+            raise SMPUsageError(f"`get_{name}_process_group()` needs the configuration's `ddp: true`")
+        return self._process_groups[name]
+
+
+def _process_groups(topology: Topology, rank: int) -> dict[str, Any]:
+    # Registers the backend `smddp`.
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("smddp")
+    elif (torch.distributed.get_rank(), torch.distributed.get_world_size()) != (rank, topology.size):
+        raise SMPConfigError(
+            f"`torch.distributed` was initialized as rank {torch.distributed.get_rank()} of "
+            f"{torch.distributed.get_world_size()}, and this is rank {rank} of {topology.size}"
+        )
+    groups = {"world": torch.distributed.group.WORLD}
+    for name in GROUPS:
+        # Every rank makes all groups, as torch wants it.
+        for members in topology.groups(name):
+            group = torch.distributed.new_group(members)
+            if rank in members:
+                groups[name] = group
+    return groups
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Joins the job; the first call of a script.
+
+    Args:
+        config: Keys of the configuration; those that the launcher gives win.
+
+    Raises:
+        SMPConfigError: a value is not acceptable, or the job's processes cannot be divided so.
+        SMPUsageError: it was called before with another configuration.
+    """
+    cfg = configuration.read(config)
+    if state.initialized:
+        if config is not None and dict(cfg) != dict(state.cfg):
+            raise SMPUsageError("`smp.init()` was called before, with another configuration")
+        warnings.warn("`smp.init()` was called before; this call does nothing", stacklevel=2)
+        return
+    with errors.translated(CLASSES):
+        if not _core.is_initialized():
+            lifecycle.init()
+        state.enter(cfg, Groups(cfg))
+
+
+def is_initialized() -> bool:
+    """Whether ``smp.init()`` has been called."""
+    return state.initialized
+
+
+def is_tracing() -> bool:
+    """Whether the model is being looked at to divide it, in the first step."""
+    return state.tracing
+
+
+def rank() -> int:
+    """Global rank."""
+    return state.groups.rank
+
+
+def size() -> int:
+    """Processes of the job."""
+    return state.groups.topology.size
+
+
+def local_rank() -> int:
+    """Rank on this host."""
+    state.groups  # noqa: B018 - refuses before `init`
+    return _core.local_rank()
+
+
+def local_size() -> int:
+    """Processes on this host."""
+    state.groups  # noqa: B018
+    return _core.local_size()
+
+
+def mp_rank() -> int:
+    """Place among the ranks that hold one model together."""
+    return state.groups.rank_in("mp")
+
+
+def mp_size() -> int:
+    """Ranks that hold one model together."""
+    return len(state.groups.members["mp"])
+
+
+def dp_rank() -> int:
+    """Place among the ranks that hold the same partition."""
+    return state.groups.rank_in("dp")
+
+
+def dp_size() -> int:
+    """Ranks that hold the same partition."""
+    return len(state.groups.members["dp"])
+
+
+def pp_rank() -> int:
+    """The partition that this rank holds."""
+    return state.groups.rank_in("pp")
+
+
+def pp_size() -> int:
+    """Partitions."""
+    return len(state.groups.members["pp"])
+
+
+def tp_rank() -> int:
+    """Place among the ranks that share the modules of one partition."""
+    return state.groups.rank_in("tp")
+
+
+def tp_size() -> int:
+    """Ranks that share the modules of one partition."""
+    return len(state.groups.members["tp"])
+
+
+def rdp_rank() -> int:
+    """Place among the ranks that hold the same parts of the same partition."""
+    return state.groups.rank_in("rdp")
+
+
+def rdp_size() -> int:
+    """Ranks that hold the same parts of the same partition."""
+    return len(state.groups.members["rdp"])
+
+
+def get_mp_group() -> list[int]:
+    """Global ranks that hold one model together."""
+    return list(state.groups.members["mp"])
+
+
+def get_dp_group() -> list[int]:
+    """Global ranks that hold the same partition."""
+    return list(state.groups.members["dp"])
+
+
+def get_pp_group() -> list[int]:
+    """Global ranks of the partitions, in their order."""
+    return list(state.groups.members["pp"])
+
+
+def get_tp_group() -> list[int]:
+    """Global ranks that share the modules of one partition."""
+    return list(state.groups.members["tp"])
+
+
+def get_rdp_group() -> list[int]:
+    """Global ranks that hold the same parts of the same partition."""
+    return list(state.groups.members["rdp"])
+
+
+def get_world_process_group() -> Any:
+    """The ``torch.distributed`` group of all ranks."""
+    return state.groups.process_group("world")
+
+
+def get_mp_process_group() -> Any:
+    """The ``torch.distributed`` group of :func:`get_mp_group`."""
+    return state.groups.process_group("mp")
+
+
+def get_dp_process_group() -> Any:
+    """The ``torch.distributed`` group of :func:`get_dp_group`."""
+    return state.groups.process_group("dp")
+
+
+def get_pp_process_group() -> Any:
+    """The ``torch.distributed`` group of :func:`get_pp_group`."""
+    return state.groups.process_group("pp")
+
+
+def get_tp_process_group() -> Any:
+    """The ``torch.distributed`` group of :func:`get_tp_group`."""
+    return state.groups.process_group("tp")
+
+
+def get_rdp_process_group() -> Any:
+    """The ``torch.distributed`` group of :func:`get_rdp_group`."""
+    return state.groups.process_group("rdp")

@@ -1,0 +1,419 @@
+"""A model that is divided over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed._common import errors
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError, SMPValidationError
+from smdistributed.modelparallel.torch import materialize
+from smdistributed.modelparallel.torch.executor import Microbatch
+from smdistributed.modelparallel.torch.gradients import GradientReducer
+from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.pipeline import Pipeline
+from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
+from smdistributed.modelparallel.torch.recording import Recording, Value
+from smdistributed.modelparallel.torch.state import state
+
+
+class Removable:
+    """What undoes a registration."""
+
+    def __init__(self, hooks: list[Any], hook: Any) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Undoes it; a second time does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class DistributedModel(nn.Module):
+    """Wraps the model of a script.
+
+    With several partitions, the first call inside of a ``smp.step`` function divides it: from then on a rank holds the
+    parameters of its partition only. With one, it does so at once. The model is called, and ``backward`` too, inside of
+    ``smp.step`` functions; with one partition also outside.
+
+    Args:
+        module: The model.
+        trace_device: Where the model is looked at to divide it; by default with tensors that take no memory.
+        trace_execution_times: Whether to measure its modules for that, instead of estimating.
+        overlapping_allreduce: With ``ddp``, whether gradients are reduced as they become complete.
+        backward_passes_per_step: With ``ddp``, after how many steps with a backward gradients are reduced.
+        average_grads_across_microbatches: Whether gradients are those of the mean over microbatches, or of their sum.
+        bucket_cap_mb: With ``ddp``, the size of the pieces in which gradients are reduced.
+        trace_memory_usage: Whether to measure memory, instead of estimating.
+        broadcast_buffers: With ``ddp``, whether buffers follow those of the first replica before each step.
+        gradient_as_bucket_view: Accepted; gradients keep their own memory.
+        find_unused_parameters: Accepted; unused parameters are found anyway.
+
+    Attributes:
+        module: The model.
+        pipeline: What executes it, if it is divided.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        cfg = state.cfg
+        if isinstance(module, DistributedModel) or state.model is not None:
+            raise SMPUsageError("there is a `smp.DistributedModel` already: a script has one")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise SMPUsageError(
+                "the model is wrapped in torch's DistributedDataParallel: with `ddp: true`, `smp.DistributedModel` reduces "
+                "gradients itself"
+            )
+        if trace_device not in ("cpu", "gpu"):
+            raise SMPValidationError(f"`trace_device` is {trace_device!r}: expected 'cpu' or 'gpu'")
+        if trace_execution_times and trace_device == "cpu" and torch.cuda.is_available():
+            raise SMPValidationError(
+                "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
+            )
+        del gradient_as_bucket_view, find_unused_parameters
+        self.module = module
+        self.trace_execution_times, self.trace_memory_usage = trace_execution_times, trace_memory_usage
+        self.post_partition_hooks: list[Callable[..., Any]] = []
+        self.pipeline: Pipeline | None = None
+        self.recording: Recording | None = None
+        self.in_step = False
+        self.when_divided: Callable[[], None] | None = None
+        self._placement: Placement | None = None
+        self._average, self._passes = average_grads_across_microbatches, backward_passes_per_step
+        self._broadcast_buffers = broadcast_buffers
+        self._scale = 1.0
+        self._has_backward = False
+        self._randomness: torch.Tensor | None = None
+        self._deferred: list[Callable[[], None]] = []
+        reduces = cfg.ddp and state.groups.data is not None
+        self._reducer = (
+            GradientReducer(state.groups.data, bucket_cap_mb, overlapping_allreduce, backward_passes_per_step)
+            if reduces
+            else None
+        )
+        state.model = self
+        if cfg.pipeline_parallel_degree == 1:
+            self._settle(Placement(module, {"": 0}))
+
+    # Division.
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether it is known which rank has which module."""
+        return self._placement is not None
+
+    @property
+    def partitioned(self) -> bool:
+        """As :attr:`is_partitioned`."""
+        return self.is_partitioned
+
+    def partition_of(self, module_path: str) -> int:
+        """The partition of the module with this path, ``""`` being the model."""
+        return self.placement.of_path(module_path)
+
+    @property
+    def placement(self) -> Placement:
+        """The partition of every module.
+
+        Raises:
+            SMPUsageError: it is not known yet.
+        """
+        if self._placement is None:
+            raise SMPUsageError(
+                "the model is divided in the first call of a `smp.step` function, which is still to come"
+            )
+        return self._placement
+
+    def _divide(self, args: Any, kwargs: Any) -> None:
+        cfg = state.cfg
+        manual = manual_assignment(self.module)
+        if cfg.auto_partition:
+            from smdistributed.modelparallel.torch import partitioning
+
+            state.tracing = True
+            try:
+                assignment = partitioning.auto_partition(self.module, args, kwargs, cfg, manual)
+            finally:
+                state.tracing = False
+        else:
+            assignment = {"": cfg.default_partition, **manual}
+        self._settle(Placement(self.module, {"": cfg.default_partition, **assignment}))
+
+    def _settle(self, placement: Placement) -> None:
+        """Makes the model what ``placement`` says."""
+        groups, cfg = state.groups, state.cfg
+        device = current_device()
+        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
+        self._placement = placement
+        if state.optimizer is not None:
+            state.optimizer.localize(replaced)
+        for action in self._deferred:
+            action()
+        self._deferred.clear()
+        if groups.data is not None:
+            with errors.translated(CLASSES):
+                materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
+        if groups.pipe is not None:
+            pipeline = Pipeline(self.module, placement, groups, cfg.pipeline, cfg.active_microbatches)
+            with errors.translated(CLASSES):
+                pipeline.transfers.prepare(device)
+            self.pipeline = pipeline
+        for hook in list(self.post_partition_hooks):
+            _call_hook(hook, self)
+
+    def when_partitioned(self, action: Callable[[], None]) -> None:
+        """Runs ``action`` when the model has been divided; at once if it has."""
+        if self.is_partitioned:
+            action()
+        else:
+            self._deferred.append(action)
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> Removable:
+        """Runs ``hook(model, optimizer)`` after the division and before the first forward; at once if that is past. It
+        gets as many of the two as it takes.
+
+        Returns:
+            What has ``remove()``.
+        """
+        if self.is_partitioned:
+            _call_hook(hook, self)
+        self.post_partition_hooks.append(hook)
+        return Removable(self.post_partition_hooks, hook)
+
+    # Forward and backward.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        if state.cfg.pipeline_parallel_degree > 1:
+            if not self.in_step:
+                raise SMPUsageError("with several partitions, the model is called inside of `smp.step` functions")
+            if self.pipeline is None:
+                self._divide(args, kwargs)
+                begin, self.when_divided = self.when_divided, None
+                assert begin is not None
+                begin()
+        return self.module(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """``torch.autograd.backward``, over all partitions.
+
+        Args:
+            tensors: A loss, or several tensors.
+            grad_tensors: Their gradients; 1 for a loss.
+        """
+        self._has_backward = True
+        if self.recording is not None:
+            self.recording.backward(tensors, grad_tensors)
+            return
+        if state.cfg.pipeline_parallel_degree > 1:
+            raise SMPUsageError("with several partitions, `model.backward` is called inside of `smp.step` functions")
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
+        gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
+        if self._scale != 1.0:
+            gradients = [
+                torch.full_like(tensor, self._scale) if gradient is None else gradient * self._scale
+                for tensor, gradient in zip(tensors, gradients, strict=True)
+            ]
+        torch.autograd.backward(tensors, gradients)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a ``smp.step`` function's microbatches."""
+        self.in_step, self._has_backward = True, False
+        try:
+            if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and self.training:
+                buffers = list(self.local_buffers())
+                materialize.broadcast(buffers, state.groups.data, state.groups.members["dp"][0])
+            yield
+        finally:
+            self.in_step, self._scale, self.when_divided = False, 1.0, None
+
+    def begin_microbatch(self, index: int, count: int) -> None:
+        """The body runs for a microbatch."""
+        del index
+        self._scale = 1.0 / count if self._average else 1.0
+
+    def end_recording(self) -> None:
+        """The body has run for a microbatch."""
+        self.recording = None
+
+    def finish_alone(self) -> None:
+        """All microbatches have run here."""
+        if self._reducer is not None and self._has_backward:
+            self._reducer.reduce(list(self.local_parameters()))
+
+    def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
+        """Runs what was recorded on all partitions; then the gradients are there, and reduced."""
+        assert self.pipeline is not None
+        if self._reducer is None or not self._has_backward:
+            return self.pipeline.run(recordings, returned, self._scale, lambda stage, layout: None)
+        reducer = self._reducer
+        reducer.begin(self.pipeline, recordings, list(self.local_parameters()))
+        microbatches = self.pipeline.run(recordings, returned, self._scale, reducer.stage_is_done)
+        reducer.finish()
+        return microbatches
+
+    @contextlib.contextmanager
+    def glue_randomness(self) -> Iterator[None]:
+        """Random numbers that the body draws outside of modules: the same on all ranks, which draw different numbers
+        inside of their modules."""
+        mine = torch.get_rng_state()
+        if self._randomness is None:
+            seed = torch.randint(1 << 62, ())
+            assert state.groups.pipe is not None
+            dist.broadcast(seed, state.groups.members["pp"][0], state.groups.pipe)
+            generator = torch.Generator().manual_seed(int(seed))
+            self._randomness = generator.get_state()
+        torch.set_rng_state(self._randomness)
+        try:
+            yield
+        finally:
+            self._randomness = torch.get_rng_state()
+            torch.set_rng_state(mine)
+
+    # What is here.
+
+    def _local_tensors(self) -> list[torch.Tensor]:
+        return [*self.local_parameters(), *self.local_buffers()]
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank's partition, with their paths."""
+        mine = state.groups.rank_in("pp")
+        for path, module in self.module.named_modules():
+            if self.placement.of(module) == mine:
+                yield path, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules of this rank's partition."""
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that this rank holds, each once, with their names in the model."""
+        self.placement  # noqa: B018 - refuses before the division
+        for name, parameter in self.module.named_parameters():
+            if not isinstance(parameter, Absent):
+                yield name, parameter
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that this rank holds, each once."""
+        for _, parameter in self.local_named_parameters():
+            yield parameter
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers that this rank holds, each once, with their names in the model."""
+        self.placement  # noqa: B018
+        for name, buffer in self.module.named_buffers():
+            if not isinstance(buffer, Absent):
+                yield name, buffer
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers that this rank holds, each once."""
+        for _, buffer in self.local_named_buffers():
+            yield buffer
+
+    def get_module(self) -> nn.Module:
+        """The model of the script."""
+        return self.module
+
+    # Devices: where a partition is, is not the script's choice.
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Changes types; devices are ignored, since each partition is on its rank's device."""
+        _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            if self.pipeline is not None:
+                raise SMPUnsupportedError("the model is divided: change its type before the first step")
+            self.module.to(dtype=dtype, non_blocking=non_blocking)
+        return self
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """Ignored: each partition is on its rank's device."""
+        del device
+        return self
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """For replicas with different numbers of batches."""
+        raise SMPUnsupportedError("`join()` is not there yet: give all replicas the same number of batches")
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """For reductions of the script's own."""
+        del state, hook
+        raise SMPUnsupportedError("`register_comm_hook()` is not there yet")
+
+    _register_comm_hook = register_comm_hook
+
+    # Of tensor parallelism, which is not there yet: no module is divided itself.
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules that tensor parallelism divides: none."""
+        return iter(())
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether tensor parallelism divides it."""
+        del parameter
+        return False
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether tensor parallelism divides it."""
+        del buffer
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether it sees the batches of several ranks."""
+        del parameter
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether it sees the batches of several ranks."""
+        del buffer
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ranks of ``smp.get_dp_group()``: all."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the ranks of ``smp.get_rdp_group()``: none."""
+        return iter(())
+
+
+def current_device() -> torch.device:
+    """Where this rank's partition is."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:
+    arguments = (model, state.optimizer)
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):
+        hook(*arguments)
+        return
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        hook(*arguments)
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    hook(*arguments[: len(positional)])

@@ -1,0 +1,131 @@
+"""The optimizer of a script, for the parameters that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.state import state
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps any optimizer of PyTorch's; it may have been made before or after the model was wrapped.
+
+    It is an ``Optimizer`` itself, with the wrapped one's ``param_groups``, ``state`` and ``defaults``, so schedulers
+    take it as well as ``.optimizer``. On a rank without parameters ``step`` does nothing.
+
+    Args:
+        optimizer: The optimizer.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more: Of FP16, which is not there yet.
+
+    Attributes:
+        optimizer: The wrapped one.
+        overflow: Whether the last step was skipped; of FP16.
+        fp16_groups: Of FP16.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        static_loss_scale = more.pop("static_loss_scaling", static_loss_scale)
+        dynamic_loss_scale = more.pop("dynamic_loss_scaling", dynamic_loss_scale)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise SMPUsageError("the optimizer is wrapped in `smp.DistributedOptimizer` already")
+        if static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args:
+            raise SMPUnsupportedError(
+                "scales of the loss belong to FP16, which is not there yet: see `smp.amp.GradScaler`"
+            )
+        # Not `super().__init__`: everything that an optimizer has is the wrapped one's.
+        self.__dict__["optimizer"] = optimizer
+        self.overflow = False
+        self.fp16_groups: list[Any] = []
+        state.optimizer = self
+        if state.model is not None and state.model.is_partitioned:
+            self.localize({})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def localize(self, replaced: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Forgets the parameters of other partitions.
+
+        Args:
+            replaced: By identity, parameters that others have taken the place of, and these.
+        """
+        for group in self.optimizer.param_groups:
+            names = group.get("param_names")
+            kept, kept_names, seen = [], [], set()
+            for place, parameter in enumerate(group["params"]):
+                parameter = replaced.get(id(parameter), (None, parameter))[1]
+                if isinstance(parameter, Absent) or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                kept.append(parameter)
+                if names is not None:
+                    kept_names.append(names[place])
+            group["params"] = kept
+            if names is not None:
+                group["param_names"] = kept_names
+        gone = [parameter for parameter in self.optimizer.state if id(parameter) in replaced]
+        for parameter in gone:
+            content = self.optimizer.state.pop(parameter)
+            new = replaced[id(parameter)][1]
+            if not isinstance(new, Absent):
+                self.optimizer.state[new] = content
+
+    def step(self, closure: Any = None) -> Any:
+        """The wrapped one's, for this rank's parameters."""
+        if closure is not None:
+            raise SMPUnsupportedError(
+                "a closure would run the model again: call the `smp.step` function before `step()`"
+            )
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            return None
+        return self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped one's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped one's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped one's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped one's."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The wrapped one's; then forgets what other partitions hold."""
+        self.optimizer.add_param_group(param_group)
+        if globals()["state"].model is not None and globals()["state"].model.is_partitioned:
+            self.localize({})

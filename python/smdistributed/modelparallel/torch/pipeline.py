@@ -1,0 +1,339 @@
+"""A model that is divided, and the steps that it makes: recorded, compared, planned, executed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError
+from smdistributed.modelparallel.torch import communication, structure
+from smdistributed.modelparallel.torch.executor import Executor, Microbatch
+from smdistributed.modelparallel.torch.groups import Groups
+from smdistributed.modelparallel.torch.handle import Meta
+from smdistributed.modelparallel.torch.layout import Layout
+from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
+from smdistributed.modelparallel.torch.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.recording import Recording, Task, Value, active, digest_of
+from smdistributed.modelparallel.torch.transfers import Transfers
+
+#: Plans and digests that are remembered.
+_LIMIT = 1 << 12
+
+
+class Pipeline:
+    """See the module's text.
+
+    Attributes:
+        outcomes: What calls return, by their signatures.
+        located: Values of the parameters and buffers, by the identity of what stands for them here.
+        version: Changes whenever some parameter begins or ceases to require a gradient.
+    """
+
+    def __init__(self, root: nn.Module, placement: Placement, groups: Groups, schedule: str, active: int) -> None:
+        assert groups.pipe is not None, "a pipeline has several ranks"
+        self.root, self.placement = root, placement
+        self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
+        self._schedule, self._active = schedule, active
+        self.outcomes = Outcomes()
+        self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.located: dict[int, Value] = {}
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        self.version: int = 0
+        self._digests: dict[Any, int] = {}
+        self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
+        self._layouts: dict[Any, Layout] = {}
+        self._unknown: Any = None
+        #: Whether what the body returns leaves autograd's graph.
+        self.detach = True
+
+    def refresh(self) -> None:
+        """Looks at the parameters as they are now; before each step."""
+        located: dict[int, Value] = {}
+        flags = []
+        for path, module in self.root.named_modules():
+            rank = self.placement.of(module)
+            for _, name, tensor in own_tensors(module):
+                full = f"{path}.{name}" if path else name
+                flags.append(tensor.requires_grad)
+                value = located.get(id(tensor))
+                if value is None:
+                    known = self.located.get(id(tensor))
+                    meta = Meta.of(tensor)
+                    value = known if known is not None and known.meta == meta else Value(-1, rank, 0, meta, full)
+                    located[id(tensor)] = value
+                self.parameters[value.parameter or full] = tensor
+        self.located = located
+        self.version = hash(tuple(flags))
+
+    # What recordings ask for.
+
+    def digest(self, key: Any, inputs: Any) -> int:
+        """A number for a task, the same on all ranks."""
+        known = self._digests.get((key, inputs))
+        if known is None:
+            if len(self._digests) > _LIMIT * 16:
+                self._digests.clear()
+            known = self._digests[key, inputs] = digest_of((key, inputs))
+        return known
+
+    def depends_on_numbers(self, task: Task) -> bool:
+        """Whether what a module returns may be another thing for other numbers of the same shapes."""
+        module = getattr(task.call, "_orig_mod", task.call)
+        return not any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+
+    def run_unknown(self, recording: Recording, task: Task) -> Outcome:
+        """Runs what was recorded so far, and finds out what comes out of the last task."""
+        self._flush(recording)
+        outcome = None
+        if task.rank == self.rank:
+            shape, tensors = structure.template(self._unknown)
+            outcome = Outcome(shape, tuple(Meta.of(tensor) for tensor in tensors), (), (None,) * len(tensors))
+        active.recording = None
+        try:
+            return communication.allgather(outcome, communication.CommGroup.PP_GROUP)[task.rank]
+        finally:
+            active.recording = recording
+
+    def adopt(self, recording: Recording, task: Task) -> None:
+        """What came out of such a task becomes values."""
+        mb = self._microbatch(recording)
+        number = mb.layout.adopt(recording.tasks.index(task), task.outputs)
+        if task.rank == self.rank:
+            tensors = structure.tensors_of(self._unknown)
+            exports = mb.runs[number].exports
+            exports.update({value.index: tensor for value, tensor in zip(task.outputs, tensors, strict=True)})
+            self._unknown = None
+
+    def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
+        """The numbers of a value, on every rank."""
+        if value.parameter is not None:
+            tensor = self.parameters[value.parameter]
+            return self._broadcast(tensor if value.rank == self.rank else None, value)
+        mb = self._flush(recording)
+        tensor = None
+        if value.rank == self.rank:
+            tensor = mb.runs[mb.layout.stage_of(value.index)].exports[value.index]
+        return self._broadcast(tensor, value)
+
+    def _broadcast(self, tensor: torch.Tensor | None, value: Value) -> torch.Tensor:
+        meta = value.meta
+        whole = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if tensor is not None:
+            whole.copy_(tensor.detach())
+        self.transfers.broadcast(whole, value.rank)
+        return whole
+
+    def _flush(self, recording: Recording) -> Microbatch:
+        """Runs what a microbatch has recorded and not run."""
+        active.recording = None
+        try:
+            self.agree([recording], recording.microbatch + 1)
+            mb = self._microbatch(recording)
+            if recording.done < len(recording.tasks):
+                self._run_early(mb)
+            return mb
+        finally:
+            active.recording = recording
+
+    def _microbatch(self, recording: Recording) -> Microbatch:
+        mb = recording.begun
+        if mb is None:
+            mb = recording.begun = Microbatch(recording, Layout(), self.detach)
+        return mb
+
+    def _run_early(self, mb: Microbatch) -> None:
+        recording = mb.recording
+        layout = mb.layout
+        executor = self.executor(1.0, early=True)
+        for number in layout.extend(recording.tasks, recording.done, early=True):
+            stage = layout.stages[number]
+            for maker in stage.takes:
+                if layout.stages[maker].rank == stage.rank:
+                    continue
+                if layout.stages[maker].rank == self.rank:
+                    executor.send_forward(mb, maker, number)
+                elif stage.rank == self.rank:
+                    executor.receive_forward(mb, number, maker)()
+            if stage.rank == self.rank:
+                with _alone():
+                    executor.forward(mb, number)
+        self._unknown = executor.unknown
+        self.transfers.finish()
+        recording.close_level()
+
+    # A step.
+
+    def executor(self, scale: float, early: bool = False) -> Executor:
+        """Who does this rank's part."""
+        return Executor(self.rank, self.transfers, self.parameters, scale, early)
+
+    def agree(self, recordings: Sequence[Recording], phase: int) -> None:
+        """Compares what the ranks have recorded.
+
+        Raises:
+            SMPMismatchError: the same on all ranks; it shows the first task that differs.
+        """
+        counts = sum(len(recording.tasks) for recording in recordings)
+        digest = 0
+        for recording in recordings:
+            digest = (digest * 31 + recording.digest) & 0x7FFF_FFFF_FFFF_FFFF
+        everybody = self.transfers.compare([phase, counts, digest])
+        if all(other == everybody[0] for other in everybody):
+            return
+        texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
+        story = communication.allgather((phase, texts), communication.CommGroup.PP_GROUP)
+        raise SMPMismatchError(_difference(story))
+
+    def run(
+        self,
+        recordings: Sequence[Recording],
+        returned: Sequence[Sequence[Value]],
+        scale: float,
+        done: Callable[[int, Layout], None],
+    ) -> list[Microbatch]:
+        """Executes what was recorded. ``done`` hears of stages whose parameters' gradients are complete."""
+        self.agree(recordings, 0)
+        microbatches = [
+            self._laid_out(recording, values) for recording, values in zip(recordings, returned, strict=True)
+        ]
+        begin = 0
+        while begin < len(microbatches):
+            # Microbatches that are alike go through the pipeline together.
+            end = begin + 1
+            alike = (microbatches[begin].recording.digest, microbatches[begin].layout.returned)
+            while end < len(microbatches) and alike == (
+                microbatches[end].recording.digest,
+                microbatches[end].layout.returned,
+            ):
+                end += 1
+            part = microbatches[begin:end]
+            is_last = end == len(microbatches)
+            layout = part[0].layout
+            program = self._plan(part)
+            notify = (lambda stage, layout=layout: done(stage, layout)) if is_last else (lambda stage: None)
+            with _alone():
+                self.executor(scale).run(program, part, notify)
+            begin = end
+        self.transfers.finish()
+        return microbatches
+
+    def _laid_out(self, recording: Recording, returned: Sequence[Value]) -> Microbatch:
+        seeds = [value.index for value, _ in recording.seeds]
+        results = sorted({value.index for value in returned})
+        mb = recording.begun
+        if mb is None:
+            key = (recording.digest, tuple(results))
+            layout = self._layouts.get(key)
+            if layout is None:
+                if len(self._layouts) > _LIMIT:
+                    self._layouts.clear()
+                layout = self._layouts[key] = Layout()
+                layout.extend(recording.tasks, 0, early=False)
+                layout.finish(seeds, results)
+            return Microbatch(recording, layout, self.detach)
+        mb.layout.extend(recording.tasks, recording.done, early=False)
+        mb.layout.finish(seeds, results)
+        for number, run in mb.runs.items():
+            # Now it is known what is needed.
+            stage = mb.layout.stages[number]
+            run.exports = {value: run.exports[value] for value in stage.exports}
+            mb.keep(run.exports)
+        return mb
+
+    def _plan(self, part: Sequence[Microbatch]) -> list[tuple[str, int, int, int | None]]:
+        recording = part[0].recording
+        trains = bool(recording.seeds)
+        key = (recording.digest, tuple(part[0].layout.returned), len(part), trains)
+        program = self._plans.get(key)
+        if program is None:
+            if len(self._plans) > _LIMIT:
+                self._plans.clear()
+            rows = part[0].layout.rows(recording.tasks)
+            schedule = self._schedule if trains else "_only_forward"
+            with errors.translated(CLASSES):
+                program = _core.plan_pipeline(self.rank, self.size, len(part), rows, schedule, self._active)
+            self._plans[key] = program
+        return program
+
+    def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
+        """The tensors that the body returns, of every microbatch, on every rank: each rank sends all that it has at
+        once."""
+        results: list[dict[int, torch.Tensor]] = [{} for _ in microbatches]
+        wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, Meta]]] = {}
+        for place, mb in enumerate(microbatches):
+            for index in mb.layout.returned:
+                value = mb.layout.values[index]
+                meta = value.meta
+                wanted.setdefault((value.rank, meta.dtype, meta.device), []).append((place, index, meta))
+        # The same order everywhere; devices have other numbers on other ranks.
+        for rank, dtype, device in sorted(wanted, key=lambda key: (key[0], str(key[1]), key[2].type)):
+            entries = wanted[rank, dtype, device]
+            sizes = [torch.Size(meta.shape).numel() for _, _, meta in entries]
+            whole = torch.empty(sum(sizes), dtype=dtype, device=device)
+            parts = whole.split(sizes)
+            if rank == self.rank:
+                for (place, index, _), part in zip(entries, parts, strict=True):
+                    part.copy_(microbatches[place].results[index].detach().reshape(-1))
+            self.transfers.broadcast(whole, rank)
+            for (place, index, meta), part in zip(entries, parts, strict=True):
+                tensor = part.view(meta.shape)
+                if rank == self.rank and not detach:
+                    tensor = microbatches[place].results[index]
+                results[place][index] = tensor
+        return results
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """The others wait for what this rank does inside: an exception that ends it must reach them."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, errors.SmdistributedError) and errors.from_report(text) is None:
+            _core.report_failure(f"{type(error).__name__}: {text}")
+        raise
+
+
+def _ending(recording: Recording) -> str:
+    if not recording.seeds:
+        return "no backward"
+    return "backward of " + ", ".join(f"%{value.index}: {value.meta}" for value, _ in recording.seeds)
+
+
+def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
+    """What the ranks do at the first place where they differ."""
+    first = story[0]
+    for rank, other in enumerate(story):
+        if other == first:
+            continue
+        for microbatch, (ours, theirs) in enumerate(zip(first[1], other[1], strict=False)):
+            for place in range(max(len(ours), len(theirs))):
+                mine = ours[place] if place < len(ours) else "nothing more"
+                yours = theirs[place] if place < len(theirs) else "nothing more"
+                if mine != yours:
+                    return (
+                        f"the ranks of the pipeline run different steps: task {place} of microbatch {microbatch} is {mine} on "
+                        f"partition 0 and {yours} on partition {rank}"
+                    )
+        if len(first[1]) != len(other[1]) or first[0] != other[0]:
+            return (
+                f"the ranks of the pipeline run different steps: partition 0 is {_phase(first)} and partition {rank} is "
+                f"{_phase(other)}"
+            )
+    return "the ranks of the pipeline run different steps: their tasks have the same names and different arguments"
+
+
+def _phase(story: tuple[int, list[list[str]]]) -> str:
+    phase, texts = story
+    tasks = sum(map(len, texts))
+    if phase:
+        return f"asking for numbers in microbatch {phase - 1}, after {tasks} tasks"
+    return f"at the end of {len(texts)} microbatches with {tasks} tasks"

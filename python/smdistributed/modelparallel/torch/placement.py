@@ -1,0 +1,130 @@
+"""Which partition a module is on, as the script says it and as the whole model then has it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPPartitionError
+from smdistributed.modelparallel.torch.state import state
+
+#: In a module's `__dict__`: the partition that the script gave it, in which way.
+_CREATED_IN, _SET_TO = "_smp_created_in", "_smp_set_to"
+_init = nn.Module.__init__
+_open: list[int] = []
+
+
+def _checked(index: int) -> int:
+    partitions = state.cfg.pipeline_parallel_degree
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < partitions:
+        raise SMPPartitionError(f"partition {index!r} does not exist: there are {partitions}")
+    return index
+
+
+@functools.wraps(_init)
+def _placed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    self.__dict__[_CREATED_IN] = _open[-1]
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Modules that are created inside go to partition ``index``; the innermost context wins.
+
+    Has no effect under ``auto_partition``; :func:`set_partition` does.
+    """
+    _open.append(_checked(index))
+    nn.Module.__init__ = _placed_init
+    try:
+        yield
+    finally:
+        _open.pop()
+        if not _open:
+            nn.Module.__init__ = _init
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Puts ``module`` and all in it that has no partition of its own on partition ``index``; before the first step."""
+    if state.model is not None and state.model.is_partitioned and state.cfg.pipeline_parallel_degree > 1:
+        raise SMPPartitionError("the model is divided already: partitions are set before the first step")
+    module.__dict__[_SET_TO] = _checked(index)
+
+
+def manual_assignment(root: nn.Module) -> dict[str, int]:
+    """What the script said: partitions by module path, the root's being ``""``."""
+    manual = {}
+    for path, module in root.named_modules():
+        chosen = module.__dict__.get(_SET_TO)
+        if chosen is None and not state.cfg.auto_partition:
+            chosen = module.__dict__.get(_CREATED_IN)
+        if chosen is not None:
+            manual[path] = chosen
+    return manual
+
+
+class Placement:
+    """The partition of every module of a model.
+
+    Attributes:
+        assignment: Partitions by module path: what was decided, without what follows from it.
+    """
+
+    def __init__(self, root: nn.Module, assignment: Mapping[str, int]) -> None:
+        self.assignment = dict(assignment)
+        for path, index in self.assignment.items():
+            if not 0 <= index < state.cfg.pipeline_parallel_degree:
+                raise SMPPartitionError(f"`{path}` is on partition {index}, which does not exist")
+        self._by_path: dict[str, int] = {}
+        #: Partition by a module's identity, and that of modules which are on one partition with all that is in them.
+        self._by_module: dict[int, int] = {}
+        self.whole: dict[int, int] = {}
+        for path, module in root.named_modules():
+            parent = self._by_path.get(path.rpartition(".")[0], self.assignment.get("", 0)) if path else 0
+            self._by_path[path] = self._by_module[id(module)] = self.assignment.get(path, parent)
+        for path, module in root.named_modules():
+            # Without parameters, and without a place of its own, it runs where its input is.
+            light = not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())
+            if light and not any(place == path or place.startswith(f"{path}.") for place in self.assignment):
+                continue
+            inside = {self._by_module[id(each)] for each in module.modules()}
+            if len(inside) == 1:
+                self.whole[id(module)] = inside.pop()
+        self._check_shared(root)
+
+    def of_path(self, path: str) -> int:
+        """The partition of the module with this path."""
+        try:
+            return self._by_path[path]
+        except KeyError:
+            raise SMPPartitionError(f"the model has no module `{path}`") from None
+
+    def of(self, module: nn.Module) -> int:
+        """The partition of a module of the model."""
+        return self._by_module[id(module)]
+
+    def _check_shared(self, root: nn.Module) -> None:
+        homes: dict[int, tuple[str, int]] = {}
+        for path, module in root.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                first, home = homes.setdefault(id(tensor), (full, self.of(module)))
+                if home != self.of(module):
+                    raise SMPPartitionError(
+                        f"`{first}` on partition {home} and `{full}` on partition {self.of(module)} are one tensor: "
+                        "modules that share parameters go to one partition"
+                    )
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The parameters and buffers that ``module`` itself has: where they are kept, their names, and they."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in list(table.items()):
+            if tensor is not None:
+                yield table, name, tensor

@@ -1,0 +1,493 @@
+"""What one microbatch passes: the body of the step runs on every rank, and leaves a list of tasks.
+
+- REC-1: a value is *located* (on one partition, a :class:`Handle` everywhere) or *replicated* (an ordinary tensor with the
+  same numbers on all ranks of a pipeline). What is made of replicated values only is computed at once, everywhere.
+- REC-2: a call of a module that is wholly on one partition is one task there. Any other operation with a located
+  operand is a task where its operand is; a module that is spread runs its own forward on every rank.
+- REC-3: a value never changes. What changes in place makes a new value, and the handle goes on to that.
+- REC-4: ranks record the same tasks, since all that Python sees is the same on all of them: numbers that the body
+  asks for (``.item()``, ``if loss > x``) are computed where they are and told to everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.handle import METADATA, Handle, Meta
+from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.executor import Microbatch
+    from smdistributed.modelparallel.torch.pipeline import Pipeline
+
+
+class Value:
+    """A tensor that some task makes, or a parameter.
+
+    Attributes:
+        index: Its number in the recording; -1 for a parameter.
+        rank: The partition where it is.
+        level: How many changes of the partition lie before it.
+        meta: All but its numbers.
+        parameter: The path of the parameter or buffer that it is.
+    """
+
+    _smp_leaf = True
+    __slots__ = ("index", "level", "meta", "parameter", "rank")
+
+    def __init__(self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None) -> None:
+        self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
+
+
+class Context:
+    """What of PyTorch's state a task needs as it was when the body called it."""
+
+    __slots__ = ("autocast", "grad")
+
+    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> None:
+        self.grad, self.autocast = grad, autocast
+
+    @classmethod
+    def current(cls) -> Context:
+        """That of this moment."""
+        devices = ("cpu", "cuda") if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else ()
+        autocast = tuple(
+            (
+                device,
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+                torch.is_autocast_cache_enabled(),
+            )
+            for device in devices
+        )
+        return cls(torch.is_grad_enabled(), autocast)
+
+    def key(self) -> Any:
+        """Equal for equal contexts."""
+        return (self.grad, self.autocast)
+
+
+class Task:
+    """What is to be computed on one partition.
+
+    Attributes:
+        name: For messages: the module's path or the function's name.
+        call: What is called.
+        args, kwargs: With values instead of handles.
+        inputs: Values among them, in the order of the structure.
+        outputs: Values that come out, then new versions of what is changed in place.
+        mutated: Of the latter, the values that they replace.
+        outcome: What comes out, ``None`` until it is known.
+        digest: The same on ranks that record the same.
+    """
+
+    __slots__ = (
+        "args", "call", "context", "copies", "digest", "inputs", "is_module", "kwargs", "level", "mutated", "name",
+        "outcome", "outputs", "rank",
+    )  # fmt: skip
+
+    def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
+        self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
+        self.rank = self.level = self.digest = 0
+        self.is_module = False
+        self.outputs: list[Value] = []
+        self.mutated: list[Value] = []
+        #: Places among all leaves of the tensors that are changed and need a copy of their own for that.
+        self.copies: frozenset[int] = frozenset()
+        self.outcome: Outcome | None = None
+        self.context: Context = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)
+        gives = ", ".join(f"%{value.index}: {value.meta}" for value in self.outputs)
+        return f"`{self.name}` on partition {self.rank} ({takes}) -> ({gives})"
+
+
+#: Functions whose results are no tensors: all ranks get their operands and call them.
+_READS = frozenset(
+    {
+        getattr(torch.Tensor, name)
+        for name in (
+            "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__",
+            "is_nonzero", "__contains__", "equal", "allclose", "__format__", "is_same_size", "__reduce_ex__",
+            "__deepcopy__",
+        )
+    }
+    | {torch.equal, torch.allclose, torch.is_nonzero}
+)  # fmt: skip
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class Active(threading.local):
+    """The recording of this thread, if it records."""
+
+    recording: Recording | None = None
+
+
+active = Active()
+
+
+class Recording(TorchFunctionMode):
+    """The tasks of one microbatch; a context around the body."""
+
+    def __init__(self, pipeline: Pipeline, microbatch: int) -> None:
+        super().__init__()
+        self.pipeline, self.microbatch = pipeline, microbatch
+        self.tasks: list[Task] = []
+        #: Tasks before this one have run, because the body asked for numbers.
+        self.done = 0
+        self.base_level = 0
+        self.digest = 0
+        self.seeds: list[tuple[Value, Any]] = []
+        self.fetched: dict[int, torch.Tensor] = {}
+        #: What of it has run, once something has.
+        self.begun: Microbatch | None = None
+        self._located = dict(pipeline.located)
+        self._kept: list[torch.Tensor] = []
+        self._count = 0
+        self._levels = 0
+
+    def __enter__(self) -> Recording:
+        active.recording = self
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        active.recording = None
+        super().__exit__(*problem)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__repr__:
+            return func(*args, **kwargs)
+        if active.recording is not self:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__ and self._is_located(args[0]):
+            return iter(self._operation(torch.unbind, args, {}))
+        return self._operation(func, args, kwargs)
+
+    def _is_located(self, tensor: Any) -> bool:
+        return type(tensor) is Handle or id(tensor) in self._located
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        encoder = _Encoder(self._located)
+        new_args = encoder.encode(args)
+        new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
+        if not encoder.inputs:
+            return func(*args, **kwargs)
+        if func in _READS:
+            real = structure.transform((args, kwargs), self._fetch_leaf)
+            return func(*real[0], **real[1])
+        if func in _BACKWARDS:
+            raise SMPUsageError(
+                f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` instead"
+            )
+        name = getattr(func, "__name__", None) or str(func)
+        if name in ("__get__", "__set__"):
+            name = f"{getattr(func.__self__, '__name__', '')}.{name}"
+        task = Task(name, func, new_args, new_kwargs, encoder.inputs)
+        return self._add(task, encoder, func, None)
+
+    def call_module(self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any) -> Any:
+        """A call of a module that is wholly on one partition."""
+        encoder = _Encoder(self._located)
+        task = Task(path or type(module).__name__, module, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
+        task.is_module = True
+        return self._add(task, encoder, (id(module), module.training, self.pipeline.version), rank)
+
+    def _add(self, task: Task, encoder: _Encoder, what: Any, rank: int | None) -> Any:
+        task.context = Context.current()
+        key = None if encoder.unknown else (what, encoder.key(), task.context.key())
+        outcomes = self.pipeline.outcomes
+        outcome = outcomes.known(key)
+        if outcome is None:
+            active.recording = None
+            try:
+                call = outcomes.module(task.call) if task.is_module else task.call
+                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf)
+                outcomes.keep(key, outcome)
+            except UnknownOutcomeError:
+                outcome = None
+            finally:
+                active.recording = self
+        self._place(task, encoder, outcome, rank)
+        self.tasks.append(task)
+        if outcome is None:
+            # Nobody can tell what comes out but the one who does it: now, and he tells the others.
+            numbers_matter = task.is_module is False or self.pipeline.depends_on_numbers(task)
+            outcome = self._run_now(task, encoder)
+            if not numbers_matter:
+                outcomes.keep(key, outcome)
+        return self._results(task, encoder, outcome)
+
+    def _place(self, task: Task, encoder: _Encoder, outcome: Outcome | None, rank: int | None) -> None:
+        inputs = task.inputs
+        if rank is None:
+            changed = [encoder.leaves[place] for place in outcome.mutated] if outcome is not None else []
+            located = [leaf for leaf in changed if isinstance(leaf, Value)]
+            rank = located[0].rank if located else _where(inputs)
+        task.rank = rank
+        if any(value.rank != rank and value.parameter is not None for value in inputs):
+            self._send_parameters(task, rank)
+        level = self.base_level
+        for value in task.inputs:
+            level = max(level, value.level + (value.rank != rank))
+        task.level = level
+        self._levels = max(self._levels, level)
+
+    def _send_parameters(self, task: Task, rank: int) -> None:
+        """Parameters that a task on another partition takes become values, which are sent and whose gradients come
+        back."""
+        sent: dict[int, Value] = {}
+        for value in task.inputs:
+            if value.rank != rank and value.parameter is not None and id(value) not in sent:
+                read = Task("parameter", _itself, (value,), {}, [value])
+                read.rank, read.level, read.context = value.rank, self.base_level, Context(True, ())
+                read.outcome = Outcome(structure.Slot(0), (value.meta,), (), (0,))
+                read.outputs = [self._value(value.rank, read.level, value.meta)]
+                read.digest = digest_of(("parameter", value.parameter, read.outputs[0].index))
+                self.digest = _chain(self.digest, read.digest)
+                self.tasks.append(read)
+                sent[id(value)] = read.outputs[0]
+        task.args, task.kwargs = structure.transform((task.args, task.kwargs), lambda leaf: sent.get(id(leaf), leaf))
+        task.inputs = [sent.get(id(value), value) for value in task.inputs]
+
+    def _value(self, rank: int, level: int, meta: Meta) -> Value:
+        value = Value(self._count, rank, level, meta)
+        self._count += 1
+        return value
+
+    def _run_now(self, task: Task, encoder: _Encoder) -> Outcome:
+        """Runs all tasks so far, this one included, whose outcome nobody knows yet."""
+        task.digest = digest_of((task.name, task.rank, encoder.stable()))
+        self.digest = _chain(self.digest, task.digest)
+        outcome = self.pipeline.run_unknown(self, task)
+        self._finish(task, encoder, outcome)
+        self.pipeline.adopt(self, task)
+        return outcome
+
+    def _finish(self, task: Task, encoder: _Encoder, outcome: Outcome) -> None:
+        task.outcome = outcome
+        task.outputs = [self._value(task.rank, task.level, meta) for meta in outcome.metas]
+        for place in outcome.mutated:
+            old = encoder.leaves[place]
+            meta = old.meta if isinstance(old, Value) else Meta.of(old)
+            # What is added to it in place may make it require a gradient.
+            if not meta.requires_grad and any(value.meta.requires_grad for value in task.inputs) and task.context.grad:
+                meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
+            task.outputs.append(self._value(task.rank, task.level, meta))
+            task.mutated.append(old)
+
+    def _results(self, task: Task, encoder: _Encoder, outcome: Outcome) -> Any:
+        if task.outcome is None:
+            self._finish(task, encoder, outcome)
+            key = (task.name, task.rank, encoder.stable(), outcome.metas, outcome.mutated, task.context.key())
+            inputs = tuple(value.parameter or value.index for value in task.inputs)
+            task.digest = self.pipeline.digest(key, inputs)
+            self.digest = _chain(self.digest, task.digest)
+        for place, new in zip(outcome.mutated, task.outputs[len(outcome.metas) :], strict=True):
+            # The tensor that the body holds is that value from now on.
+            tensor = encoder.tensors[place]
+            if type(tensor) is Handle:
+                tensor.value = new
+            else:
+                self._kept.append(tensor)
+                self._located[id(tensor)] = new
+        results = []
+        for place, value in zip(outcome.aliases, task.outputs, strict=False):
+            results.append(encoder.tensors[place] if place is not None and place in outcome.mutated else Handle(value))
+        return structure.filled(outcome.template, results)
+
+    # What the body asks for itself.
+
+    def backward(self, tensors: Any, gradients: Any) -> None:
+        """``model.backward``."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        gradients = [None] * len(tensors) if gradients is None else gradients
+        gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if not isinstance(tensor, Handle) or not tensor.value.meta.requires_grad:
+                raise SMPUsageError(
+                    "`model.backward` of a tensor that does not depend on a parameter of the model"
+                    + ("" if torch.is_grad_enabled() else ": gradients are off here")
+                )
+            if gradient is None and torch.Size(tensor.value.meta.shape).numel() != 1:
+                raise SMPUsageError(
+                    f"`model.backward` of {tensor.value.meta}: without `grad_tensors` it takes one number, such as a loss"
+                )
+            if isinstance(gradient, Handle):
+                gradient = self.fetch(gradient.value)
+            self.seeds.append((tensor.value, gradient))
+            self.digest = _chain(self.digest, digest_of(("backward", tensor.value.index)))
+
+    def fetch(self, value: Value) -> torch.Tensor:
+        """The numbers, on every rank."""
+        if value.parameter is not None:
+            return self.pipeline.fetch(self, value)
+        if value.index not in self.fetched:
+            self.fetched[value.index] = self.pipeline.fetch(self, value)
+        return self.fetched[value.index]
+
+    def _fetch_leaf(self, leaf: Any) -> Any:
+        if type(leaf) is Handle:
+            return self.fetch(leaf.value)
+        value = self._located.get(id(leaf))
+        return leaf if value is None else self.fetch(value)
+
+    def close_level(self) -> None:
+        """Tasks from now on come after all so far."""
+        self.done = len(self.tasks)
+        self.base_level = self._levels + 1
+        self._levels = self.base_level
+
+
+class _Encoder:
+    """Puts values in the place of handles, and describes what it meets.
+
+    Attributes:
+        inputs: Values that it met.
+        leaves: All tensors that it met; located ones as values.
+        tensors: The same as the body has them.
+        unknown: Whether it met something that cannot be described.
+    """
+
+    __slots__ = ("_key", "_located", "inputs", "leaves", "tensors", "unknown")
+
+    def __init__(self, located: Mapping[int, Value]) -> None:
+        self._located = located
+        self._key: list[Any] = []
+        self.inputs: list[Value] = []
+        self.leaves: list[Any] = []
+        self.tensors: list[Any] = []
+        self.unknown = False
+
+    def key(self) -> Any:
+        """Equal for calls of which the same comes out."""
+        return tuple(self._key)
+
+    def stable(self) -> Any:
+        """The same, without what differs between processes."""
+        return tuple(item for item in self._key if type(item) is not _Identity)
+
+    def encode(self, value: Any) -> Any:
+        """The same structure with values."""
+        self._describe(value, 4)
+        return structure.transform(value, self._leaf) if self.inputs else value
+
+    def _leaf(self, tensor: Any) -> Any:
+        return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
+
+    def _describe(self, value: Any, depth: int) -> None:
+        key, kind = self._key, type(value)
+        if kind is Handle or isinstance(value, torch.Tensor):
+            located = value.value if kind is Handle else self._located.get(id(value))
+            self.tensors.append(value)
+            if located is not None:
+                self.inputs.append(located)
+                self.leaves.append(located)
+                key.append(("located", located.meta))
+            else:
+                self.leaves.append(value)
+                key.append(Meta.of(value) if value.layout == torch.strided else str(value.layout))
+            return
+        if kind in structure.ATOMS:
+            key.append((kind.__name__, str(value)) if kind in (slice, float, complex) else (kind.__name__, value))
+            if kind is slice:
+                self.unknown = self.unknown or any(isinstance(x, torch.Tensor) for x in (value.start, value.stop))
+            return
+        if isinstance(value, list | tuple):
+            key.append((kind.__name__, len(value)))
+            for item in value:
+                self._describe(item, depth)
+            return
+        if isinstance(value, dict):
+            key.append((kind.__name__, tuple(map(str, value))))
+            for item in value.values():
+                self._describe(item, depth)
+            return
+        if kind in (set, frozenset) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            items = value if kind in (set, frozenset) else [getattr(value, x.name) for x in dataclasses.fields(value)]
+            key.append((kind.__qualname__, len(items)))
+            for item in items:
+                self._describe(item, depth)
+            return
+        if isinstance(value, nn.Module) or callable(value):
+            key.append(getattr(value, "__qualname__", kind.__qualname__))
+            key.append(_Identity(value))
+            return
+        if kind.__module__ == "builtins" or depth == 0 or not hasattr(value, "__dict__"):
+            key.append(kind.__qualname__)
+            self.unknown = self.unknown or not isinstance(value, Ellipsis.__class__)
+            return
+        # Any other object: as its attributes are. Tensors in them stay what they are.
+        attributes = _Encoder({})
+        key.append(kind.__qualname__)
+        for name, item in vars(value).items():
+            key.append(name)
+            attributes._describe(item, depth - 1)
+        self.unknown = self.unknown or attributes.unknown
+        key.extend(attributes._key)
+
+
+class _Identity:
+    """An object as a part of a key: itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+
+def _meta_of_leaf(leaf: Any) -> Meta:
+    return leaf.meta if isinstance(leaf, Value) else Meta.of(leaf)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _where(inputs: list[Value]) -> int:
+    """Where an operation runs: where the value that comes last is, so that the fewest have to wait; but a parameter
+    that is larger than all the others is not moved."""
+    values = [value for value in inputs if value.parameter is None]
+    parameters = [value for value in inputs if value.parameter is not None]
+    if not values:
+        return max(parameters, key=lambda value: (value.meta.bytes, -value.rank)).rank
+    best = max(values, key=lambda value: (value.level, value.meta.bytes, -value.rank))
+    others = sum(value.meta.bytes for value in values)
+    for value in parameters:
+        if value.rank != best.rank and value.meta.bytes > others:
+            return value.rank
+    return best.rank
+
+
+def digest_of(key: Any) -> int:
+    """A number that is the same on all ranks; each has a device of its own, so the device's number does not count."""
+    text = _DEVICE_NUMBER.sub("", repr(key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+_DEVICE_NUMBER = re.compile(r", index=\d+")
+
+
+def _chain(before: int, digest: int) -> int:
+    return (before * 1_000_003 + digest) & 0x7FFF_FFFF_FFFF_FFFF

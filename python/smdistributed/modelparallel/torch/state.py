@@ -1,0 +1,53 @@
+"""What this process knows of its job: one configuration, one topology, at most one model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.exceptions import SMPNotInitializedError
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.groups import Groups
+    from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+
+
+class State:
+    """See the module's text; ``smp.state`` is the only one.
+
+    Attributes:
+        initialized: Whether ``smp.init`` has been called.
+        model: The wrapped model, if there is one.
+        optimizer: The wrapped optimizer, if there is one.
+        tracing: Whether the model is being looked at to divide it.
+    """
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.model: DistributedModel | None = None
+        self.optimizer: DistributedOptimizer | None = None
+        self.tracing = False
+        self._cfg: Config | None = None
+        self._groups: Groups | None = None
+
+    def enter(self, cfg: Config, groups: Groups) -> None:
+        """From now on, the job is this one."""
+        self._cfg, self._groups, self.initialized = cfg, groups, True
+
+    @property
+    def cfg(self) -> Config:
+        """The configuration in force."""
+        return self._cfg if self._cfg is not None else _refuse()
+
+    @property
+    def groups(self) -> Groups:
+        """Ranks and groups."""
+        return self._groups if self._groups is not None else _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise SMPNotInitializedError("this call needs `smp.init()` first")
+
+
+state = State()

@@ -1,0 +1,188 @@
+"""``@smp.step``: a function that runs once for each microbatch, over all partitions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
+from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.handle import Handle
+from smdistributed.modelparallel.torch.interception import intercepted
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.output import StepOutput
+from smdistributed.modelparallel.torch.recording import Recording, Value
+from smdistributed.modelparallel.torch.split import check_names, split
+from smdistributed.modelparallel.torch.state import state
+
+
+class StepFunction:
+    """A decorated function; methods bind as functions do.
+
+    Args:
+        function: The body.
+        non_split_inputs: Names of parameters that every microbatch gets whole.
+        input_split_axes: The batch's axis, by name of the parameter; 0 for others.
+        detach_outputs: Whether what is returned leaves autograd's graph. Without, only the partition where a tensor
+            was made has its graph.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Sequence[str],
+        input_split_axes: Mapping[str, int],
+        detach_outputs: bool,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._whole, self._axes, self._detach = set(non_split_inputs), dict(input_split_axes), detach_outputs
+        check_names(self._whole, self._signature.parameters, "non_split_inputs")
+        check_names(self._axes, self._signature.parameters, "input_split_axes")
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the body for each microbatch of the batch; on all ranks of the job."""
+        cfg = state.cfg
+        if state.model is None:
+            raise SMPUsageError("a `smp.step` function needs a model: wrap it in `smp.DistributedModel` first")
+        if state.model.in_step:
+            raise SMPUsageError("a `smp.step` function was called inside of another one")
+        calls = self._calls(args, kwargs, cfg.microbatches)
+        with errors.translated(CLASSES), state.model.step():
+            if cfg.pipeline_parallel_degree == 1:
+                outputs = self._run_alone(state.model, calls)
+            else:
+                outputs = self._run_pipeline(state.model, calls)
+        return _merged(outputs)
+
+    def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        bound = self._signature.bind(*args, **kwargs)
+        pieces: dict[str, list[Any]] = {}
+        for name, value in bound.arguments.items():
+            pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
+        calls = []
+        for index in range(microbatches):
+            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})  # type: ignore[arg-type]
+            calls.append((each.args, each.kwargs))
+        return calls
+
+    def _run_alone(self, model: DistributedModel, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """With one partition: microbatch after microbatch."""
+        outputs = []
+        for index, (args, kwargs) in enumerate(calls):
+            model.begin_microbatch(index, len(calls))
+            output = self._function(*args, **kwargs)
+            outputs.append(structure.transform(output, torch.Tensor.detach) if self._detach else output)
+        model.finish_alone()
+        return outputs
+
+    def _run_pipeline(self, model: DistributedModel, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+        recordings: list[Recording] = []
+        outputs = []
+        with model.glue_randomness():
+            for index, (args, kwargs) in enumerate(calls):
+                model.begin_microbatch(index, len(calls))
+                outputs.append(self._record(model, args, kwargs, recordings))
+        pipeline = model.pipeline
+        if pipeline is None or len(recordings) != len(calls):
+            # The body has not called the model.
+            return outputs
+        returned = [[leaf.value for leaf in structure.tensors_of(output) if type(leaf) is Handle] for output in outputs]
+        for values in returned:
+            _refuse_parameters(values)
+        microbatches = model.execute(recordings, returned)
+        tensors = pipeline.results(microbatches, self._detach)
+        return [_real(output, found, self._detach) for output, found in zip(outputs, tensors, strict=True)]
+
+    def _record(self, model: DistributedModel, args: Any, kwargs: Any, recordings: list[Recording]) -> Any:
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> None:
+                pipeline = model.pipeline
+                assert pipeline is not None
+                pipeline.detach = self._detach
+                if not recordings:
+                    pipeline.refresh()
+                recording = model.recording = Recording(pipeline, len(recordings))
+                recordings.append(recording)
+                stack.callback(model.end_recording)
+                stack.enter_context(intercepted(pipeline))
+                stack.enter_context(recording)
+
+            if model.pipeline is None:
+                # The model is divided when it is called for the first time, by what it is called with.
+                model.when_divided = begin
+            else:
+                begin()
+            return self._function(*args, **kwargs)
+
+
+def _refuse_parameters(values: Sequence[Value]) -> None:
+    for value in values:
+        if value.parameter is not None:
+            raise SMPUsageError(f"a `smp.step` function returned the parameter `{value.parameter}` itself")
+
+
+def _real(output: Any, found: Mapping[int, torch.Tensor], detach: bool) -> Any:
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is Handle:
+            return found[tensor.value.index]
+        return tensor.detach() if detach else tensor
+
+    return structure.transform(output, leaf)
+
+
+def _merged(outputs: Sequence[Any]) -> Any:
+    """What the caller gets: a :class:`StepOutput` where the body returned a tensor, a list where it returned anything
+    else, inside of the same structure."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return StepOutput(outputs)
+    if isinstance(first, dict):
+        items = {key: _merged([output[key] for output in outputs]) for key in first}
+        try:
+            return type(first)(items)
+        except TypeError:
+            return items
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*[_merged(row) for row in zip(*outputs, strict=True)])
+    if isinstance(first, tuple | list):
+        return type(first)([_merged(row) for row in zip(*outputs, strict=True)])
+    if first is None and all(output is None for output in outputs):
+        return None
+    return list(outputs)
+
+
+def step(
+    non_split_inputs: Any = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Makes a function one that runs over microbatches and partitions: ``@smp.step`` or ``@smp.step(..)``.
+
+    Inside, the model is called and ``model.backward(loss)`` instead of ``loss.backward()``. Tensors that the function
+    returns become :class:`StepOutput` on every rank.
+
+    Args:
+        non_split_inputs: Names of parameters that are not split, which tensors without a batch axis need; as
+            ``@smp.step``, the function.
+        input_split_axes: The batch's axis, by name of the parameter; 0 for others.
+        detach_outputs: Whether returned tensors are detached.
+    """
+    if callable(non_split_inputs):
+        return StepFunction(non_split_inputs, (), {}, True)
+
+    def decorate(function: Callable[..., Any]) -> StepFunction:
+        return StepFunction(function, non_split_inputs, input_split_axes or {}, detach_outputs)
+
+    return decorate

@@ -1,0 +1,100 @@
+"""Nested structures with tensors in them: lists, tuples, dictionaries, dataclasses and their subclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+#: What is never a container, for a quick answer.
+ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), slice, torch.dtype, torch.device, torch.Size})
+
+
+def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """``value`` with ``leaf(tensor)`` in the place of every tensor, and of every object that ``leaf`` knows as one
+    (those whose class says ``is_leaf = True``). Containers are made anew, of the same classes; other objects stay."""
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if isinstance(value, torch.Tensor) or getattr(kind, "_smp_leaf", False):
+        return leaf(value)
+    if kind is tuple:
+        return tuple([transform(item, leaf) for item in value])
+    if kind is list:
+        return [transform(item, leaf) for item in value]
+    if kind is dict:
+        return {key: transform(item, leaf) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[transform(item, leaf) for item in value])
+    if isinstance(value, Mapping) and isinstance(value, dict):
+        return _mapping(value, leaf)
+    if isinstance(value, list | tuple):
+        try:
+            return kind([transform(item, leaf) for item in value])
+        except TypeError:
+            return value
+    if kind in (set, frozenset):
+        return kind([transform(item, leaf) for item in value])
+    if dataclasses.is_dataclass(value):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(new, field.name, transform(getattr(value, field.name), leaf))
+        return new
+    if kind is slice:
+        return slice(*(transform(item, leaf) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def _mapping(value: dict[Any, Any], leaf: Callable[[Any], Any]) -> Any:
+    """Of a subclass of dict: the same class if its items are all that it is made of, else a plain dictionary."""
+    items = {key: transform(item, leaf) for key, item in value.items()}
+    try:
+        # Those of Hugging Face are dataclasses as well: absent fields keep their defaults.
+        new = type(value)(**items) if dataclasses.is_dataclass(value) else type(value)(items)
+    except (TypeError, ValueError):
+        return items
+    return new if dict(new.items()).keys() == items.keys() else items
+
+
+def tensors_of(value: Any) -> list[Any]:
+    """The leaves, in the order in which :func:`transform` meets them."""
+    found: list[Any] = []
+
+    def leaf(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    transform(value, leaf)
+    return found
+
+
+class Slot:
+    """The place of a tensor in a template."""
+
+    _smp_leaf = True
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"<{self.index}>"
+
+
+def template(value: Any) -> tuple[Any, list[Any]]:
+    """``value`` with slots instead of tensors, and the tensors."""
+    found: list[Any] = []
+
+    def leaf(tensor: Any) -> Slot:
+        found.append(tensor)
+        return Slot(len(found) - 1)
+
+    return transform(value, leaf), found
+
+
+def filled(shape: Any, leaves: list[Any]) -> Any:
+    """A template with these tensors in its slots."""
+    return transform(shape, lambda slot: leaves[slot.index] if isinstance(slot, Slot) else slot)

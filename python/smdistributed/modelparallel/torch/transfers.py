@@ -1,0 +1,87 @@
+"""Tensors between the ranks of a pipeline.
+
+What is sent to whom in which order follows from the program, so a message has no header (PIPE-2). On devices, each
+direction of each pair of ranks is a communicator of its own: NCCL runs the operations of one in order, and two ranks that
+send to each other first would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.torch.handle import Meta
+
+
+class Transfers:
+    """Sends and receives of one rank."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int) -> None:
+        self._group, self._members, self._place = group, list(members), place
+        self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def prepare(self, device: torch.device) -> None:
+        """Makes what transfers between devices need. Collective."""
+        if device.type != "cuda" or self._channels:
+            return
+        for source in range(len(self._members)):
+            for target in range(len(self._members)):
+                if source != target and self._place in (source, target):
+                    self._channels[source, target] = dist.new_group([self._members[source], self._members[target]])
+
+    def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
+        return self._channels[source, target] if device.type == "cuda" else self._group
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Gives ``tensor`` to the partition ``to``; returns at once."""
+        tensor = tensor.detach().contiguous()
+        if tensor.numel() == 0:
+            return
+        work = dist.isend(tensor, self._members[to], self._channel(self._place, to, tensor.device))
+        self._under_way.append((work, tensor))
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()[0].wait()
+
+    def receive(self, meta: Meta, source: int) -> Arriving:
+        """A tensor from the partition ``source``; returns at once."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if tensor.numel() == 0:
+            return Arriving(tensor, None)
+        channel = self._channel(source, self._place, tensor.device)
+        return Arriving(tensor, dist.irecv(tensor, self._members[source], channel))
+
+    def finish(self) -> None:
+        """Returns when all that was sent has left."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Gives all ranks of the pipeline what ``source`` has, in place."""
+        if tensor.numel():
+            dist.broadcast(tensor, self._members[source], self._group)
+
+    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks of the pipeline, in their order."""
+        mine = torch.tensor(numbers)
+        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
+        dist.all_gather_into_tensor(everybody, mine, self._group)
+        return everybody.view(len(self._members), -1).tolist()
+
+
+class Arriving:
+    """A tensor that is under way."""
+
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def here(self) -> torch.Tensor:
+        """The tensor, when it has come."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor
