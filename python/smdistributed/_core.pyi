@@ -118,3 +118,27 @@ def shim_sources() -> dict[str, str]:
 def smdrun(argv: Sequence[str], python: str) -> int:
     """Runs `smdrun` with this command line (the program's name first) and returns its exit code. The GIL is released;
     Ctrl-C goes to the ranks and raises no `KeyboardInterrupt` here."""
+
+def partition_modules(
+    modules: Sequence[object],
+    values: Sequence[tuple[int, Sequence[int], int]],
+    ties: Sequence[Sequence[int]],
+    partitions: int,
+    memory_weight: float,
+    microbatches: int,
+    active_microbatches: int,
+    simple: bool,
+    link_nanoseconds: int,
+    link_bytes_per_nanosecond: int,
+) -> tuple[list[int], str, list[float]]:
+    """
+    Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
+
+    `values` are those that pass between modules (maker, takers, bytes), `ties` modules that must lie together.
+    """
+
+def partition_to_json(partitions: dict[str, int]) -> str:
+    """The text of a partition file."""
+
+def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
+    """The modules and partitions in the text of a partition file; `name` is the file's."""

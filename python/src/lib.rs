@@ -12,6 +12,7 @@ mod enter;
 mod error;
 mod gradients;
 mod launch;
+mod partition;
 mod pipeline;
 mod session;
 mod shims;
@@ -23,6 +24,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     enter::install();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
+    partition::register(module)?;
     session::register(module)?;
     module.add_function(wrap_pyfunction!(gradients::plan_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::bucket_bytes, module)?)?;

@@ -13,6 +13,7 @@
 //! | [`negotiation`] | which collectives of the same name go together, and in what order |
 //! | [`reducer`] | planned gradient reduction |
 //! | [`pipeline`] | who does what in which order when a model is spread over ranks |
+//! | [`partition`] | which module of a model lies on which of these ranks |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
@@ -22,6 +23,7 @@ pub mod device;
 pub mod error;
 pub mod launch;
 pub mod negotiation;
+pub mod partition;
 pub mod pipeline;
 pub mod reducer;
 pub mod session;

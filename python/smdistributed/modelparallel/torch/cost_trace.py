@@ -1,0 +1,320 @@
+"""What each module of a model costs: one forward pass over fake tensors (shapes without memory), in which every operation is
+seen and counted for the module that it belongs to.
+
+An operation belongs to the module whose parameter it takes, else to the module in whose forward it runs, else, where
+it is glue between modules, to the module that made its newest operand. So does execution place them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+# Only ratios matter. About those of a current accelerator that computes in bfloat16.
+FLOPS_PER_NANOSECOND = 400_000.0
+MEMORY_BYTES_PER_NANOSECOND = 3_000.0
+LINK_NANOSECONDS = 10_000
+LINK_BYTES_PER_NANOSECOND = 200
+# No operation takes less: that much its launch costs.
+OPERATION_NANOSECONDS = 2_000.0
+# A backward computes the gradients of inputs and of parameters, each about as much as the forward.
+FORWARDS_A_MICROBATCH = 3
+# A gradient, and two moments as Adam keeps them.
+STATE_BYTES_PER_PARAMETER_BYTE = 3
+
+_aten = torch.ops.aten
+_FLOPS = dict(flop_registry)
+_FLOPS[_aten._scaled_dot_product_flash_attention_for_cpu] = lambda q, k, v, *args, out_val=None, **kwargs: sdpa_flop(
+    q.shape, k.shape, v.shape
+)
+
+
+@dataclass
+class ModuleCost:
+    """A module's own costs, without those of the modules below it. See the core's `partition::ModuleCost`."""
+
+    path: str
+    parent: int | None
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    activation_bytes: int = 0
+    time: int = 0
+    first_run: int | None = None
+    follows: int | None = None
+
+
+@dataclass
+class Trace:
+    """A model's cost tree: modules, values between them as (maker, takers, bytes), and modules that must lie together."""
+
+    modules: list[ModuleCost]
+    values: list[tuple[int, list[int], int]] = field(default_factory=list)
+    ties: list[list[int]] = field(default_factory=list)
+
+
+class TraceError(RuntimeError):
+    """The forward cannot run on fake tensors."""
+
+
+def structure(module: nn.Module) -> Trace:
+    """What is known without a forward: modules, their parameters, and who shares them."""
+    index: dict[nn.Module, int] = {}
+    modules: list[ModuleCost] = []
+    for path, part in module.named_modules():
+        index[part] = len(modules)
+        modules.append(ModuleCost(path, None))
+    for part, at in index.items():
+        for child in part.children():
+            # Of several parents the first in the order of `named_modules` gives the module its path.
+            if index[child] > at and modules[index[child]].parent is None:
+                modules[index[child]].parent = at
+    trace = Trace(modules)
+    owners: dict[int, list[int]] = {}
+    for part, at in index.items():
+        for tensor, trained in [
+            *((p, p.requires_grad) for p in part._parameters.values() if p is not None),
+            *((b, False) for b in part._buffers.values() if b is not None),
+        ]:
+            known = owners.setdefault(id(tensor), [])
+            if not known:
+                size = tensor.numel() * tensor.element_size()
+                modules[at].parameter_bytes += size
+                modules[at].state_bytes += STATE_BYTES_PER_PARAMETER_BYTE * size * trained
+            known.append(at)
+    trace.ties = [sorted(set(known)) for known in owners.values() if len(set(known)) > 1]
+    return trace
+
+
+def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_times: bool = False) -> Trace:
+    """
+    Runs one forward of `module` on the arguments of a microbatch.
+
+    Args:
+        module: with or without materialized parameters; its parameters and buffers are left as they are.
+        measure_times: run on real tensors, and take the time of each operation instead of an estimate from its
+            FLOPs and bytes. Two ranks measure different times, so one of them must decide for all.
+
+    Raises:
+        TraceError: if the forward cannot run so; on fake tensors, if it depends on values.
+    """
+    device = _device(args, kwargs)
+    recorder = _Recorder(module, structure(module), measure_times)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        if not measure_times:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                if measure_times and tensor.is_meta:
+                    raise TraceError("times are measured on parameters with values, and some have none yet")
+                # A forward may count calls in a buffer; what it gets is a copy.
+                copy = (
+                    tensor.detach().to(device, copy=True) if measure_times else torch.empty_like(tensor, device=device)
+                )
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+            return copies[id(tensor)]
+
+        state = {name: copied(tensor) for name, tensor in _named_state(module)}
+        args, kwargs = tree_map(lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        recorder.own_state(module, state)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(recorder)
+        try:
+            torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+        except Exception as error:
+            raise TraceError(f"{type(error).__name__}: {error}") from error
+    return recorder.finish()
+
+
+def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """Where the inputs are: the model comes there."""
+    found = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The memory of a tensor and its views."""
+
+    # Kept, so that the address is not used again.
+    ref: StorageWeakRef
+    bytes: int
+    # The module that wrote it last, and when; `None`: an input, or computed from inputs only.
+    maker: int | None = None
+    made_at: int = 0
+    # Of a parameter or buffer, the modules that have it.
+    owners: list[int] = field(default_factory=list)
+    takers: set[int] = field(default_factory=set)
+    saved: bool = False
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees modules begin and end, operations run, and autograd keep tensors."""
+
+    def __init__(self, module: nn.Module, trace: Trace, measure_times: bool):
+        super().__init__()
+        self.trace = trace
+        self.measure_times = measure_times
+        self.index = {part: at for at, part in enumerate(module.modules())}
+        owns = {at for part, at in self.index.items() if _has_state(part)}
+        # Modules with parameters or buffers somewhere below them: what runs in their own forward may be glue.
+        self.above_owners = {
+            at
+            for part, at in self.index.items()
+            if any(self.index[below] in owns for below in part.modules() if below is not part)
+        }
+        self.owns = owns
+        self.frames: list[int] = []
+        self.storages: dict[int, _Storage] = {}
+        self.last_owner: int | None = None
+        self.clock = 0
+        self.nanoseconds = [0.0] * len(trace.modules)
+        self.handles: list[Any] = []
+
+    def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Notes which modules have which parameters."""
+        for name, tensor in state.items():
+            owner = self.index[module.get_submodule(name.rpartition(".")[0])]
+            owners = self._storage(tensor).owners
+            if owner not in owners:
+                owners.append(owner)
+
+    def __enter__(self):
+        for part, at in self.index.items():
+            if not isinstance(part, torch.jit.ScriptModule):
+                self.handles += [
+                    part.register_forward_pre_hook(lambda *_, at=at: self.frames.append(at), prepend=True),
+                    part.register_forward_hook(lambda *_: self._end_frame(), always_call=True),
+                ]
+        self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self.saving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.saving.__exit__(*exception)
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # A question about a tensor, such as for its device.
+            return func(*args, **kwargs)
+        self.clock += 1
+        start = self._now()
+        out = func(*args, **kwargs)
+        measured = self._now() - start
+        taken = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        owner = self._owner(taken)
+        is_view = not func._schema.is_mutable and any(storage in taken for storage in made)
+        for storage in made:
+            if not storage.owners and (storage not in taken or func._schema.is_mutable):
+                storage.maker, storage.made_at = owner, self.clock
+        if owner is None:
+            return out
+        for storage in taken:
+            if storage.maker is not None:
+                storage.takers.add(owner)
+        module = self.trace.modules[owner]
+        if module.first_run is None:
+            module.first_run = self.clock
+        if not is_view:
+            self.nanoseconds[owner] += (
+                measured if self.measure_times else self._estimate(func, args, kwargs, out, taken, made)
+            )
+        self.last_owner = owner
+        if self.frames:
+            self._follow(self.frames[-1])
+        return out
+
+    def finish(self) -> Trace:
+        modules = self.trace.modules
+        for at, nanoseconds in enumerate(self.nanoseconds):
+            modules[at].time = round(nanoseconds * FORWARDS_A_MICROBATCH)
+        for storage in self.storages.values():
+            takers = sorted(storage.takers - {storage.maker})
+            if storage.maker is not None and takers and not storage.owners:
+                self.trace.values.append((storage.maker, takers, storage.bytes))
+        self.trace.values.sort()
+        return self.trace
+
+    def _owner(self, taken: list[_Storage]) -> int | None:
+        frame = self.frames[-1] if self.frames else None
+        owners = [owner for storage in taken for owner in storage.owners]
+        if owners:
+            if frame in owners:
+                return frame
+            if frame in self.owns:
+                # A module that reaches into another one, as `nn.MultiheadAttention` does.
+                self.trace.ties.append([frame, owners[0]])
+            return owners[0]
+        if frame in self.owns and frame not in self.above_owners:
+            return frame
+        newest = max((storage for storage in taken if storage.maker is not None), key=lambda s: s.made_at, default=None)
+        return newest.maker if newest else None
+
+    def _end_frame(self) -> None:
+        self._follow(self.frames.pop())
+
+    def _follow(self, frame: int) -> None:
+        """A module without state below it is where the data is that it works on first."""
+        if frame not in self.owns and frame not in self.above_owners and self.trace.modules[frame].follows is None:
+            self.trace.modules[frame].follows = self.last_owner
+
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        memory = tensor.untyped_storage()
+        ref = StorageWeakRef(memory)
+        found = self.storages.get(ref.cdata)
+        if found is None:
+            found = self.storages[ref.cdata] = _Storage(ref, memory.nbytes())
+        return found
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = self._storage(tensor)
+        if not storage.saved and not storage.owners:
+            storage.saved = True
+            frame = self.frames[-1] if self.frames else None
+            inside = frame in self.owns and frame not in self.above_owners
+            owner = frame if inside else storage.maker if storage.maker is not None else self.last_owner
+            if owner is not None:
+                self.trace.modules[owner].activation_bytes += storage.bytes
+        return tensor
+
+    def _now(self) -> int:
+        if not self.measure_times:
+            return 0
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter_ns()
+
+    @staticmethod
+    def _estimate(func, args, kwargs, out, taken: list[_Storage], made: list[_Storage]) -> float:
+        flops = _FLOPS.get(func._overloadpacket)
+        arithmetic = flops(*args, **kwargs, out_val=out) / FLOPS_PER_NANOSECOND if flops else 0.0
+        moved = sum(storage.bytes for storage in (*taken, *made)) / MEMORY_BYTES_PER_NANOSECOND
+        return max(arithmetic, moved, OPERATION_NANOSECONDS)
+
+
+def _has_state(part: nn.Module) -> bool:
+    return any(tensor is not None for tensor in (*part._parameters.values(), *part._buffers.values()))

@@ -1,0 +1,81 @@
+//! Which module of a model lies on which rank of its pipeline.
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use smd_core::partition::{self, CostTree, ModuleCost, Objective, Value};
+use smd_core::pipeline::Link;
+
+use crate::enter::enter;
+
+/// A `modelparallel.torch.cost_trace.ModuleCost`.
+#[derive(FromPyObject)]
+struct Module {
+    path: String,
+    parent: Option<usize>,
+    parameter_bytes: u64,
+    state_bytes: u64,
+    activation_bytes: u64,
+    time: u64,
+    first_run: Option<u64>,
+    follows: Option<usize>,
+}
+
+impl From<Module> for ModuleCost {
+    fn from(module: Module) -> Self {
+        let Module { path, parent, parameter_bytes, state_bytes, activation_bytes, time, first_run, follows } = module;
+        Self { path, parent, parameter_bytes, state_bytes, activation_bytes, time, first_run, follows }
+    }
+}
+
+/// Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
+///
+/// `values` are those that pass between modules (maker, takers, bytes), `ties` modules that must lie together.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "Python names them")]
+fn partition_modules(
+    py: Python<'_>,
+    modules: Vec<Module>,
+    values: Vec<(usize, Vec<usize>, u64)>,
+    ties: Vec<Vec<usize>>,
+    partitions: usize,
+    memory_weight: f64,
+    microbatches: u64,
+    active_microbatches: u64,
+    simple: bool,
+    link_nanoseconds: u64,
+    link_bytes_per_nanosecond: u64,
+) -> PyResult<(Vec<u32>, String, Vec<f64>)> {
+    enter(py, || {
+        let modules = modules.into_iter().map(ModuleCost::from).collect();
+        let values = values.into_iter().map(|(from, to, bytes)| Value { from, to, bytes }).collect();
+        let tree = CostTree::new(modules, values, &ties)?;
+        let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, simple);
+        let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
+        let objective = Objective::new(memory_weight, kept, link)?;
+        let assignment = partition::partition(&tree, partitions, &objective)?.assignment;
+        let table = partition::table(&tree, &assignment, &objective);
+        let costs =
+            partition::stage_costs(&tree, &assignment, &objective).into_iter().map(|stage| stage.cost).collect();
+        Ok((assignment, table, costs))
+    })
+}
+
+/// The text of a partition file.
+#[pyfunction]
+fn partition_to_json(partitions: BTreeMap<String, u32>) -> String {
+    partition::to_json(&partitions)
+}
+
+/// The modules and partitions in the text of a partition file; `name` is the file's.
+#[pyfunction]
+fn partition_from_json(py: Python<'_>, name: &str, text: &str, partitions: u32) -> PyResult<BTreeMap<String, u32>> {
+    enter(py, || partition::from_json(name, text, partitions))
+}
+
+/// Adds this file's functions.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(partition_modules, module)?)?;
+    module.add_function(wrap_pyfunction!(partition_to_json, module)?)?;
+    module.add_function(wrap_pyfunction!(partition_from_json, module)?)
+}

@@ -1,0 +1,28 @@
+//! A partition as a file: JSON, module to partition, so that it can be written by hand as well.
+
+use std::collections::BTreeMap;
+
+use crate::error::{Error, Result};
+
+/// The text of a file with these modules and their partitions.
+pub fn to_json(partitions: &BTreeMap<String, u32>) -> String {
+    let mut text = serde_json::to_string_pretty(partitions).expect("names and numbers are JSON");
+    text.push('\n');
+    text
+}
+
+/// The modules and partitions of such a text; `name` says where it is from.
+///
+/// # Errors
+/// [`Error::Config`] if it is no such text, or names a partition that does not exist.
+pub fn from_json(name: &str, text: &str, partitions: u32) -> Result<BTreeMap<String, u32>> {
+    let found: BTreeMap<String, u32> = serde_json::from_str(text).map_err(|error| {
+        Error::Config(format!("`{name}` is no JSON object of modules and their partitions: {error}"))
+    })?;
+    if let Some((module, index)) = found.iter().find(|&(_, &index)| index >= partitions) {
+        return Err(Error::Config(format!(
+            "`{name}` puts module `{module}` into partition {index}, but there are {partitions}"
+        )));
+    }
+    Ok(found)
+}

@@ -1,0 +1,159 @@
+//! What a model's modules cost, and the values that pass between them.
+
+use crate::error::{Error, Result};
+
+/// A module and what it costs itself, without the modules below it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ModuleCost {
+    /// Its dotted path; empty for the root.
+    pub path: String,
+    /// The module above it, an earlier one of the list. The first module is the root.
+    pub parent: Option<usize>,
+    /// Its parameters and buffers; those that it shares count in one of the modules only.
+    pub parameter_bytes: u64,
+    /// What training keeps beside the parameters: gradients and the optimizer's state.
+    pub state_bytes: u64,
+    /// What a microbatch keeps from its forward to its backward.
+    pub activation_bytes: u64,
+    /// Forward and backward of a microbatch, in nanoseconds.
+    pub time: u64,
+    /// When it first runs, in any unit; `None` if it was not seen to run.
+    pub first_run: Option<u64>,
+    /// A module in whose place it lies: one without parameters works where its data is.
+    pub follows: Option<usize>,
+}
+
+impl ModuleCost {
+    fn costs_something(&self) -> bool {
+        self.parameter_bytes > 0 || self.state_bytes > 0 || self.activation_bytes > 0 || self.time > 0
+    }
+}
+
+/// A tensor that one module makes and others take, for one microbatch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Value {
+    /// The module that makes it.
+    pub from: usize,
+    /// Modules that take it.
+    pub to: Vec<usize>,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CostTree {
+    modules: Vec<ModuleCost>,
+    values: Vec<Value>,
+    /// For each module the first one that it must lie with, itself if there is none.
+    tied_to: Vec<usize>,
+    /// Whether a module has a place of its own in the line: it costs something, or makes or takes a value.
+    placed: Vec<bool>,
+}
+
+impl CostTree {
+    /// A tree of `modules`; those of one list of `ties` must lie together, since they share a parameter.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module has
+    /// none, or a value or a tie names a module that does not exist.
+    pub fn new(modules: Vec<ModuleCost>, values: Vec<Value>, ties: &[Vec<usize>]) -> Result<Self> {
+        let bad = |text: String| Err(Error::InvalidArgument(text));
+        if modules.is_empty() {
+            return bad("a model has at least one module".into());
+        }
+        for (index, module) in modules.iter().enumerate() {
+            if module.parent.map_or(index != 0, |parent| parent >= index) {
+                return bad(format!("the module above `{}` does not come before it", module.path));
+            }
+            if module.follows.is_some_and(|other| other >= modules.len() || modules[other].follows.is_some()) {
+                return bad(format!("`{}` follows a module that has no place of its own", module.path));
+            }
+        }
+        let named = values.iter().flat_map(|value| value.to.iter().chain([&value.from]));
+        if let Some(index) = named.chain(ties.iter().flatten()).find(|&&index| index >= modules.len()) {
+            return bad(format!("there is no module {index} among {}", modules.len()));
+        }
+        let mut tied_to: Vec<usize> = (0..modules.len()).collect();
+        for tie in ties {
+            let mut firsts: Vec<usize> = tie.iter().map(|&index| tied_to[index]).collect();
+            firsts.sort_unstable();
+            let Some(&first) = firsts.first() else { continue };
+            for other in &mut tied_to {
+                if firsts.binary_search(other).is_ok() {
+                    *other = first;
+                }
+            }
+        }
+        let mut placed: Vec<bool> = modules.iter().map(ModuleCost::costs_something).collect();
+        for index in values.iter().flat_map(|value| value.to.iter().chain([&value.from])) {
+            placed[*index] = true;
+        }
+        for (index, module) in modules.iter().enumerate() {
+            if let Some(other) = module.follows {
+                placed[other] |= placed[index];
+                placed[index] = false;
+            }
+        }
+        Ok(Self { modules, values, tied_to, placed })
+    }
+
+    /// All modules, parents first.
+    pub fn modules(&self) -> &[ModuleCost] {
+        &self.modules
+    }
+
+    /// Values between modules.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    /// The first of the modules that must lie together with this one.
+    pub fn tied_to(&self, module: usize) -> usize {
+        self.tied_to[module]
+    }
+
+    /// Modules with a place of their own, in the order in which they first run. A module that does not run stands behind
+    /// the one before it in the list.
+    pub(super) fn line(&self) -> Vec<usize> {
+        let mut last = 0;
+        let mut line: Vec<(u64, usize)> = Vec::new();
+        for (index, module) in self.modules.iter().enumerate() {
+            if self.placed[index] {
+                last = module.first_run.unwrap_or(last);
+                line.push((last, index));
+            }
+        }
+        line.sort_unstable();
+        line.into_iter().map(|(_, index)| index).collect()
+    }
+
+    /// The modules above this one and itself, the root first.
+    pub(super) fn above(&self, module: usize) -> Vec<usize> {
+        let mut path: Vec<usize> = std::iter::successors(Some(module), |&index| self.modules[index].parent).collect();
+        path.reverse();
+        path
+    }
+
+    /// A partition for every module, given those of the modules with a place (PART-5).
+    pub(super) fn spread(&self, placed: impl Fn(usize) -> Option<u32>) -> Vec<u32> {
+        let mut found: Vec<Option<u32>> =
+            (0..self.modules.len()).map(|index| placed(self.modules[index].follows.unwrap_or(index))).collect();
+        // The first part of a container is the first along the line, not the first of the list.
+        for module in self.line() {
+            let partition = found[module];
+            for &above in self.above(module).iter().rev() {
+                if found[above].is_some() && above != module {
+                    break;
+                }
+                found[above] = partition;
+            }
+        }
+        let mut all = Vec::with_capacity(found.len());
+        for (index, partition) in found.into_iter().enumerate() {
+            let above = self.modules[index].parent.map_or(0, |parent| all[parent]);
+            all.push(partition.unwrap_or(above));
+        }
+        all
+    }
+}

@@ -1,0 +1,228 @@
+"""Models are traced without memory, and the partition that follows holds together what belongs together."""
+
+from __future__ import annotations
+
+import itertools
+import types
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from smdistributed.modelparallel.torch import cost_trace, partitioning  # noqa: E402
+
+
+def _config(partitions, **more):
+    known = {
+        "memory_weight": 0.8,
+        "auto_partition": True,
+        "default_partition": 0,
+        "skip_tracing": False,
+        "microbatches": 4,
+        "active_microbatches": partitions + 2,
+        "pipeline": "interleaved",
+    }
+    return types.SimpleNamespace(partitions=partitions, **{**known, **more})
+
+
+def _mlp():
+    layers = [nn.Flatten(), *(part for _ in range(6) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 10)]
+    return nn.Sequential(*layers), (torch.randn(4, 4, 8),), {}
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        skip = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x += skip
+        return self.relu(x)
+
+
+def _resnet():
+    widths = [16, 16, 32, 64, 128]
+    blocks = [_Block(a, b, 1 + (a < b)) for a, b in itertools.pairwise(widths)]
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+    return model, (torch.randn(2, 3, 32, 32),), {}
+
+
+def _gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=500, n_positions=64)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    return transformers.GPT2LMHeadModel(config), (), {"input_ids": tokens, "labels": tokens}
+
+
+def _t5():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        num_layers=3,
+        d_model=64,
+        d_ff=128,
+        d_kv=16,
+        num_heads=4,
+        vocab_size=500,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return transformers.T5ForConditionalGeneration(config), (), {"input_ids": tokens, "labels": tokens}
+
+
+def _line(tree):
+    """Modules that cost something, in the order in which they first run; but not those that are tied."""
+    tied = {at for tie in tree.ties for at in tie}
+    ran = [at for at, part in enumerate(tree.modules) if part.first_run is not None and at not in tied]
+    return sorted(ran, key=lambda at: tree.modules[at].first_run)
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 4])
+@pytest.mark.parametrize("model", [_mlp, _resnet, _gpt2, _t5])
+def test_models_are_cut_into_pieces_of_similar_cost(model, partitions):
+    module, args, kwargs = model()
+    config = _config(partitions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = partitioning.auto_partition(module, args, kwargs, config, {})
+    assert found == partitioning.auto_partition(module, args, kwargs, config, {})
+    assert list(found) == [path for path, _ in module.named_modules()]
+    assert set(found.values()) == set(range(partitions))
+    tree = cost_trace.trace(module, args, kwargs)
+    places = [found[tree.modules[at].path] for at in _line(tree)]
+    assert places == sorted(places)
+    for tie in tree.ties:
+        assert len({found[tree.modules[at].path] for at in tie}) == 1
+
+
+def test_a_trace_leaves_the_model_as_it_is():
+    module, args, kwargs = _resnet()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    cost_trace.trace(module, args, kwargs)
+    cost_trace.trace(module, args, kwargs, measure_times=True)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_costs_are_those_of_the_layers():
+    module = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 50, bias=False))
+    tree = cost_trace.trace(module, (torch.randn(8, 100),), {})
+    _, first, relu, second = tree.modules
+    assert first.parameter_bytes == 4 * (100 * 200 + 200)
+    assert second.parameter_bytes == 4 * 200 * 50
+    assert first.state_bytes == 3 * first.parameter_bytes
+    # The input, and what ReLU makes, for itself and for the next layer.
+    assert first.activation_bytes == 4 * 8 * (100 + 200)
+    assert second.activation_bytes == 0
+    assert relu.follows == 1
+    assert tree.values == [(1, [3], 4 * 8 * 200)]
+    launch = 3 * int(cost_trace.OPERATION_NANOSECONDS)
+    assert (first.time, relu.time, second.time) == (2 * launch, 0, launch)
+
+
+def test_a_model_larger_than_memory():
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(8)))  # 320 GB
+    found = partitioning.auto_partition(module, (torch.randn(1, 100_000),), {}, _config(4), {})
+    assert [found[str(layer)] for layer in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    tree = cost_trace.structure(module)
+    assert sum(part.parameter_bytes for part in tree.modules) > 300e9
+    with pytest.raises(cost_trace.TraceError, match="some have none yet"):
+        cost_trace.trace(module, (torch.randn(1, 100_000),), {}, measure_times=True)
+
+
+def test_measured_times():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(700, 700), nn.Linear(4, 4))
+    module.forward = lambda x: module[2](module[0](x)) + module[1](torch.zeros(300, 700)).sum()
+    tree = cost_trace.trace(module, (torch.randn(1, 4),), {}, measure_times=True)
+    assert tree.modules[2].time > tree.modules[1].time + tree.modules[3].time
+
+
+class _Reaching(nn.Module):
+    """`nn.MultiheadAttention` uses the weights of a module that it never calls; the head those of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList([nn.MultiheadAttention(16, 2) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, x, x)[0]
+        return nn.functional.linear(x * self.scale, self.embedding.weight)
+
+
+def test_modules_that_reach_into_others():
+    module = _Reaching()
+    found = partitioning.auto_partition(module, (torch.zeros(2, 8, dtype=torch.long),), {}, _config(3), {})
+    for layer in range(4):
+        assert found[f"layers.{layer}"] == found[f"layers.{layer}.out_proj"]
+    assert len(set(found.values())) == 3
+
+
+def test_compiled_and_scripted_leaves():
+    module = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 8)), nn.Linear(8, 8))
+    assert cost_trace.trace(module, (torch.randn(2, 8),), {}).values
+    module[1] = torch.jit.script(nn.Linear(8, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = partitioning.auto_partition(module, (torch.randn(2, 8),), {}, _config(3), {})
+    assert [found[str(layer)] for layer in range(3)] == [0, 1, 2], caught
+
+
+class _DependsOnValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x):
+        return self.layers(x) if x.sum().item() > 0 else x
+
+
+def test_without_a_trace_parameters_decide():
+    with pytest.warns(UserWarning, match="goes by parameters alone: DataDependentOutputException"):
+        found = partitioning.auto_partition(_DependsOnValues(), (torch.randn(2, 8),), {}, _config(2), {})
+    assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
+    found = partitioning.auto_partition(_DependsOnValues(), (), {}, _config(2, skip_tracing=True), {})
+    assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
+
+
+def test_by_hand_and_by_file(tmp_path):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    file = str(tmp_path / "partition.json")
+    config = _config(3, auto_partition=False, default_partition=1, partition_file=file)
+    found = partitioning.auto_partition(module, (), {}, config, {"1": 2, "0": 0})
+    assert found == {"": 1, "0": 0, "1": 2, "1.0": 2, "1.1": 2, "2": 1}
+    assert (
+        partitioning.auto_partition(module, (), {}, _config(3, load_partition=True, partition_file=file), {}) == found
+    )
+    with pytest.raises(ValueError, match="`1` is put on partition 3, but there are 3"):
+        partitioning.by_hand(module, {"1": 3}, 0, 3)
+    with pytest.raises(ValueError, match=r"names modules that the model does not have: 1\.0, 1\.1"):
+        partitioning.load(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)), file, 3)
+    module[2].weight = module[0].weight
+    with pytest.raises(ValueError, match="share a parameter lie on different partitions: `0` on 0, `2` on 1"):
+        partitioning.by_hand(module, {"0": 0}, 1, 3)
