@@ -1,6 +1,9 @@
 #include "adapter.h"
 
+#include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/platform/logging.h"
+#include "xla/stream_executor/stream.h"
+#include "xla/stream_executor/stream_executor.h"
 
 namespace smd::tf_ops {
 namespace {
@@ -41,20 +44,9 @@ DType dtype_of(const tensorflow::Tensor& tensor) {
   }
 }
 
-TensorView describe(const tensorflow::Tensor& tensor) {
-  TensorView view;
-  // The core writes to outputs only.
-  view.ptr = static_cast<std::uint8_t*>(tensor.data());
-  view.elems = static_cast<std::size_t>(tensor.NumElements());
-  view.dtype = dtype_of(tensor);
-  view.device = DeviceKind::Cpu;
-  view.device_index = 0;
-  view.stream = 0;
-  return view;
-}
-
-std::vector<TensorView> split(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
-  std::vector<TensorView> blocks(rows.size(), describe(tensor));
+std::vector<TensorView> split(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows,
+                              const Place& place) {
+  std::vector<TensorView> blocks(rows.size(), describe(tensor, place));
   const std::size_t elems = row_elems(tensor.shape());
   const std::size_t elem_bytes = static_cast<std::size_t>(tensorflow::DataTypeSize(tensor.dtype()));
   std::size_t start = 0;
@@ -69,35 +61,55 @@ std::vector<TensorView> split(const tensorflow::Tensor& tensor, const std::vecto
 
 }  // namespace
 
-TensorOperation::TensorOperation(Collective collective, std::int64_t group) {
+Place place_of(tensorflow::OpKernelContext* context) {
+  auto* device = context->op_device_context();
+  auto* stream = device == nullptr ? nullptr : device->stream();
+  if (stream == nullptr) return {};
+  // The platform's numbers, which CUDA_VISIBLE_DEVICES rules, and not those of TensorFlow's visible devices.
+  const auto index = static_cast<std::uint16_t>(stream->parent()->device_ordinal());
+  return {DeviceKind::Cuda, index, reinterpret_cast<std::size_t>(stream->platform_specific_handle().stream)};
+}
+
+TensorView describe(const tensorflow::Tensor& tensor, const Place& place) {
+  TensorView view;
+  view.ptr = static_cast<std::uint8_t*>(tensor.data());
+  view.elems = static_cast<std::size_t>(tensor.NumElements());
+  view.dtype = dtype_of(tensor);
+  view.device = place.device;
+  view.device_index = place.index;
+  view.stream = place.stream;
+  return view;
+}
+
+TensorOperation::TensorOperation(Collective collective, std::int64_t group, const Place& place) : place_(place) {
   core.collective = collective;
   core.group = static_cast<std::uint64_t>(group);
 }
 
 void TensorOperation::write(const tensorflow::Tensor& tensor) {
   kept_.push_back(tensor);
-  core.outputs.push_back(describe(tensor));
+  core.outputs.push_back(describe(tensor, place_));
 }
 
 void TensorOperation::read(const tensorflow::Tensor& tensor) {
   kept_.push_back(tensor);
-  core.inputs.push_back(describe(tensor));
+  core.inputs.push_back(describe(tensor, place_));
 }
 
 void TensorOperation::write_nothing(const tensorflow::Tensor& like) {
-  TensorView nothing = describe(like);
+  TensorView nothing = describe(like, place_);
   nothing.elems = 0;
   core.outputs.push_back(nothing);
 }
 
 void TensorOperation::write_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
   kept_.push_back(tensor);
-  core.outputs = split(tensor, rows);
+  core.outputs = split(tensor, rows, place_);
 }
 
 void TensorOperation::read_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows) {
   kept_.push_back(tensor);
-  core.inputs = split(tensor, rows);
+  core.inputs = split(tensor, rows, place_);
 }
 
 std::size_t row_elems(const tensorflow::TensorShape& shape) {

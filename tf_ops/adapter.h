@@ -5,16 +5,28 @@
 #include <vector>
 
 #include "smd/operation.h"
+#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
 namespace smd::tf_ops {
 
-// An operation on tensors: the core's description, and what must live until the operation is complete. Tensors of
-// TensorFlow are dense and lie on the CPU here: only CPU kernels are registered, and TensorFlow moves what is
-// elsewhere.
+// Where the tensors of a kernel lie: on the CPU, or on the GPU whose compute stream makes and uses them. A library for
+// TensorFlow's CPU builds registers kernels for GPUs as well: it takes no more of CUDA than the stream's handle.
+struct Place {
+  DeviceKind device = DeviceKind::Cpu;
+  std::uint16_t index = 0;
+  std::size_t stream = 0;
+};
+
+Place place_of(tensorflow::OpKernelContext* context);
+
+// Tensors of TensorFlow are dense. The core writes to outputs only.
+TensorView describe(const tensorflow::Tensor& tensor, const Place& place);
+
+// An operation on tensors: the core's description, and what must live until the operation is complete.
 class TensorOperation {
  public:
-  TensorOperation(Collective collective, std::int64_t group);
+  TensorOperation(Collective collective, std::int64_t group, const Place& place);
 
   void write(const tensorflow::Tensor& tensor);
   void read(const tensorflow::Tensor& tensor);
@@ -28,9 +40,12 @@ class TensorOperation {
   // Lets go of the tensors, so that who gets them next may find them unshared.
   void release() { kept_.clear(); }
 
+  const Place& place() const { return place_; }
+
   Operation core;
 
  private:
+  Place place_;
   std::vector<tensorflow::Tensor> kept_;
 };
 

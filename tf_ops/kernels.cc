@@ -1,7 +1,6 @@
 // Bodies of the ops: describe the tensors, call the core, complete.
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,8 +65,8 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
  protected:
-  TensorOperation operation(Collective collective) const {
-    TensorOperation operation(collective, group_);
+  TensorOperation operation(OpKernelContext* context, Collective collective) const {
+    TensorOperation operation(collective, group_, place_of(context));
     operation.core.op = op_;
     operation.core.peer = root_;
     return operation;
@@ -93,6 +92,12 @@ class CollectiveKernel : public AsyncOpKernel {
   std::int64_t group_ = 0;
 };
 
+// Copies a tensor, unless it has become the other.
+absl::Status copied(const Tensor& from, const Tensor& to, const Place& place) {
+  if (from.data() == to.data()) return absl::OkStatus();
+  return checked([&] { copy(describe(from, place), describe(to, place)); });
+}
+
 class AllReduceKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -101,7 +106,7 @@ class AllReduceKernel final : public CollectiveKernel {
     const Tensor& input = context->input(0);
     Tensor* output = nullptr;
     if (!holds(context, done, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output))) return;
-    TensorOperation call = operation(Collective::AllReduce);
+    TensorOperation call = operation(context, Collective::AllReduce);
     call.read(input);
     call.write(*output);
     start(context, std::move(done), std::move(call));
@@ -118,7 +123,7 @@ class GroupedAllReduceKernel final : public CollectiveKernel {
       const Tensor& input = context->input(i);
       Tensor* output = nullptr;
       if (!holds(context, done, context->forward_input_or_allocate_output({i}, i, input.shape(), &output))) return;
-      calls.push_back(operation(Collective::AllReduce));
+      calls.push_back(operation(context, Collective::AllReduce));
       calls.back().read(input);
       calls.back().write(*output);
     }
@@ -136,12 +141,13 @@ class ReduceKernel final : public CollectiveKernel {
     std::size_t rank = 0;
     if (!holds(context, done, checked([&] { rank = group_rank(group()); }))) return;
     if (!holds(context, done, context->allocate_output(0, input.shape(), &output))) return;
-    TensorOperation call = operation(Collective::Reduce);
+    TensorOperation call = operation(context, Collective::Reduce);
     call.read(input);
     if (static_cast<std::int64_t>(rank) == root()) {
       call.write(*output);
     } else {
-      if (output->TotalBytes() > 0) std::memset(output->data(), 0, output->TotalBytes());
+      const auto zeros = checked([&] { clear(describe(*output, call.place())); });
+      if (!holds(context, done, zeros)) return;
       call.write_nothing(*output);
     }
     start(context, std::move(done), std::move(call));
@@ -158,11 +164,10 @@ class BroadcastKernel final : public CollectiveKernel {
     std::size_t rank = 0;
     if (!holds(context, done, checked([&] { rank = group_rank(group()); }))) return;
     if (!holds(context, done, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output))) return;
+    TensorOperation call = operation(context, Collective::Broadcast);
     // The core broadcasts in place.
-    if (static_cast<std::int64_t>(rank) == root() && output->data() != input.data()) {
-      std::memcpy(output->data(), input.data(), input.TotalBytes());
-    }
-    TensorOperation call = operation(Collective::Broadcast);
+    if (static_cast<std::int64_t>(rank) == root() && !holds(context, done, copied(input, *output, call.place())))
+      return;
     call.write(*output);
     start(context, std::move(done), std::move(call));
   }
@@ -175,7 +180,7 @@ class AllGatherKernel final : public CollectiveKernel {
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tensor& input = context->input(0);
     if (input.dims() == 0) return refuse(context, done, "a scalar has no rows to gather");
-    TensorOperation call = operation(Collective::AllGatherRows);
+    TensorOperation call = operation(context, Collective::AllGatherRows);
     call.read(input);
     call.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
     call.core.row_elems = row_elems(input.shape());
@@ -210,7 +215,7 @@ class NamedAllReduceKernel final : public NamedKernel {
     const Tensor& input = context->input(0);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
-    TensorOperation call = operation(Collective::AllReduce);
+    TensorOperation call = operation(context, Collective::AllReduce);
     call.read(input);
     call.write(*output);
     start(context, std::move(done), std::move(call));
@@ -225,9 +230,9 @@ class NamedBroadcastKernel final : public NamedKernel {
     const Tensor& input = context->input(0);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
+    TensorOperation call = operation(context, Collective::Broadcast);
     // The core broadcasts in place. A root that is not there is an error that the core tells all ranks.
-    if (output->data() != input.data()) std::memcpy(output->data(), input.data(), input.TotalBytes());
-    TensorOperation call = operation(Collective::Broadcast);
+    OP_REQUIRES_OK_ASYNC(context, copied(input, *output, call.place()), done);
     call.write(*output);
     start(context, std::move(done), std::move(call));
   }
@@ -276,7 +281,7 @@ class ReduceScatterKernel final : public CollectiveKernel {
     shape.set_dim(0, static_cast<std::int64_t>(rows[rank]));
     Tensor* output = nullptr;
     if (!holds(context, done, context->allocate_output(0, shape, &output))) return;
-    TensorOperation call = operation(Collective::ReduceScatter);
+    TensorOperation call = operation(context, Collective::ReduceScatter);
     call.read_rows(input, rows);
     call.write(*output);
     start(context, std::move(done), std::move(call));
@@ -296,7 +301,7 @@ class AllToAllKernel final : public CollectiveKernel {
     const std::string wrong = blocks(input, splits, ranks, rows);
     if (!wrong.empty()) return refuse(context, done, wrong);
     if (splits.NumElements() == 0) return equal(context, std::move(done), rows);
-    TensorOperation call = operation(Collective::AllToAllRows);
+    TensorOperation call = operation(context, Collective::AllToAllRows);
     call.read_rows(input, rows);
     call.core.rows = std::move(rows);
     call.core.row_elems = row_elems(input.shape());
@@ -313,7 +318,7 @@ class AllToAllKernel final : public CollectiveKernel {
     const TensorShape ranks({static_cast<std::int64_t>(rows.size())});
     if (!holds(context, done, context->allocate_output(1, ranks, &received))) return;
     std::copy(rows.begin(), rows.end(), received->flat<std::int64_t>().data());
-    TensorOperation call = operation(Collective::AllToAll);
+    TensorOperation call = operation(context, Collective::AllToAll);
     call.read_rows(input, rows);
     call.write_rows(*output, rows);
     start(context, std::move(done), std::move(call));
@@ -325,28 +330,33 @@ class BarrierKernel final : public CollectiveKernel {
   using CollectiveKernel::CollectiveKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    start(context, std::move(done), operation(Collective::Barrier));
+    start(context, std::move(done), operation(context, Collective::Barrier));
   }
 };
 
 }  // namespace
 
-#define SMD_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
+#define SMD_CPU_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
+// What follows `Device` says which of the tensors are the host's.
+#define SMD_KERNEL(name, on_host, ...) \
+  SMD_CPU_KERNEL(name, __VA_ARGS__);   \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) on_host, __VA_ARGS__)
 
-SMD_KERNEL("SmdRank", GroupKernel<&group_rank>);
-SMD_KERNEL("SmdSize", GroupKernel<&group_size>);
-SMD_KERNEL("SmdSessionId", SessionIdKernel);
-SMD_KERNEL("SmdAllReduce", AllReduceKernel);
-SMD_KERNEL("SmdGroupedAllReduce", GroupedAllReduceKernel);
-SMD_KERNEL("SmdReduce", ReduceKernel);
-SMD_KERNEL("SmdBroadcast", BroadcastKernel);
-SMD_KERNEL("SmdAllGather", AllGatherKernel);
-SMD_KERNEL("SmdReduceScatter", ReduceScatterKernel);
-SMD_KERNEL("SmdAllToAll", AllToAllKernel);
-SMD_KERNEL("SmdBarrier", BarrierKernel);
-SMD_KERNEL("SmdNamedAllReduce", NamedAllReduceKernel);
-SMD_KERNEL("SmdNamedBroadcast", NamedBroadcastKernel);
+SMD_KERNEL("SmdRank", .HostMemory("rank"), GroupKernel<&group_rank>);
+SMD_KERNEL("SmdSize", .HostMemory("size"), GroupKernel<&group_size>);
+SMD_KERNEL("SmdSessionId", .HostMemory("id"), SessionIdKernel);
+SMD_KERNEL("SmdAllReduce", , AllReduceKernel);
+SMD_KERNEL("SmdGroupedAllReduce", , GroupedAllReduceKernel);
+SMD_KERNEL("SmdReduce", , ReduceKernel);
+SMD_KERNEL("SmdBroadcast", , BroadcastKernel);
+SMD_KERNEL("SmdAllGather", .HostMemory("rows"), AllGatherKernel);
+SMD_KERNEL("SmdReduceScatter", .HostMemory("rows"), ReduceScatterKernel);
+SMD_KERNEL("SmdAllToAll", .HostMemory("splits").HostMemory("received"), AllToAllKernel);
+SMD_CPU_KERNEL("SmdBarrier", BarrierKernel);
+SMD_KERNEL("SmdNamedAllReduce", .HostMemory("anchors"), NamedAllReduceKernel);
+SMD_KERNEL("SmdNamedBroadcast", .HostMemory("anchors"), NamedBroadcastKernel);
 
 #undef SMD_KERNEL
+#undef SMD_CPU_KERNEL
 
 }  // namespace smd::tf_ops

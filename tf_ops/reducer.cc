@@ -1,7 +1,8 @@
 #include "reducer.h"
 
 #include <atomic>
-#include <cstring>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,7 @@ GradientCall::GradientCall(OpKernelContext* context, AsyncOpKernel::DoneCallback
     : context_(context),
       done_(std::move(done)),
       plan_(plan),
+      place_(place_of(context)),
       execution_(execution),
       cancellation_(context->cancellation_manager()),
       pending_(static_cast<std::size_t>(context->num_inputs())) {}
@@ -59,21 +61,34 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   const auto index = static_cast<int>(position);
   const Tensor& input = context_->input(index);
   auto lease = plan_.take_slot(param);
-  auto* data = lease->ptr();
-  if (data != nullptr && input.NumElements() > 0) {
+  TensorView gradient = describe(input, place_);
+  if (lease->ptr() != nullptr && input.NumElements() > 0) {
+    gradient.ptr = lease->ptr();
     lease->fill(static_cast<const std::uint8_t*>(input.data()));
   } else {
-    // Somebody still holds the last gradient, or there is no reducer yet.
+    // Somebody still holds the last gradient, there is no reducer yet, or it is on a device, where it is reduced where
+    // it lies.
     Tensor* output = nullptr;
-    const auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
+    auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
+    if (status.ok() && output->data() != input.data()) {
+      gradient = describe(*output, place_);
+      status = checked([&] { copy(describe(input, place_), gradient); });
+    }
     if (!status.ok()) return answer(position, status, nullptr);
-    if (output->data() != input.data()) std::memcpy(output->data(), input.data(), input.TotalBytes());
-    data = static_cast<std::uint8_t*>(output->data());
   }
   // The core may answer, and the kernel end, before this returns.
   const auto self = shared_from_this();
-  const auto status = checked([&] { plan_.arrive(param, data, std::move(lease), execution_, self, position); });
+  const auto status = checked([&] { plan_.arrive(param, gradient, std::move(lease), execution_, self, position); });
   if (!status.ok()) answer(position, status, nullptr);
+}
+
+std::uint8_t* GradientCall::lend(std::size_t, std::size_t bytes) const {
+  Tensor memory;
+  const std::lock_guard lock(mutex_);
+  const auto status = context_->allocate_temp(tensorflow::DT_UINT8, {static_cast<std::int64_t>(bytes)}, &memory);
+  if (!status.ok()) throw std::runtime_error(std::string(status.message()));
+  lent_.push_back(memory);
+  return static_cast<std::uint8_t*>(memory.data());
 }
 
 void GradientCall::reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept {
@@ -100,6 +115,7 @@ void GradientCall::answer(std::size_t position, const absl::Status& status, Tens
     if (!status.ok()) context_->CtxFailure(status);
     if (output != nullptr) context_->set_output(static_cast<int>(position), *output);
     if (--pending_ > 0) return;
+    lent_.clear();
   }
   // The context may be gone once the callback has been called.
   done_();
@@ -153,6 +169,7 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
 };
 
 REGISTER_KERNEL_BUILDER(Name("SmdReduceGradients").Device(tensorflow::DEVICE_CPU), ReduceGradientsKernel);
+REGISTER_KERNEL_BUILDER(Name("SmdReduceGradients").Device(tensorflow::DEVICE_GPU), ReduceGradientsKernel);
 
 }  // namespace
 }  // namespace smd::tf_ops

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <vector>
 
+#include "adapter.h"
 #include "smd/giver.h"
 #include "smd/src/bridge.rs.h"
 #include "tensorflow/core/framework/cancellation.h"
@@ -28,6 +30,7 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   void give(std::size_t position, std::size_t param);
 
   void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept override;
+  std::uint8_t* lend(std::size_t position, std::size_t bytes) const override;
   void release() const noexcept override;
 
  private:
@@ -36,6 +39,7 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   tensorflow::OpKernelContext* context_;
   tensorflow::AsyncOpKernel::DoneCallback done_;
   const GradientPlan& plan_;
+  Place place_;
   Execution execution_;
   tensorflow::CancellationManager* cancellation_;
   tensorflow::CancellationToken token_ = tensorflow::CancellationManager::kInvalidToken;
@@ -43,6 +47,8 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   // Guards the context and what follows.
   mutable std::mutex mutex_;
   mutable std::size_t pending_;
+  // What the core uses on a device until this call ends.
+  mutable std::vector<tensorflow::Tensor> lent_;
 };
 
 }  // namespace smd::tf_ops

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 #: Samples of a step of one process.
-BATCH = {"cnn": 16, "mlp": 64}
+BATCH = {"cnn": 16, "mlp": 64, "encoder": 32}
+#: Tokens of a sample of the encoder, features of each, heads and blocks.
+ENCODER = (128, 768, 12, 15)
 
 
 def keras_model(name: str, keras: Any) -> Any:
@@ -23,6 +25,16 @@ def keras_model(name: str, keras: Any) -> Any:
                 layers.Dense(10),
             ]
         )
+    if name == "encoder":
+        # 106 M parameters, 425 MB of gradients, in 242 tensors.
+        tokens, features, heads, blocks = ENCODER
+        x = inputs = keras.Input((tokens, features))
+        for _ in range(blocks):
+            attended = layers.MultiHeadAttention(heads, features // heads)(x, x)
+            x = layers.LayerNormalization()(x + attended)
+            hidden = layers.Dense(4 * features, activation="relu")(x)
+            x = layers.LayerNormalization()(x + layers.Dense(features)(hidden))
+        return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
     # 7.5 M parameters, 30 MB of gradients, in 20 tensors.
     stack = [keras.Input((32, 32, 3))]
     for channels, stride in CHANNELS:
@@ -53,6 +65,6 @@ def torch_model(name: str) -> Any:
 def batch(name: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs, channels last, and labels."""
     generator = np.random.default_rng(rank)
-    shape = (784,) if name == "mlp" else (32, 32, 3)
+    shape = {"mlp": (784,), "cnn": (32, 32, 3), "encoder": ENCODER[:2]}[name]
     x = generator.standard_normal((BATCH[name], *shape), dtype=np.float32)
     return x, generator.integers(0, 10, BATCH[name])

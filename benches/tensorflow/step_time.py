@@ -1,12 +1,14 @@
 """What data parallelism adds to a training step in TensorFlow, beside MultiWorkerMirroredStrategy and beside PyTorch.
 
     TF_USE_LEGACY_KERAS=1 OMP_NUM_THREADS=1 smdrun -n 2 benches/tensorflow/step_time.py
+    TF_USE_LEGACY_KERAS=1 smdrun -n 2 benches/tensorflow/step_time.py --gpu --models encoder
 
 Each round runs a few steps of every mode, one mode after the other, so that all see the same machine:
 
 - `alone`: the model in a tf.function, in all processes side by side. No communication.
 - `opensmd`: the same with DistributedGradientTape.
-- `mwms`: the same in MultiWorkerMirroredStrategy, a ring over gRPC.
+- `mwms`: the same in MultiWorkerMirroredStrategy, a ring over gRPC; on GPUs over NCCL.
+- `mirrored`: on GPUs, MirroredStrategy over NCCL: rank 0 drives all of them, and the other processes wait.
 - `torch alone`, `torch opensmd`: the same shapes in PyTorch, without and with this package's DistributedDataParallel.
 
 Exposed communication is the median step of a mode minus that of its `alone`; the slowest rank counts.
@@ -23,24 +25,26 @@ import time
 from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 # MultiWorkerMirroredStrategy does not know Keras 3.
 os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
+import numpy as np
 import tensorflow as tf
 from models import batch, keras_model, torch_model
 
 import smdistributed.dataparallel.tensorflow as sdp
 from smdistributed import _core
 
-MODES = ("alone", "opensmd", "mwms", "torch alone", "torch opensmd")
-BASE = {"opensmd": "alone", "mwms": "alone", "torch opensmd": "torch alone"}
+MODES = ("alone", "opensmd", "mwms", "mirrored", "torch alone", "torch opensmd")
+BASE = {"opensmd": "alone", "mwms": "alone", "mirrored": "alone", "torch opensmd": "torch alone"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=("cnn", "mlp"), default=["cnn", "mlp"])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--models", nargs="+", choices=("cnn", "mlp", "encoder"), default=["cnn", "mlp"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all but `mirrored`, on GPUs without torch")
+    parser.add_argument("--gpu", action="store_true", help="one GPU for each process")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each mode in a round")
     parser.add_argument("--inter-op", type=int, default=2, help="inter-op threads; intra-op is always 1")
@@ -48,16 +52,30 @@ def main() -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op)
+    if arguments.modes is None:
+        arguments.modes = (
+            ["alone", "opensmd", "mwms"] if arguments.gpu else [mode for mode in MODES if mode != "mirrored"]
+        )
+    if {"mwms", "mirrored"} <= set(arguments.modes):
+        parser.error("the first process drives one GPU in `mwms` and all of them in `mirrored`: one run for each")
     sdp.init()
+    if arguments.gpu:
+        gpus = tf.config.list_physical_devices("GPU")
+        # The first process drives all of them in one mode, and its own in the others.
+        drives_all = sdp.rank() == 0 and "mirrored" in arguments.modes
+        tf.config.set_visible_devices(gpus if drives_all else gpus[sdp.local_rank()], "GPU")
+    else:
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op)
     if arguments.memory_steps:
         memory(arguments.memory_steps)
         return
-    strategy = worker_strategy() if "mwms" in arguments.modes else None
+    strategy = worker_strategy("NCCL" if arguments.gpu else "RING") if "mwms" in arguments.modes else None
     results = {name: measure(name, arguments, strategy) for name in arguments.models}
     if sdp.rank() == 0:
-        print(f"{sdp.size()} processes, one intra-op thread each, TensorFlow {tf.__version__}")
+        place = "a GPU each" if arguments.gpu else "one intra-op thread each"
+        print(f"{sdp.size()} processes, {place}, TensorFlow {tf.__version__}")
         for name, medians in results.items():
             print(table(name, medians))
         if arguments.json:
@@ -65,14 +83,14 @@ def main() -> None:
                 json.dump(results, file)
 
 
-def worker_strategy() -> tf.distribute.Strategy:
+def worker_strategy(implementation: str) -> tf.distribute.Strategy:
     """MultiWorkerMirroredStrategy over the ranks of the job."""
     # Its cluster must stand before TensorFlow runs anything, so no collective can agree on ports.
     first = 20_000 + _core.session_id() % 10_000
     cluster = {"worker": [f"127.0.0.1:{first + rank}" for rank in range(sdp.size())]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": sdp.rank()}})
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        implementation=tf.distribute.experimental.CommunicationImplementation[implementation]
     )
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
@@ -85,6 +103,8 @@ def measure(name: str, arguments: argparse.Namespace, strategy: tf.distribute.St
             steps[mode] = torch_step(name, mode == "torch opensmd")
         elif mode == "mwms":
             steps[mode] = strategy_step(name, strategy)
+        elif mode == "mirrored":
+            steps[mode] = strategy_step(name, tf.distribute.MirroredStrategy()) if sdp.rank() == 0 else lambda: None
         else:
             steps[mode] = keras_step(name, mode == "opensmd")
     times: dict[str, list[float]] = {mode: [] for mode in steps}
@@ -129,7 +149,16 @@ def strategy_step(name: str, strategy: tf.distribute.Strategy) -> Callable[[], N
         model = keras_model(name, tf.keras)
         optimizer = tf.keras.optimizers.SGD(0.01)
         losses = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    x, labels = map(tf.constant, batch(name, sdp.rank()))
+    devices = strategy.extended.worker_devices
+
+    def on_replica(array: np.ndarray) -> tf.distribute.DistributedValues:
+        def make(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+            with tf.device(devices[context.replica_id_in_sync_group % len(devices)]):
+                return tf.identity(array)
+
+        return strategy.experimental_distribute_values_from_function(make)
+
+    x, labels = map(on_replica, batch(name, sdp.rank()))
 
     def replica(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -142,7 +171,7 @@ def strategy_step(name: str, strategy: tf.distribute.Strategy) -> Callable[[], N
     def step(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         return strategy.run(replica, args=(x, labels))
 
-    return lambda: step(x, labels).numpy()
+    return lambda: [loss.numpy() for loss in strategy.experimental_local_results(step(x, labels))]
 
 
 def torch_step(name: str, reduce: bool) -> Callable[[], None]:
@@ -178,7 +207,7 @@ def table(name: str, medians: dict[str, float]) -> str:
         if mode in exposed:
             line += f", {exposed[mode]:+7.1f} ms exposed"
         lines.append(line)
-    for other in ("mwms", "torch opensmd"):
+    for other in ("mwms", "mirrored", "torch opensmd"):
         if {"opensmd", other} <= set(exposed):
             lines.append(f"  exposed, opensmd / {other}: {exposed['opensmd'] / exposed[other]:.2f}")
     return "\n".join(lines)

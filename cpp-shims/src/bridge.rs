@@ -3,8 +3,8 @@
 pub use ffi::*;
 
 use crate::calls::{
-    check_device, check_interrupt, fail_next, group_rank, group_size, raise_later, rank, roll_call, run, run_batch,
-    run_together, session_id, size, submit, submit_batch, submit_named,
+    check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size, raise_later, rank, roll_call, run,
+    run_batch, run_together, session_id, size, submit, submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan};
@@ -214,14 +214,25 @@ mod ffi {
         /// As `run`, until the device has done what was queued.
         unsafe fn run_together(calls: &[Call]) -> Result<()>;
 
+        /// Copies a tensor, or sets all bytes of one to zero: at once in CPU memory, queued into its stream on a device.
+        ///
+        /// # Safety
+        /// As `run`; both are of one type and length, on one device, and do not overlap.
+        unsafe fn copy(from: &TensorView, to: &TensorView) -> Result<()>;
+        /// See `copy`.
+        ///
+        /// # Safety
+        /// As `copy`.
+        unsafe fn clear(tensor: &TensorView) -> Result<()>;
+
         /// Throws what ended the operations of `group` on CUDA tensors, if something did.
         fn check_device(group: u64, during: &str) -> Result<()>;
 
         /// Queues the operation. If this returns an error, `done` is not called; otherwise it is called once, from
-        /// a thread of the core.
+        /// a thread of the core; on CUDA tensors, when the device is done.
         ///
         /// # Safety
-        /// As `run`, until `done` is called.
+        /// As `run`, until `done` is called; on CUDA tensors, from what the views' stream was given so far.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
 
         /// As `submit`, in any order: the operation runs when every rank has submitted one under `name`
@@ -385,15 +396,16 @@ mod ffi {
         fn param_name(self: &GradientPlan, param: usize) -> String;
         /// The slot of a parameter, unless a tensor holds it.
         fn take_slot(self: &GradientPlan, param: usize) -> Box<SlotLease>;
-        /// A gradient is complete at `ptr`, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
+        /// A gradient is complete, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
         /// throws.
         ///
         /// # Safety
-        /// Until then, the bytes are valid and nobody else touches them.
+        /// Until then, the bytes are valid and nobody else touches them; on a device, from what its stream was given so
+        /// far.
         unsafe fn arrive(
             self: &GradientPlan,
             param: usize,
-            ptr: *mut u8,
+            data: &TensorView,
             lease: Box<SlotLease>,
             execution: &Execution,
             giver: SharedPtr<Giver>,
@@ -410,6 +422,8 @@ mod ffi {
         type Giver;
         /// A gradient is reduced, in the slot if `lease` holds it; `error` is the report, empty on success.
         fn reduced(self: &Giver, position: usize, error: &str, lease: Box<SlotLease>);
+        /// Memory of the gradient's device, until it is answered.
+        fn lend(self: &Giver, position: usize, bytes: usize) -> Result<*mut u8>;
         /// The execution needs to tell no more how it goes.
         fn release(self: &Giver);
 

@@ -8,6 +8,7 @@ use cxx::UniquePtr;
 use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
 use smd_core::collectives::{Communicator, Done, MakeOutputs, ReduceOp, Request};
+use smd_core::device::memory;
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -61,6 +62,30 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
         communicator(first)?.run_on_device(&requests, timeout(first))
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn copy(from: &ffi::TensorView, to: &ffi::TensorView) -> Result<(), Report> {
+    guard(|| {
+        // SAFETY: the caller's promise, for this and the next line.
+        let from = unsafe { tensor(from) }?;
+        // SAFETY: as above.
+        let to = unsafe { tensor(to) }?;
+        // SAFETY: as above.
+        unsafe { memory::copy_tensor(&from, &to) }
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn clear(view: &ffi::TensorView) -> Result<(), Report> {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let view = unsafe { tensor(view) }?;
+        // SAFETY: as above.
+        unsafe { memory::clear_tensor(&view) }
     })
 }
 

@@ -10,6 +10,7 @@ use smd_core::session;
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
+use crate::calls::tensor;
 use crate::guard::{Report, guard};
 use crate::reducer::SlotLease;
 
@@ -33,6 +34,11 @@ impl arrival::Giver for Giver {
             Ok(lease) => giver.reduced(position, "", Box::new(SlotLease(lease))),
             Err(error) => giver.reduced(position, &error.report(), Box::new(SlotLease(None))),
         }
+    }
+
+    fn lend(&self, position: usize, bytes: usize) -> Result<*mut u8> {
+        let giver = self.0.as_ref().ok_or_else(|| Error::Internal("a shim passed no giver".to_owned()))?;
+        giver.lend(position, bytes).map_err(|error| Error::InvalidArgument(error.what().to_owned()))
     }
 
     fn release(&self) {
@@ -84,7 +90,7 @@ impl GradientPlan {
     pub unsafe fn arrive(
         &self,
         param: usize,
-        ptr: *mut u8,
+        data: &ffi::TensorView,
         lease: Box<SlotLease>,
         execution: &ffi::Execution,
         giver: SharedPtr<ffi::Giver>,
@@ -92,8 +98,10 @@ impl GradientPlan {
     ) -> Result<(), Report> {
         guard(|| {
             let giver = Arc::new(Giver(giver));
-            let arrival = Arrival { param, ptr, lease: lease.0, execution: execution.into(), giver, position };
             // SAFETY: the caller's promise.
+            let data = unsafe { tensor(data) }?;
+            let arrival = Arrival { param, data, lease: lease.0, execution: execution.into(), giver, position };
+            // SAFETY: as above.
             unsafe { session::current("the reduction of gradients")?.arrive(self.number, arrival) }
         })
     }

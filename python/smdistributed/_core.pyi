@@ -72,9 +72,11 @@ def plan_gradients(
     bucket_bytes: int,
     wire: str | None = None,
     sum: bool = False,
+    on_device: bool = False,
 ) -> int:
     """The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
-    are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as."""
+    are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
+    `on_device` says that they are on a CUDA device."""
 
 def plan_pipeline(
     rank: int,

@@ -9,9 +9,10 @@ use smd_core::reducer::{Options, ParamSpec, Reduction, blueprint, bucket_sizes};
 use crate::enter::enter;
 
 /// The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
-/// are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as.
+/// are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
+/// `on_device` says that they are on a CUDA device.
 #[pyfunction]
-#[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false))]
+#[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false, on_device=false))]
 pub fn plan_gradients(
     py: Python<'_>,
     graph: u64,
@@ -20,6 +21,7 @@ pub fn plan_gradients(
     bucket_bytes: usize,
     wire: Option<String>,
     sum: bool,
+    on_device: bool,
 ) -> PyResult<usize> {
     enter(py, || {
         let params = gradients
@@ -31,7 +33,7 @@ pub fn plan_gradients(
             None => Reduction::Average,
         };
         let bucket_bytes = bucket_sizes(bucket_bytes);
-        let options = Options { bucket_bytes, reduction, sum, absent, ..Options::default() };
+        let options = Options { bucket_bytes, reduction, sum, absent, on_device, ..Options::default() };
         blueprint::draw(graph, Description { params, options })
     })
 }

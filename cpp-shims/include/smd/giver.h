@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "rust/cxx.h"
 
@@ -21,6 +24,14 @@ class Giver {
   // The gradient that was given as `position` is reduced, in the slot that `lease` holds, or where it lay. `error` is
   // the core's report, ending in ` [smd:<code>]`; empty if all went well. Once for each gradient.
   virtual void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept = 0;
+
+  // Memory for `bytes` bytes on the device of the gradient that was given as `position`, until that is answered.
+  // Whatever used it before was queued into the gradient's stream. Throws a std::exception if there is none. Called
+  // with locks of the core held.
+  virtual std::uint8_t* lend(std::size_t position, std::size_t bytes) const {
+    (void)position;
+    throw std::logic_error("no memory for " + std::to_string(bytes) + " bytes of gradients on a device");
+  }
 
   // All gradients of the step are reduced; some may not be answered yet. Called with locks of the core held.
   virtual void release() const noexcept = 0;

@@ -249,6 +249,32 @@ pub(crate) fn views(request: &Request) -> Vec<TensorView> {
     }
 }
 
+/// The same request, in another stream.
+pub(super) fn on_stream(request: &Request, stream: usize) -> Request {
+    let mut moved = request.clone();
+    let each = |view: &mut TensorView| *view = view.on_stream(stream);
+    match &mut moved {
+        Request::AllReduce { input, output, .. } | Request::Reduce { input, output, .. } => {
+            each(input);
+            each(output);
+        }
+        Request::Broadcast { data, .. } | Request::Send { data, .. } | Request::Recv { data, .. } => each(data),
+        Request::AllGather { input, outputs } | Request::Gather { input, outputs, .. } => {
+            each(input);
+            outputs.iter_mut().for_each(each);
+        }
+        Request::Scatter { inputs, output, .. } | Request::ReduceScatter { inputs, output, .. } => {
+            inputs.iter_mut().for_each(each);
+            each(output);
+        }
+        Request::AllToAll { inputs, outputs } => inputs.iter_mut().chain(outputs).for_each(each),
+        Request::AllGatherRows { input, .. } => each(input),
+        Request::AllToAllRows { inputs, .. } => inputs.iter_mut().for_each(each),
+        Request::AllReduceWindow { .. } | Request::Barrier => {}
+    }
+    moved
+}
+
 fn on_cpu(view: &TensorView) -> Result<()> {
     match view.device() {
         Device::Cpu => Ok(()),

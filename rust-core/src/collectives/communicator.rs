@@ -26,10 +26,11 @@ use parking_lot::{Condvar, Mutex};
 use super::batch::{self, Step};
 use super::call::{Call, Kind};
 use super::courier::Courier;
-use super::cuda::{self, Cuda};
+use super::cuda::{self, Cuda, Flying};
 use super::kernels::copy::Publisher;
 use super::window::Window;
 use super::{Group, Request, algorithms, arrival, rows};
+use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
 use crate::world::{Monitor, Store};
@@ -44,13 +45,13 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 pub struct Communicator {
     shared: Arc<Shared>,
     courier: Courier,
-    cuda: Arc<Cuda>,
 }
 
 /// What the worker thread shares with the callers.
 struct Shared {
     id: u64,
     transport: Arc<dyn Transport>,
+    cuda: Arc<Cuda>,
     monitor: Arc<Monitor>,
     timeout: Duration,
     turns: Mutex<Turns>,
@@ -80,6 +81,8 @@ struct Turns {
 enum Job {
     Run(Request, Option<Duration>),
     Batch(Vec<Request>, Option<Duration>),
+    /// On CUDA tensors.
+    Launch(Vec<Request>, Option<Duration>),
     Fail(String),
     Window(usize, Arc<OnceLock<Arc<Window>>>),
 }
@@ -94,6 +97,7 @@ impl Communicator {
         let shared = Arc::new(Shared {
             id,
             transport,
+            cuda,
             monitor,
             timeout,
             turns: Mutex::default(),
@@ -107,12 +111,12 @@ impl Communicator {
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
-        Arc::new(Self { shared, courier, cuda })
+        Arc::new(Self { shared, courier })
     }
 
     /// Says where the members meet before their first operation on CUDA tensors.
     pub fn set_store(&self, store: Arc<dyn Store>) {
-        self.cuda.set_store(store);
+        self.shared.cuda.set_store(store);
     }
 
     /// The job-wide name of the group; 0 is the world.
@@ -148,13 +152,17 @@ impl Communicator {
     /// As [`Communicator::run`], waiting for other members for `timeout` instead of the group's own.
     pub fn run_within(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         match request {
-            _ if cuda::is_on_device(request) => self.cuda.run(std::slice::from_ref(request), timeout),
+            Request::AllGatherRows { .. } | Request::AllToAllRows { .. } if cuda::is_on_device(request) => {
+                Err(Error::Unsupported("operations on rows of CUDA tensors are submitted, not run".into()))
+            }
+            _ if cuda::is_on_device(request) => self.shared.cuda.run(std::slice::from_ref(request), timeout),
             Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
     }
 
-    /// Queues `request`; `done` is called when it is complete. The views' promise must hold until then.
+    /// Queues `request`; `done` is called when it is complete, on CUDA tensors: when the device is done. The views' promise
+    /// must hold until then.
     pub fn submit(self: &Arc<Self>, request: Request, done: Done) {
         self.submit_within(request, None, done);
     }
@@ -163,7 +171,11 @@ impl Communicator {
     /// does.
     pub fn submit_within(self: &Arc<Self>, request: Request, timeout: Option<Duration>, done: Done) {
         match request {
-            _ if cuda::is_on_device(&request) => done(self.cuda.run(&[request], timeout).map(|()| None)),
+            // The worker learns the numbers of rows first.
+            Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => {
+                self.shared.queue(Job::Run(request, timeout), done);
+            }
+            _ if cuda::is_on_device(&request) => self.shared.launch(vec![request], timeout, done),
             Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, timeout, done),
             _ => self.shared.queue(Job::Run(request, timeout), done),
         }
@@ -175,7 +187,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::run`]; [`Error::InvalidArgument`] for tensors in CPU memory.
     pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
-        self.cuda.run(requests, timeout)
+        self.shared.cuda.run(requests, timeout)
     }
 
     /// What ended the group's operations on CUDA tensors, if something did: those that were queued before it have no
@@ -184,7 +196,7 @@ impl Communicator {
     /// # Errors
     /// That, told of `during`.
     pub fn check_device(&self, during: &str) -> Result<()> {
-        self.cuda.check(|| during.to_owned())
+        self.shared.cuda.check(|| during.to_owned())
     }
 
     /// Runs collectives as one operation (COM-6); returns when this member's part of all is complete.
@@ -195,21 +207,33 @@ impl Communicator {
         self.shared.run(|| Job::Batch(requests.to_vec(), timeout), || self.shared.batch(requests, timeout))
     }
 
-    /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed.
+    /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed. On CUDA tensors,
+    /// which all of them must be then, as [`Communicator::run_on_device`] does it.
     pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
-        self.shared.queue(Job::Batch(requests, timeout), done);
+        match requests.iter().any(cuda::is_on_device) {
+            true => self.shared.launch(requests, timeout, done),
+            false => self.shared.queue(Job::Batch(requests, timeout), done),
+        }
+    }
+
+    /// What this group has queued into `stream` so far: its end is told from a thread of the core.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub(crate) fn flying(&self, during: &str, stream: &Stream) -> Result<Flying> {
+        self.shared.cuda.flying(during, stream)
     }
 
     /// How many bytes of gradients on devices a reducer had best send at once, if that was measured (`SMD_AUTOTUNE`):
     /// when the group was used on a device first. The same on all members.
     pub fn measured_bucket_bytes(&self) -> Option<usize> {
-        self.cuda.measured_bucket_bytes()
+        self.shared.cuda.measured_bucket_bytes()
     }
 
     /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this
     /// member fails with `reason`. The others' wait for this member until their time limit, or until it is gone.
     pub fn end_devices(&self, reason: Error) {
-        self.cuda.end(reason);
+        self.shared.cuda.end(reason);
     }
 
     /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
@@ -255,7 +279,7 @@ impl Communicator {
         }
         drop(turns);
         self.courier.wait_ended(deadline);
-        self.cuda.close();
+        self.shared.cuda.close();
     }
 }
 
@@ -338,16 +362,43 @@ impl Shared {
             };
             turns.busy = true;
             drop(turns);
-            let turn = Turn(self);
-            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match &job {
-                Job::Run(request, timeout) => self.collective(request, *timeout),
-                Job::Batch(requests, timeout) => self.batch(requests, *timeout),
-                Job::Fail(message) => self.fail(message),
-                Job::Window(bytes, made) => self.window(*bytes, made),
-            }));
-            drop(turn);
-            done(outcome.unwrap_or_else(|_| Err(self.panicked())).map(|()| None));
+            self.execute(&job, done);
         }
+    }
+
+    /// Runs a job whose turn it is.
+    fn execute(&self, job: &Job, done: Done) {
+        let turn = Turn(self);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match job {
+            Job::Run(request, timeout) if cuda::is_on_device(request) => {
+                self.rows_on_device(request, *timeout).map(Some)
+            }
+            Job::Run(request, timeout) => self.collective(request, *timeout).map(|()| None),
+            Job::Batch(requests, timeout) => self.batch(requests, *timeout).map(|()| None),
+            Job::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
+            Job::Fail(message) => self.fail(message).map(|()| None),
+            Job::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
+        }));
+        drop(turn);
+        match outcome.unwrap_or_else(|_| Err(self.panicked())) {
+            Ok(None) => done(Ok(None)),
+            Ok(Some(flying)) => flying.then(done),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// Queues operations on CUDA tensors: on this thread, if nothing is before them (COM-1) and no member is waited for.
+    fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
+        let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
+        let job = Job::Launch(requests, timeout);
+        let mut turns = self.turns.lock();
+        if !ready || turns.busy || !turns.queue.is_empty() {
+            drop(turns);
+            return self.queue(job, done);
+        }
+        turns.busy = true;
+        drop(turns);
+        self.execute(&job, done);
     }
 
     fn panicked(&self) -> Error {
@@ -381,6 +432,35 @@ impl Shared {
         })?;
         match rows::settle(request, &rows) {
             Ok(settled) => self.collective(&settled, timeout),
+            Err(error) => {
+                self.fail(&error.to_string())?;
+                Err(error)
+            }
+        }
+    }
+
+    /// The same on CUDA tensors: the numbers are told between the CPUs.
+    fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<Flying> {
+        let members = self.transport.members();
+        let call = match Call::describe(request, members.me, members.size()) {
+            Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => call,
+            Ok(_) => return Err(Error::Internal("an operation on CUDA tensors was queued as one on the CPU".into())),
+            Err(error) => {
+                self.fail(&error.to_string())?;
+                return Err(error);
+            }
+        };
+        let mut rows = Vec::new();
+        self.enter(&call, timeout, |group| {
+            rows = algorithms::sizes::tell(&call, group)?;
+            Ok(())
+        })?;
+        // On devices nobody would hear of a member whose outputs cannot be made (ROW-2).
+        match rows::settle(request, &rows) {
+            Ok(settled) => {
+                self.collective(&Request::Barrier, timeout)?;
+                self.cuda.launch(&[settled], timeout)
+            }
             Err(error) => {
                 self.fail(&error.to_string())?;
                 Err(error)

@@ -8,6 +8,7 @@ use cudarc::driver::sys;
 
 use super::driver::{Context, check, relaxed};
 use super::stream::Stream;
+use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Result};
 
 /// Memory of a device, from `cuMemAlloc` so that it can be shared with other processes.
@@ -254,4 +255,63 @@ pub unsafe fn fill(to: u64, value: u8, bytes: usize, stream: &Stream) -> Result<
     check(unsafe { sys::cuMemsetD8Async(to, value, bytes, stream.handle()) }, || {
         format!("filling {bytes} bytes on `cuda:{}`", stream.context().device())
     })
+}
+
+/// Copies a tensor to another one: at once in CPU memory, queued into the views' stream on a device.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if they differ in length or place, [`Error::Device`].
+///
+/// # Safety
+/// The views' promise holds until the copy is done; they do not overlap.
+pub unsafe fn copy_tensor(from: &TensorView, to: &TensorView) -> Result<()> {
+    if from.bytes() != to.bytes() || from.device() != to.device() {
+        return Err(Error::InvalidArgument(format!(
+            "{} bytes on {:?} were to be copied to {} bytes on {:?}",
+            from.bytes(),
+            from.device(),
+            to.bytes(),
+            to.device()
+        )));
+    }
+    match to.device() {
+        _ if to.elems() == 0 => Ok(()),
+        Device::Cpu => {
+            // SAFETY: the caller's promise, for both.
+            unsafe { to.as_bytes_mut().copy_from_slice(from.as_bytes()) };
+            Ok(())
+        }
+        Device::Cuda(device) => {
+            let context = Context::primary(device)?;
+            // SAFETY: the views' promise covers their stream.
+            let stream = unsafe { Stream::borrowed(context, to.stream()) };
+            // SAFETY: the caller's promise.
+            unsafe { copy(to.ptr() as u64, from.ptr() as u64, to.bytes(), &stream) }
+        }
+    }
+}
+
+/// Sets a tensor to zeros, as [`copy_tensor`] copies one.
+///
+/// # Errors
+/// [`Error::Device`].
+///
+/// # Safety
+/// The view's promise holds until it is done.
+pub unsafe fn clear_tensor(view: &TensorView) -> Result<()> {
+    match view.device() {
+        _ if view.elems() == 0 => Ok(()),
+        Device::Cpu => {
+            // SAFETY: the caller's promise.
+            unsafe { view.as_bytes_mut().fill(0) };
+            Ok(())
+        }
+        Device::Cuda(device) => {
+            let context = Context::primary(device)?;
+            // SAFETY: the view's promise covers its stream.
+            let stream = unsafe { Stream::borrowed(context, view.stream()) };
+            // SAFETY: the caller's promise.
+            unsafe { fill(view.ptr() as u64, 0, view.bytes(), &stream) }
+        }
+    }
 }

@@ -459,11 +459,7 @@ impl<'a> Work<'a> {
                 done(result.clone());
             }
         };
-        if requests.iter().any(Description::is_on_device) {
-            done(self.communicator.run_on_device(&requests, None).map(|()| None));
-        } else {
-            self.communicator.submit_batch(requests, None, Box::new(done));
-        }
+        self.communicator.submit_batch(requests, None, Box::new(done));
         Ok(())
     }
 

@@ -12,13 +12,18 @@
 //!   the lock, so news may come from inside calls that handling makes.
 //! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until nothing is under way in them, and its
 //!   later gradients get the error that ended it.
+//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their giver lends. They
+//!   are answered when the device is done with their bucket, also in a step that was abandoned.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use super::launcher::{HeldBucket, Together};
 use super::{Listener, News, Plan, Reducer, SlotLease};
+use crate::buffer::{Device, TensorView};
+use crate::device::pack::Piece;
 use crate::error::{Error, Result};
 
 /// Tells executions of graphs apart: gradients of one step have the same.
@@ -36,6 +41,12 @@ pub struct Execution {
 pub trait Giver: Send + Sync {
     /// The gradient that it gave as `position` is reduced: in the slot that `lease` holds, or where it lay.
     fn reduced(&self, position: usize, result: Result<Option<SlotLease>>);
+    /// Memory for `bytes` bytes on the device of the gradient `position`, until that is answered: whatever used it before
+    /// was queued into the gradient's stream.
+    ///
+    /// # Errors
+    /// There is none.
+    fn lend(&self, position: usize, bytes: usize) -> Result<*mut u8>;
     /// The step that its gradients belong to is about to end well: its execution needs to tell no more how it goes.
     fn release(&self);
 }
@@ -44,8 +55,8 @@ pub trait Giver: Send + Sync {
 pub struct Arrival {
     /// Which parameter's.
     pub param: usize,
-    /// Where it lies.
-    pub ptr: *mut u8,
+    /// Where it lies, and in whose stream it was made.
+    pub data: TensorView,
     /// The slot, if it lies there.
     pub lease: Option<SlotLease>,
     /// Whose step it belongs to.
@@ -55,10 +66,6 @@ pub struct Arrival {
     /// As what.
     pub position: usize,
 }
-
-// SAFETY: the giver keeps the gradient alive and untouched until it is answered (contract of `Arrivals::arrive`); any
-// thread may read and write it in between.
-unsafe impl Send for Arrival {}
 
 /// See the module's text.
 pub struct Arrivals {
@@ -73,6 +80,8 @@ enum Event {
     /// An execution ends before its step did.
     Ended(Execution),
     News(News),
+    /// The device is done with the bucket with this index, or never began.
+    Landed(usize, Result<()>),
     /// What [`Reducer::finish`] said.
     Finished(Result<()>),
 }
@@ -101,6 +110,9 @@ enum Phase {
     /// The communicator may still work in these slots (ARR-4).
     Abandoned {
         _leases: Vec<SlotLease>,
+        /// By bucket: what the device may still work in (ARR-5).
+        flying: Vec<(usize, Vec<Arrival>)>,
+        settled: bool,
     },
 }
 
@@ -112,6 +124,8 @@ struct Open {
     /// By parameter: what is not answered yet.
     pending: Vec<Option<Arrival>>,
     reduced: usize,
+    /// Buckets that the device works on.
+    flying: Vec<usize>,
     givers: Vec<Arc<dyn Giver>>,
 }
 
@@ -160,8 +174,8 @@ impl Arrivals {
     /// A gradient is there.
     ///
     /// # Safety
-    /// Until the giver has been answered, the bytes at `arrival.ptr`, as many as the parameter has, are valid, and nobody
-    /// else touches them.
+    /// Until the giver has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
+    /// else touches them; on a device, from what its stream was given so far.
     pub unsafe fn arrive(self: &Arc<Self>, arrival: Arrival) {
         self.put(Event::Arrived(arrival));
         self.handle();
@@ -203,21 +217,23 @@ impl State {
         match event {
             Event::Made(Ok(reducer)) => {
                 self.reducer = Some(reducer);
-                self.rest(answers);
+                self.rest(arrivals, answers);
             }
             Event::Made(Err(error)) => {
                 answers.extend(self.waiting.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
                 self.phase = Phase::Broken(error);
             }
-            Event::Arrived(arrival) => self.arrived(arrival, answers),
+            Event::Arrived(arrival) => self.arrived(arrival, arrivals, answers),
             Event::Ended(execution) => self.ended(execution, answers),
             Event::News(News::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
             Event::News(News::Failed(error)) => self.abandon(&error, answers),
             Event::News(News::Settled) => {
-                if matches!(self.phase, Phase::Abandoned { .. }) {
-                    self.rest(answers);
+                if let Phase::Abandoned { settled, .. } = &mut self.phase {
+                    *settled = true;
+                    self.leave_abandoned(arrivals, answers);
                 }
             }
+            Event::Landed(bucket, result) => self.landed(bucket, result, arrivals, answers),
             Event::Finished(result) => {
                 let Phase::Finishing { givers, answers: held } = &mut self.phase else { return };
                 if result.is_ok() {
@@ -226,20 +242,27 @@ impl State {
                 answers.extend(
                     held.drain(..).map(|answer| Answer { result: result.clone().and(answer.result), ..answer }),
                 );
-                self.rest(answers);
+                self.rest(arrivals, answers);
             }
         }
     }
 
     /// The next step may begin, and does if its gradients wait.
-    fn rest(&mut self, answers: &mut Vec<Answer>) {
+    fn rest(&mut self, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
         self.phase = Phase::Idle;
         for arrival in std::mem::take(&mut self.waiting) {
-            self.arrived(arrival, answers);
+            self.arrived(arrival, arrivals, answers);
         }
     }
 
-    fn arrived(&mut self, arrival: Arrival, answers: &mut Vec<Answer>) {
+    /// As [`State::rest`], if nothing of the abandoned step is under way any more.
+    fn leave_abandoned(&mut self, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+        if matches!(&self.phase, Phase::Abandoned { flying, settled: true, .. } if flying.is_empty()) {
+            self.rest(arrivals, answers);
+        }
+    }
+
+    fn arrived(&mut self, arrival: Arrival, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
         if let Phase::Broken(error) = &self.phase {
             let error = error.clone();
             return answers.push(arrival.answer(Err(error)));
@@ -251,6 +274,17 @@ impl State {
             return answers.push(arrival.answer(Err(failed.error.clone())));
         }
         let Some(reducer) = &self.reducer else { return self.waiting.push_back(arrival) };
+        let on_device = reducer.is_on_device();
+        if on_device != (arrival.data.device() != Device::Cpu) {
+            let place = |on_device| if on_device { "a CUDA device" } else { "the CPU" };
+            let name = &reducer.params()[arrival.param].name;
+            let error = Error::InvalidArgument(format!(
+                "the gradient of `{name}` is on {}: it was planned for {}",
+                place(!on_device),
+                place(on_device)
+            ));
+            return answers.push(arrival.answer(Err(error)));
+        }
         if matches!(self.phase, Phase::Idle) {
             // Nothing is under way, so this neither waits nor fails.
             if let Err(error) = reducer.begin(true) {
@@ -263,6 +297,7 @@ impl State {
                 arrived: vec![false; num_params],
                 pending: std::iter::repeat_with(|| None).take(num_params).collect(),
                 reduced: 0,
+                flying: Vec::new(),
                 givers: Vec::new(),
             });
         }
@@ -274,12 +309,38 @@ impl State {
         if open.givers.last().is_none_or(|last| !Arc::ptr_eq(last, &arrival.giver)) {
             open.givers.push(Arc::clone(&arrival.giver));
         }
-        let ptr = arrival.ptr;
+        let ptr = arrival.data.ptr();
         open.pending[param] = Some(arrival);
         // SAFETY: the gradient is valid until it is answered (contract of `arrive`). It is answered once its bucket has
         // been reduced, after which the reducer does not touch it any more, or after the step was abandoned.
-        if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
+        let marked = unsafe { reducer.mark_ready(param, ptr, true) };
+        // Only those on a device are the caller's to launch.
+        let launched = marked.and_then(|mut full| full.try_for_each(|bucket| open.launch(bucket, reducer, arrivals)));
+        if let Err(error) = launched {
             self.abandon(&error, answers);
+        }
+    }
+
+    /// ARR-5.
+    fn landed(&mut self, bucket: usize, result: Result<()>, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+        match &mut self.phase {
+            Phase::Open(open) => {
+                open.flying.retain(|flying| *flying != bucket);
+                match result {
+                    Ok(()) => self.reduced(bucket, arrivals, answers),
+                    Err(error) => self.abandon(&error, answers),
+                }
+            }
+            Phase::Abandoned { flying, .. } => {
+                let error = self.failed.as_ref().map(|failed| failed.error.clone());
+                let error =
+                    error.unwrap_or_else(|| Error::Internal("a step was abandoned without a reason".to_owned()));
+                for (_, mut held) in flying.extract_if(.., |(of, _)| *of == bucket) {
+                    answers.extend(held.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
+                }
+                self.leave_abandoned(arrivals, answers);
+            }
+            _ => {}
         }
     }
 
@@ -304,7 +365,7 @@ impl State {
             let told =
                 of_bucket.into_iter().map(|answer| Answer { result: result.clone().and(answer.result), ..answer });
             answers.extend(told);
-            return self.rest(answers);
+            return self.rest(arrivals, answers);
         }
         self.phase = Phase::Finishing { givers, answers: of_bucket };
         // This may be the communicator's thread, which the end of the step needs.
@@ -338,6 +399,10 @@ impl State {
     fn abandon(&mut self, error: &Error, answers: &mut Vec<Answer>) {
         let Phase::Open(open) = &mut self.phase else { return };
         let mut leases = Vec::new();
+        let mut held = |bucket: usize| -> Vec<Arrival> {
+            open.plan.buckets()[bucket].slots.iter().filter_map(|slot| open.pending[slot.param].take()).collect()
+        };
+        let flying = open.flying.iter().map(|&bucket| (bucket, held(bucket))).collect();
         for mut arrival in open.pending.iter_mut().filter_map(Option::take) {
             leases.extend(arrival.lease.take());
             answers.push(arrival.answer(Err(error.clone())));
@@ -347,10 +412,64 @@ impl State {
             arrived: std::mem::take(&mut open.arrived),
             error: error.clone(),
         });
-        self.phase = Phase::Abandoned { _leases: leases };
+        self.phase = Phase::Abandoned { _leases: leases, flying, settled: false };
         if let Some(reducer) = &self.reducer {
             reducer.abandon("its step ended before all gradients were there", false);
         }
+    }
+}
+
+impl Open {
+    /// Has a full bucket on a device reduced.
+    fn launch(&mut self, bucket: usize, reducer: &Arc<Reducer>, arrivals: &Arc<Arrivals>) -> Result<()> {
+        let planned = &self.plan.buckets()[bucket];
+        let wire = reducer.wire_dtype(planned.dtype);
+        let mut pieces = Vec::new();
+        let mut apart = Vec::new();
+        let mut last = None;
+        for slot in &planned.slots {
+            let Some(arrival) = &self.pending[slot.param] else { continue };
+            if arrival.data.elems() == 0 {
+                continue;
+            }
+            if slot.apart {
+                apart.push(arrival.data);
+            } else {
+                let offset = (slot.offset_bytes - planned.offset_bytes) / planned.dtype.size();
+                pieces.push(Piece { tensor: arrival.data.ptr() as u64, offset, elems: arrival.data.elems() });
+            }
+            last = Some(arrival);
+        }
+        let Some(last) = last.filter(|_| reducer.communicator().members().size() > 1) else {
+            // Nothing to reduce.
+            reducer.reduced_by_caller();
+            arrivals.put(Event::Landed(bucket, Ok(())));
+            return Ok(());
+        };
+        let Device::Cuda(device) = last.data.device() else {
+            return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
+        };
+        let stream = last.data.stream();
+        let together = match &pieces[..] {
+            [] => None,
+            _ => {
+                let elems = planned.elems();
+                let memory = last.giver.lend(last.position, elems * wire.size())?;
+                // SAFETY: the giver lends as many bytes, until the gradient is answered: when the bucket has landed.
+                let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
+                Some(Together { pieces, dtype: planned.dtype, flat })
+            }
+        };
+        let own = Arc::clone(arrivals);
+        let landed = move |outcome| {
+            own.put(Event::Landed(bucket, outcome));
+            own.handle();
+        };
+        // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
+        // what was lent.
+        unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(landed)) }?;
+        self.flying.push(bucket);
+        Ok(())
     }
 }
 

@@ -10,6 +10,9 @@
 //! Launching a reduction takes the host some 40 us, which a backward that is bound by its launches has not got; so its
 //! thread only launches one kernel a bucket and records an event.
 //!
+//! Gradients of graphs stay where they lie: they are packed and unpacked in the communication stream, and whoever gave
+//! them is told when the device is done.
+//!
 //! - LCH-1: the host never waits for the device.
 //! - LCH-2: what is under capture in a CUDA graph is launched by the caller's thread, so that the graph has it.
 
@@ -17,12 +20,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::device::pack::{Packer, Piece};
-use crate::device::{Context, Event, Stream};
+use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{Error, Result};
 
 /// A full bucket on a device.
@@ -40,7 +43,28 @@ pub struct DeviceBucket<'a> {
     pub stream: usize,
 }
 
-/// Called once, when a bucket is launched or could not be.
+/// A full bucket of gradients that stay where they lie, on a device.
+#[derive(Debug)]
+pub(super) struct HeldBucket {
+    /// Gradients that travel together.
+    pub(super) together: Option<Together>,
+    /// Those that are reduced where they lie.
+    pub(super) apart: Vec<TensorView>,
+    /// The stream in which all of them were made.
+    pub(super) stream: usize,
+}
+
+/// Gradients and the memory in which they travel.
+#[derive(Clone, Debug)]
+pub(super) struct Together {
+    pub(super) pieces: Vec<Piece>,
+    /// Their type.
+    pub(super) dtype: DType,
+    /// Of their type, or of a narrower one.
+    pub(super) flat: TensorView,
+}
+
+/// Called once, when a bucket is launched or could not be; that of gradients which are held, when the device is done.
 pub(super) type Launched = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// See the module's text.
@@ -50,6 +74,7 @@ pub(super) struct Launcher {
 
 struct Shared {
     communicator: Arc<Communicator>,
+    op: ReduceOp,
     /// Where reductions run.
     stream: Stream,
     /// Recorded after the last reduction so far.
@@ -79,13 +104,16 @@ struct State {
     closed: bool,
 }
 
-/// A packed bucket.
+/// A bucket.
 struct Job {
-    packed: Event,
+    /// Its gradients are made, or packed.
+    ready: Event,
+    pack: Option<Together>,
     /// What is reduced.
     targets: Vec<TensorView>,
-    /// The slots, and the memory in which they travel, if that is another one.
-    unpack: Option<(TensorView, TensorView)>,
+    unpack: Option<Together>,
+    /// Whether the caller is told when the device is done.
+    held: bool,
 }
 
 impl Launcher {
@@ -99,10 +127,27 @@ impl Launcher {
         stream: usize,
     ) -> Result<Self> {
         // SAFETY: the caller's promise.
-        let stream = unsafe { Stream::borrowed(context, stream) };
-        let done = Event::new(context)?;
+        Self::over(communicator, ReduceOp::Average, unsafe { Stream::borrowed(context, stream) })
+    }
+
+    /// A launcher with a stream of its own.
+    pub(super) fn with_stream(
+        communicator: Arc<Communicator>,
+        context: &'static Context,
+        op: ReduceOp,
+    ) -> Result<Self> {
+        Self::over(communicator, op, Stream::new(context, Priority::High)?)
+    }
+
+    fn over(communicator: Arc<Communicator>, op: ReduceOp, stream: Stream) -> Result<Self> {
+        let done = Event::new(stream.context())?;
         let (dirty, state, changed, events, packers) = Default::default();
-        Ok(Self { shared: Arc::new(Shared { communicator, stream, done, dirty, state, changed, events, packers }) })
+        Ok(Self { shared: Arc::new(Shared { communicator, op, stream, done, dirty, state, changed, events, packers }) })
+    }
+
+    /// The device.
+    pub(super) fn context(&self) -> &'static Context {
+        self.shared.stream.context()
     }
 
     /// Packs a bucket in its stream and has it reduced: by the launcher's thread, or at once if that thread has nothing
@@ -125,31 +170,36 @@ impl Launcher {
         if targets.iter().any(|target| target.device() != Device::Cuda(context.device())) {
             return Err(Error::Internal("gradients of several devices were to be reduced together".into()));
         }
-        let packed = match shared.events.lock().pop() {
-            Some(event) => event,
-            None => Event::new(context)?,
-        };
-        packed.record(&stream)?;
-        let job = Job { packed, targets, unpack: bucket.flat.zip(bucket.wire) };
+        let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| {
+            let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
+            Together { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
+        });
+        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, held: false };
         let capturing = stream.is_capturing()?;
-        let mut state = shared.state.lock();
+        let state = shared.state.lock();
         if capturing || (at_once && state.queue.is_empty() && !state.busy) {
+            let mut state = state;
             state.busy = true;
             drop(state);
             shared.carry_out(job, launched);
             return Ok(());
         }
-        if !state.has_thread {
-            let own = shared.clone();
-            std::thread::Builder::new()
-                .name(format!("smd-launch-{}", shared.communicator.id()))
-                .spawn(move || own.work())
-                .map_err(|error| Error::io("starting the thread that launches reductions", error))?;
-            state.has_thread = true;
-        }
-        state.queue.push_back((job, launched));
-        shared.changed.notify_all();
-        Ok(())
+        shared.queue(state, job, launched)
+    }
+
+    /// Has a bucket reduced whose gradients stay where they lie.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody else touches it, until `landed` is called. What was done to it before, also by who
+    /// had it before, was queued into the bucket's stream.
+    pub(super) unsafe fn launch_held(&self, bucket: HeldBucket, landed: Launched) -> Result<()> {
+        let shared = &self.shared;
+        let HeldBucket { together, apart, stream } = bucket;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { Stream::borrowed(self.context(), stream) };
+        let targets = together.iter().map(|together| together.flat).chain(apart).collect();
+        let job = Job { ready: shared.mark(&stream)?, pack: together.clone(), targets, unpack: together, held: true };
+        shared.queue(shared.state.lock(), job, landed)
     }
 
     /// Waits until everything is launched; launching does not wait for the device.
@@ -182,6 +232,31 @@ impl Drop for Launcher {
 }
 
 impl Shared {
+    /// Where `stream` is now.
+    fn mark(&self, stream: &Stream) -> Result<Event> {
+        let event = match self.events.lock().pop() {
+            Some(event) => event,
+            None => Event::new(self.stream.context())?,
+        };
+        event.record(stream)?;
+        Ok(event)
+    }
+
+    /// Leaves a job to the thread.
+    fn queue(self: &Arc<Self>, mut state: MutexGuard<'_, State>, job: Job, launched: Launched) -> Result<()> {
+        if !state.has_thread {
+            let own = self.clone();
+            std::thread::Builder::new()
+                .name(format!("smd-launch-{}", self.communicator.id()))
+                .spawn(move || own.work())
+                .map_err(|error| Error::io("starting the thread that launches reductions", error))?;
+            state.has_thread = true;
+        }
+        state.queue.push_back((job, launched));
+        self.changed.notify_all();
+        Ok(())
+    }
+
     /// The thread.
     fn work(&self) {
         let mut state = self.state.lock();
@@ -200,8 +275,15 @@ impl Shared {
     /// Launches a reduction for a caller that has made this launcher busy, which it then no longer is: also after a
     /// panic, since whoever settles would wait for ever.
     fn carry_out(&self, job: Job, launched: Launched) {
+        let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
-        launched(outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic))));
+        let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
+        // Also after an error: some of it may be queued.
+        match held.then(|| self.communicator.flying("the reduction of gradients", &self.stream)) {
+            Some(Ok(flying)) => flying.then(Box::new(move |landed| launched(outcome.and(landed.map(drop))))),
+            Some(Err(error)) => launched(outcome.and(Err(error))),
+            None => launched(outcome),
+        }
         self.state.lock().busy = false;
         self.changed.notify_all();
     }
@@ -221,26 +303,33 @@ impl Shared {
         Ok(packer)
     }
 
-    fn reduce(&self, Job { packed, targets, unpack }: Job) -> Result<()> {
-        self.stream.wait(&packed)?;
+    fn reduce(&self, Job { ready, pack, targets, unpack, .. }: Job) -> Result<()> {
+        self.stream.wait(&ready)?;
         // A later record does not change what the stream waits for.
-        self.events.lock().push(packed);
+        self.events.lock().push(ready);
+        if let Some(together) = pack {
+            self.carry(Way::Pack, &together)?;
+        }
         if self.communicator.members().size() > 1 {
-            let average = |target: TensorView| {
+            let reduce = |target: TensorView| {
                 let target = target.on_stream(self.stream.raw());
-                Request::AllReduce { input: target, output: target, op: ReduceOp::Average }
+                Request::AllReduce { input: target, output: target, op: self.op }
             };
-            let requests: Vec<Request> = targets.into_iter().map(average).collect();
+            let requests: Vec<Request> = targets.into_iter().map(reduce).collect();
             self.communicator.run_on_device(&requests, None)?;
         }
-        if let Some((flat, wire)) = unpack {
-            let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
-            let packer = self.packer(Way::Unpack, wire.dtype(), flat.dtype())?;
-            // SAFETY: `launch`'s promise: both are as long as the bucket.
-            unsafe { packer.run(&[whole], wire.ptr() as u64, &self.stream) }?;
+        if let Some(together) = unpack {
+            self.carry(Way::Unpack, &together)?;
         }
         self.done.record(&self.stream)?;
         self.dirty.store(true, Ordering::Release);
         Ok(())
+    }
+
+    fn carry(&self, way: Way, Together { pieces, dtype, flat }: &Together) -> Result<()> {
+        let (from, to) = if way == Way::Pack { (*dtype, flat.dtype()) } else { (flat.dtype(), *dtype) };
+        let packer = self.packer(way, from, to)?;
+        // SAFETY: the promise of `launch` and `launch_held`; pieces lie inside the flat memory.
+        unsafe { packer.run(pieces, flat.ptr() as u64, &self.stream) }
     }
 }

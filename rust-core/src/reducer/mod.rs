@@ -24,7 +24,8 @@
 //! - RED-7: on a CUDA device, a bucket counts as reduced when its reduction is queued ([`Reducer::follow`] makes a stream
 //!   wait for the values). The host of a rank does not wait for the others, so one that cannot go on before it has
 //!   queued all buckets reduces no more: its next step raises, and the others', which wait for it, end with its end or
-//!   at their time limit.
+//!   at their time limit. Gradients of graphs are kept, and count as reduced, until the device is done: their framework's
+//!   one stream must not wait for communication.
 //!
 //! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
@@ -130,7 +131,7 @@ pub struct Options {
     /// Names of parameters that never get a gradient. They are no part of the plan; ranks compare them.
     pub absent: Vec<String>,
     /// Whether gradients are on a CUDA device. Buckets then lie in memory of the caller, who packs and launches them
-    /// with [`Reducer::launch`] when [`Reducer::mark_ready`] says that they are full.
+    /// with [`Reducer::launch`] when [`Reducer::mark_ready`] says that they are full; [`arrival`] does so by itself.
     pub on_device: bool,
 }
 
@@ -149,10 +150,8 @@ impl Options {
                 self.bucket_bytes, self.accumulation_steps
             )));
         }
-        if self.sum && (self.on_device || self.reduction == Reduction::ByCaller) {
-            return Err(Error::Unsupported(
-                "gradients on CUDA devices, and those that a hook reduces, are averaged, not added up".to_owned(),
-            ));
+        if self.sum && self.reduction == Reduction::ByCaller {
+            return Err(Error::Unsupported("gradients that a hook reduces are averaged, not added up".to_owned()));
         }
         match self.reduction {
             Reduction::Compressed(dtype) if !matches!(dtype, DType::Float16 | DType::BFloat16) => {

@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::copy::{self, Move};
 use super::fingerprint::{self, Description, view};
 use super::history::{History, Part};
-use super::launcher::{DeviceBucket, Launcher};
+use super::launcher::{DeviceBucket, HeldBucket, Launched, Launcher};
 use super::lending::Lending;
 use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, SlotLease, Step};
 use crate::buffer::{DType, Device, TensorView};
@@ -226,6 +226,16 @@ impl Reducer {
         state.rebuilt = false;
         state.options = options;
         Ok(())
+    }
+
+    /// Whether gradients are on a CUDA device.
+    pub(super) fn is_on_device(&self) -> bool {
+        self.state.lock().options.on_device
+    }
+
+    /// What a bucket of `dtype` values travels as.
+    pub(super) fn wire_dtype(&self, dtype: DType) -> DType {
+        self.state.lock().options.wire_dtype(dtype)
     }
 
     /// The communicator; see [`Reducer::run`].
@@ -494,6 +504,47 @@ impl Reducer {
         let launched = move |outcome: Result<()>| reducer.launched(id, outcome);
         // SAFETY: the caller's promise.
         unsafe { launcher.launch(bucket, is_last, Box::new(launched)) }
+    }
+
+    /// As [`Reducer::launch`], for gradients that stay where they lie, on `device`: in a stream of the reducer's own.
+    /// `landed` is called when the device is done, from a thread of the core, unless this is an error.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// Until `landed` is called, the memory is valid and nobody else touches it. What was done to it before, also by who
+    /// had it before, was queued into the bucket's stream, one of the device's.
+    pub(super) unsafe fn launch_held(
+        self: &Arc<Self>,
+        bucket: HeldBucket,
+        device: u16,
+        landed: Launched,
+    ) -> Result<()> {
+        let launcher = match self.launcher.get() {
+            Some(launcher) => launcher,
+            None => {
+                let op = self.options().op();
+                let made = Launcher::with_stream(self.communicator.clone(), Context::primary(device)?, op)?;
+                self.launcher.get_or_init(|| made)
+            }
+        };
+        if launcher.context().device() != device {
+            return Err(Error::InvalidArgument(format!(
+                "gradients on `cuda:{}` and `cuda:{device}` were to be reduced together",
+                launcher.context().device()
+            )));
+        }
+        let Some(id) = self.state.lock().active.as_ref().map(|active| active.id) else {
+            return Err(Error::Internal("a bucket was launched outside backward".to_owned()));
+        };
+        let reducer = Arc::clone(self);
+        let launched = move |outcome: Result<()>| {
+            reducer.launched(id, outcome.clone());
+            landed(outcome);
+        };
+        // SAFETY: the caller's promise.
+        unsafe { launcher.launch_held(bucket, Box::new(launched)) }
     }
 
     fn launched(&self, id: u64, outcome: Result<()>) {
@@ -871,7 +922,8 @@ impl Reducer {
                 // RED-7.
                 self.communicator.end_devices(Error::InvalidArgument(format!(
                     "an earlier backward of rank {} ended before its gradients were reduced ({message}), so the ranks' \
-                     reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them",
+                     reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them, or, with TensorFlow, start the job \
+                     again",
                     self.my_rank()
                 )));
             }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::arrival::{Arrival, Arrivals, Execution, Giver};
 use super::fingerprint::view;
 use super::{Options, ParamSpec, Reducer, SlotLease};
-use crate::buffer::DType;
+use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
 use crate::transport::mock::{MockOptions, MockTransport};
@@ -274,6 +274,10 @@ impl Giver for Given {
         self.answers.send((self.param, value)).expect("the rank waits for its answers");
     }
 
+    fn lend(&self, _position: usize, _bytes: usize) -> Result<*mut u8> {
+        unreachable!("the gradients are in CPU memory")
+    }
+
     fn release(&self) {}
 }
 
@@ -292,7 +296,9 @@ fn give(arrivals: &Arc<Arrivals>, step: i64, param: usize, value: f32, answers: 
     }
     let giver = Arc::new(given);
     // SAFETY: the giver, which has the vector, lives until it is answered.
-    unsafe { arrivals.arrive(Arrival { param, ptr, lease, execution: execution(step), giver, position: 0 }) };
+    let data = unsafe { TensorView::new(ptr, ELEMS, DType::Float32, Device::Cpu, 0) }.unwrap();
+    // SAFETY: as above.
+    unsafe { arrivals.arrive(Arrival { param, data, lease, execution: execution(step), giver, position: 0 }) };
 }
 
 fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usize, Result<f32>)> {

@@ -27,6 +27,7 @@ from smdistributed.dataparallel.tensorflow.compression import (
     FP16Compression,
     NoneCompression,
 )
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -79,7 +80,8 @@ def reduce_gradients(
     op = op or ReduceOp.AVERAGE
     names = [f"{_name(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)
-    planned: list[tuple[int, tf.Tensor, Any]] = []
+    # By place: a reducer is for gradients in the memory of one.
+    planned: dict[str | None, list[tuple[int, tf.Tensor, Any]]] = {}
     graph = not tf.executing_eagerly()
     last: list[tf.Tensor] = []
     with tf.name_scope(name or "smd_reduce_gradients"):
@@ -102,17 +104,15 @@ def reduce_gradients(
                 # What is planned when the graph is traced needs a size.
                 reduced[index] = compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=op.value), ctx)
                 continue
-            planned.append((index, sent, ctx))
-        if planned:
-            plan = _plan(
-                [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in planned],
-                [names[index] for index, gradient in enumerate(gradients) if gradient is None],
-                bucket_bytes(bucket_cap_mb),
-                _WIRES.get(compression),
-                op,
-            )
-            outputs = _reduce([sent for _, sent, _ in planned], plan)
-            for (index, _, ctx), output in zip(planned, outputs, strict=True):
+            planned.setdefault(place_of(variables[index]), []).append((index, sent, ctx))
+        absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
+        # In the order in which the first gradient of each comes, which is the same on all ranks.
+        for place, together in planned.items():
+            described = [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in together]
+            plan = _plan(described, absent, bucket_bytes(bucket_cap_mb), _WIRES.get(compression), op, place)
+            with tf.device(place):
+                outputs = _reduce([sent for _, sent, _ in together], plan)
+            for (index, _, ctx), output in zip(together, outputs, strict=True):
                 reduced[index] = output if compression in _WIRES else compression.decompress(output, ctx)
     return reduced
 
@@ -130,20 +130,40 @@ def _name(variable: Any) -> str:
     return _COUNT.sub("", name.removesuffix(":0")) or "tensor"
 
 
+def place_of(variable: Any) -> str | None:
+    """The device on which a variable's gradients are reduced, which is where the variable is: ``None`` in a process without
+    GPUs, whose gradients are all in one memory."""
+    gpus = tf.config.list_logical_devices("GPU")
+    if not gpus:
+        return None
+    device = tf.DeviceSpec.from_string(getattr(underlying(variable), "device", None) or "")
+    if device.device_type is None:
+        # In a graph that says nothing else, TensorFlow would choose the first one, too.
+        return "/device:GPU:0"
+    return f"/device:GPU:{device.device_index or 0}" if device.device_type == "GPU" else "/device:CPU:0"
+
+
 def _plan(
-    described: list[tuple[str, tuple[int, ...], str]], absent: list[str], cap: int, wire: str | None, op: ReduceOp
+    described: list[tuple[str, tuple[int, ...], str]],
+    absent: list[str],
+    cap: int,
+    wire: str | None,
+    op: ReduceOp,
+    place: str | None,
 ) -> int:
+    on_device = place is not None and "GPU" in place
     with errors.translated(CLASSES):
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             if graph not in _graphs:
                 _graphs[graph] = next(_numbers)
-            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM)
+            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM, on_device)
         else:
-            key = (tuple(described), tuple(absent), cap, wire, op)
+            key = (tuple(described), tuple(absent), cap, wire, op, place)
             plan = _eager_plans.get(key, -1)
             if plan < 0:
-                plan = _eager_plans[key] = _core.plan_gradients(0, described, absent, cap, wire, op is ReduceOp.SUM)
+                plan = _core.plan_gradients(0, described, absent, cap, wire, op is ReduceOp.SUM, on_device)
+                _eager_plans[key] = plan
     _ops_of_plans[plan] = op.value
     return plan
 

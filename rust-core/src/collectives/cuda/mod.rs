@@ -3,6 +3,8 @@
 //!
 //! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
 //!   stream does afterwards sees the result.
+//!   Whose stream must not wait for other members gives the operation to a stream of the group's, which begins when the
+//!   views' stream has got so far, and is told when the device is done ([`landing`]).
 //! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
 //!   for them. A member uses one device; another one makes another part.
 //! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
@@ -15,6 +17,7 @@
 //!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
 //!   they add. Kernels of ours keep COL-1.
 
+mod landing;
 mod measure;
 mod p2p;
 mod queue;
@@ -33,10 +36,11 @@ use super::call::{self, Call};
 use crate::buffer::Device;
 use crate::config;
 use crate::device::nccl::{Comm, UniqueId};
-use crate::device::{Context, Event, Stream};
+use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP, Wait};
 use crate::world::{Monitor, Store, host};
+pub(crate) use landing::Flying;
 use p2p::Peers;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
@@ -75,6 +79,8 @@ pub(super) struct Part {
     comm: Comm,
     /// For small operations, where the members' devices reach each other.
     peers: Option<Peers>,
+    /// For operations that do not go to their views' stream.
+    stream: OnceLock<Stream>,
     turn: Mutex<()>,
     flights: Mutex<Flights>,
 }
@@ -119,15 +125,8 @@ impl Cuda {
 
     /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
     pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
-        let Some(first) = requests.first() else { return Ok(()) };
-        self.check(|| self.describe(first))?;
-        for request in requests {
-            self.accept(request)?;
-        }
-        let (device, stream) = place(requests)?;
-        let context = Context::primary(device)?;
-        // SAFETY: the views' promise covers their stream.
-        let stream = unsafe { Stream::borrowed(context, stream) };
+        let Some((first, stream)) = self.accept_all(requests)? else { return Ok(()) };
+        let (context, device) = (stream.context(), stream.context().device());
         let capturing = stream.is_capturing()?;
         let part = match self.part(context) {
             Some(part) => part,
@@ -142,6 +141,57 @@ impl Cuda {
         };
         let timeout = timeout.unwrap_or(self.timeout);
         part.queue(requests, &stream, capturing, timeout, self).map_err(|error| self.explain(error, first))
+    }
+
+    /// As [`Cuda::run`], in the group's own stream, which begins when the views' stream has got so far.
+    pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<Flying> {
+        let Some((first, stream)) = self.accept_all(requests)? else {
+            return Err(Error::Internal("no operation was to be queued on a device".into()));
+        };
+        let context = stream.context();
+        let part = match self.part(context) {
+            Some(part) => part,
+            None => self.make_part(context, first)?,
+        };
+        let own = match part.stream.get() {
+            Some(own) => own,
+            None => {
+                let made = Stream::new(context, Priority::High)?;
+                part.stream.get_or_init(|| made)
+            }
+        };
+        // Destroyed at once, which does not keep the stream from waiting.
+        let ready = Event::new(context)?;
+        ready.record(&stream)?;
+        own.wait(&ready)?;
+        let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
+        let timeout = timeout.unwrap_or(self.timeout);
+        part.queue(&moved, own, false, timeout, self).map_err(|error| self.explain(error, first))?;
+        Flying::new(self, self.describe(first), own)
+    }
+
+    /// What the group has queued into `stream` so far.
+    pub(super) fn flying(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<Flying> {
+        Flying::new(self, during.to_owned(), stream)
+    }
+
+    /// Whether an operation on the device of `requests` can be queued without a wait for other members.
+    pub(super) fn has_part(&self, requests: &[Request]) -> bool {
+        let device = place(requests).map(|(device, _)| device);
+        device.is_ok_and(|device| self.parts.read().iter().any(|part| part.comm.context().device() == device))
+    }
+
+    /// The first of `requests`, if this member may call all of them, and the stream of their views.
+    fn accept_all<'a>(&self, requests: &'a [Request]) -> Result<Option<(&'a Request, Stream)>> {
+        let Some(first) = requests.first() else { return Ok(None) };
+        self.check(|| self.describe(first))?;
+        for request in requests {
+            self.accept(request)?;
+        }
+        let (device, stream) = place(requests)?;
+        let context = Context::primary(device)?;
+        // SAFETY: the views' promise covers their stream.
+        Ok(Some((first, unsafe { Stream::borrowed(context, stream) })))
     }
 
     /// What every call ends with since the group failed, or the members that are gone.
@@ -257,7 +307,8 @@ impl Cuda {
         if let Some(choice) = choice {
             let _ = self.bucket_bytes.set(choice.bucket_bytes);
         }
-        let part = Arc::new(Part { number, comm, peers, turn: Mutex::new(()), flights: Mutex::default() });
+        let (stream, turn, flights) = Default::default();
+        let part = Arc::new(Part { number, comm, peers, stream, turn, flights });
         self.parts.write().push(part.clone());
         watch::add(self)?;
         Ok(part)
@@ -515,8 +566,8 @@ pub(super) fn is_on_device(request: &Request) -> bool {
         Request::Broadcast { data, .. } | Request::Send { data, .. } | Request::Recv { data, .. } => Some(data),
         Request::Scatter { output, .. } | Request::ReduceScatter { output, .. } => Some(output),
         Request::AllToAll { outputs, .. } => outputs.first(),
-        // What others have would have to be known on the host.
-        Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => None,
+        Request::AllGatherRows { input, .. } => Some(input),
+        Request::AllToAllRows { inputs, .. } => inputs.first(),
         Request::AllReduceWindow { .. } | Request::Barrier => None,
     };
     view.is_some_and(|view| view.device() != Device::Cpu)

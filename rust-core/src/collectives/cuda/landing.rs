@@ -1,0 +1,110 @@
+//! Who cannot let a stream wait is told when the device is done.
+//!
+//! A framework whose kernels all go to one stream must not make that stream wait for communication: ranks queue the
+//! operations of several groups in different orders, and a stream that waits for the first keeps the second from
+//! starting, on which another rank waits. So such operations run in a stream of their own, and what uses their results is
+//! queued when they have landed.
+//!
+//! One thread of the process looks at the events of all groups. A device that failed, and a group that was ended, land
+//! too: an abort ends the kernels (CUDA-4).
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::Cuda;
+use crate::collectives::Done;
+use crate::device::driver::relaxed;
+use crate::device::{Event, Stream};
+use crate::error::{Error, Result};
+
+/// How long the thread looks without a nap after something happened: most operations take less.
+const EAGER: Duration = Duration::from_micros(200);
+/// Naps after that. The kernel makes them some 50 us longer.
+const NAP: Duration = Duration::from_micros(20);
+
+/// What a stream was given by a group so far.
+pub(crate) struct Flying {
+    owner: Arc<Cuda>,
+    during: String,
+    landed: Event,
+}
+
+struct Landings {
+    new: Mutex<Vec<(Flying, Done)>>,
+    added: Condvar,
+}
+
+static LANDINGS: Landings = Landings { new: Mutex::new(Vec::new()), added: Condvar::new() };
+
+impl Flying {
+    pub(super) fn new(owner: &Arc<Cuda>, during: String, stream: &Stream) -> Result<Self> {
+        start()?;
+        let landed = Event::new(stream.context())?;
+        landed.record(stream)?;
+        Ok(Self { owner: owner.clone(), during, landed })
+    }
+
+    /// Has `done` called when the device gets there, or with what ended the group's operations before that.
+    pub(crate) fn then(self, done: Done) {
+        LANDINGS.new.lock().push((self, done));
+        LANDINGS.added.notify_all();
+    }
+
+    /// How it went, if it has.
+    fn outcome(&self) -> Option<Result<()>> {
+        match self.landed.is_done() {
+            Ok(false) => None,
+            // What was aborted is done as well.
+            Ok(true) => Some(self.owner.check(|| self.during.clone())),
+            Err(error) => Some(self.owner.check(|| self.during.clone()).and(Err(error))),
+        }
+    }
+}
+
+fn start() -> Result<()> {
+    static THREAD: OnceLock<Result<()>> = OnceLock::new();
+    let spawn = || {
+        let thread = std::thread::Builder::new().name("smd-cuda-done".into()).spawn(work);
+        thread.map(drop).map_err(|error| Error::io("starting the thread that waits for devices", error))
+    };
+    THREAD.get_or_init(spawn).clone()
+}
+
+fn work() {
+    let mut flying: Vec<(Flying, Done)> = Vec::new();
+    let mut last = Instant::now();
+    loop {
+        {
+            let mut new = LANDINGS.new.lock();
+            while flying.is_empty() && new.is_empty() {
+                LANDINGS.added.wait(&mut new);
+                last = Instant::now();
+            }
+            flying.append(&mut new);
+        }
+        // Some stream of the process may be under capture, which must not mind what is asked.
+        let outcomes: Vec<_> = relaxed(|| flying.iter().map(|(each, _)| each.outcome()).collect());
+        if outcomes.iter().all(Option::is_none) {
+            if last.elapsed() < EAGER {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(NAP);
+            }
+            continue;
+        }
+        last = Instant::now();
+        // In the order in which they were queued.
+        for ((each, done), outcome) in std::mem::take(&mut flying).into_iter().zip(outcomes) {
+            match outcome {
+                None => flying.push((each, done)),
+                // What a caller does in there is its own affair.
+                Some(outcome) => {
+                    let tell = std::panic::AssertUnwindSafe(|| done(outcome.map(|()| None)));
+                    let _ = std::panic::catch_unwind(tell);
+                }
+            }
+        }
+    }
+}

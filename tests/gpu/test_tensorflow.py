@@ -1,0 +1,310 @@
+"""TensorFlow on CUDA devices: what the tests of its operations and of its tape check on the CPU, on GPU tensors, and what
+only GPUs have. A job takes long to start, so each one makes many checks."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+
+from support import run_ranks, start_ranks
+from support.devices import needs_two
+from support.rank_main import announce
+
+
+def _has_gpus():
+    import tensorflow as tf
+
+    return tf.test.is_built_with_cuda()
+
+
+pytestmark = [
+    pytest.mark.timeout(280),
+    needs_two,
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+@pytest.fixture(autouse=True)
+def _gpu_build():
+    if not _has_gpus():
+        pytest.skip("this TensorFlow is built for CPUs only")
+
+
+def start():
+    """Joins the job and takes this rank's GPU."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    # Otherwise products would differ from those of another number of samples.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    sdp.init()
+    gpus = tf.config.list_physical_devices("GPU")
+    tf.config.set_visible_devices(gpus[sdp.local_rank()], "GPU")
+    return tf, sdp
+
+
+class Failures:
+    """Runs checks on and keeps what failed: a check that fails alike on all ranks leaves them at one place."""
+
+    def __init__(self):
+        self.lines = []
+
+    def __call__(self, name, check, *args):
+        started = time.monotonic()
+        try:
+            check(*args)
+        except BaseException as error:
+            self.lines.append(f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
+        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+
+
+def on_gpus(tf, sdp):
+    """Eager results, and those of functions, come from the GPU."""
+    from smdistributed.dataparallel.tensorflow import collectives
+
+    with tf.device("/GPU:0"):
+        x = tf.ones([4, 3])
+        results = [
+            sdp.oob_allreduce(x),
+            sdp.broadcast(x, 0),
+            collectives.all_gather(x),
+            collectives.reduce_scatter(x),
+            collectives.all_to_all(x)[0],
+            collectives.all_to_all(x, [2] * sdp.size())[0],
+            *collectives.grouped_all_reduce([x, x]),
+            collectives.call(collectives.ops.smd_reduce, tensor=x, op="sum", root=0),
+            tf.function(sdp.oob_allreduce)(x),
+            tf.function(collectives.all_gather)(x),
+        ]
+    assert all("GPU:0" in result.device for result in results), [result.device for result in results]
+    variable = tf.Variable(x)
+    with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(variable * 2.0)
+    assert "GPU:0" in tape.gradient(loss, variable).device
+
+
+def on_the_cpu(tf, sdp):
+    """Tensors that are placed on the CPU stay there."""
+    with tf.device("/CPU:0"):
+        x = tf.fill([4], float(sdp.rank()))
+        total = sdp.oob_allreduce(x, op=sdp.ReduceOp.SUM)
+        variable = tf.Variable(x)
+        with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variable * float(sdp.rank()))
+        gradient = tape.gradient(loss, variable)
+    assert "CPU" in total.device
+    assert "CPU" in gradient.device
+    assert total.numpy().tolist() == [float(sum(range(sdp.size())))] * 4
+    assert gradient.numpy().tolist() == [(sdp.size() - 1) / 2] * 4
+
+
+def large_gradients(tf, sdp):
+    """Some are reduced where they lie, others travel together; each is what a single process makes."""
+    rank, size = sdp.rank(), sdp.size()
+    shapes = [(700, 600), (5,), (1000, 1000), (64, 64), (), (300_000,), (3, 3, 3), (2000, 300)]
+    variables = [tf.Variable(tf.fill(shape, 0.5)) for shape in shapes]
+
+    def gradients(factor, **options):
+        with sdp.DistributedGradientTape(tf.GradientTape(), **options) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * v * factor * (i + 1.0)) for i, v in enumerate(variables)])
+        return tape.gradient(loss, variables)
+
+    mean = (size + 1) / 2
+    for options in ({}, {"bucket_cap_mb": 1}, {"compression": sdp.Compression.fp16}, {"op": sdp.ReduceOp.SUM}):
+        scale = size if "op" in options else 1
+        for function in (gradients, tf.function(gradients)):
+            for step in range(6):
+                results = function(tf.constant(rank + 1.0 + step), **options)
+                for i, result in enumerate(results):
+                    expected = (mean + step) * (i + 1.0) * scale
+                    wrong = tf.reduce_max(tf.abs(result - expected)).numpy()
+                    assert wrong <= 1e-3 * expected, (options, step, i, wrong, expected)
+
+
+def both_places(tf, sdp):
+    """Some variables on the CPU, some on the GPU."""
+    rank, mean = float(sdp.rank()), (sdp.size() - 1) / 2
+    with tf.device("/CPU:0"):
+        on_cpu = tf.Variable(tf.ones([700, 700]))
+    with tf.device("/GPU:0"):
+        on_gpu = [tf.Variable(tf.ones([700, 700])), tf.Variable(tf.ones([3]))]
+    variables = [on_gpu[0], on_cpu, on_gpu[1]]
+
+    def gradients(factor):
+        with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * factor * (i + 1.0)) for i, v in enumerate(variables)])
+        return tape.gradient(loss, variables)
+
+    for function in (gradients, tf.function(gradients)):
+        for _ in range(3):
+            for i, result in enumerate(function(tf.constant(rank))):
+                assert bool(tf.reduce_all(tf.abs(result - mean * (i + 1.0)) < 1e-6)), i
+
+
+def any_order(tf, sdp):
+    """Named collectives beside gradients in one function: ranks queue them in different orders."""
+    rank, size = float(sdp.rank()), sdp.size()
+    weights = [tf.Variable(tf.eye(512) * 0.5) for _ in range(6)]
+    x = tf.ones([512, 512]) * (rank + 1.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for weight in weights:
+                y = tf.matmul(y, weight)
+            loss = tf.reduce_mean(y)
+        before = [sdp.oob_allreduce(tf.reduce_sum(x[: i + 1]), op=sdp.ReduceOp.SUM, name=f"n{i}") for i in range(5)]
+        gradients = sdp.DistributedGradientTape(tape).gradient(loss, weights)
+        after = sdp.oob_allreduce(loss)
+        return before, after, [tf.reduce_sum(g) for g in gradients]
+
+    ones = size * (size + 1) / 2
+    first = None
+    for _ in range(40):
+        before, after, sums = step(x)
+        assert [round(float(each)) for each in before] == [int(ones * 512 * (i + 1)) for i in range(5)]
+        assert abs(float(after) - 0.5**6 * (size + 1) / 2) < 1e-5
+        sums = [float(each) for each in sums]
+        first = first or sums
+        assert sums == first
+
+
+def memory_is_not_used_again_too_early(tf, sdp):
+    """TensorFlow gives memory away in the order of its own stream, of which communication is no part."""
+    rank, size = float(sdp.rank()), sdp.size()
+    from smdistributed.dataparallel.tensorflow.collectives import all_gather, grouped_all_reduce
+
+    def step(i):
+        x = tf.fill([1 << 20], rank + i)
+        y = tf.fill([1 << 20], 2.0 * (rank + i))
+        a, b = grouped_all_reduce([x * 1.0, y * 1.0], op=sdp.ReduceOp.SUM)
+        # Made and dropped at once, of the same size.
+        noise = tf.reduce_sum(tf.sqrt(tf.fill([1 << 20], 3.0)) * 0.0)
+        rows = all_gather(tf.reshape(x * 3.0, [1024, 1024])[: 100 + int(rank)])
+        return tf.reduce_max(a) + noise, tf.reduce_min(b), tf.reduce_sum(rows[:, 5])
+
+    for function in (step, tf.function(step)):
+        for i in range(30):
+            a, b, c = function(tf.constant(float(i)))
+            total = size * (size - 1) / 2 + size * i
+            rows = sum(3.0 * (r + i) * (100 + r) for r in range(size))
+            assert (float(a), float(b)) == (total, 2 * total)
+            assert abs(float(c) - rows) <= 1e-5 * abs(rows)
+
+
+def fit(tf, sdp):
+    """Keras's own loop."""
+    import numpy as np
+
+    tf.keras.utils.set_random_seed(7)
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((64, 8), dtype=np.float32)
+    y = generator.integers(0, 3, 64)
+
+    def model():
+        layers = tf.keras.layers
+        made = tf.keras.Sequential([tf.keras.Input((8,)), layers.Dense(600, "tanh"), layers.Dense(3)])
+        made.set_weights(
+            [np.full(w.shape, 0.01, np.float32) + 0.01 * np.arange(w.shape[-1]) for w in made.get_weights()]
+        )
+        return made
+
+    losses = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    ours, alone = model(), model()
+    ours.compile(sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), losses, jit_compile=False)
+    alone.compile(tf.keras.optimizers.SGD(0.1), losses, jit_compile=False)
+    rank, size = sdp.rank(), sdp.size()
+    ours.fit(x[rank::size], y[rank::size], batch_size=64 // size, epochs=4, shuffle=False, verbose=0)
+    alone.fit(x, y, batch_size=64, epochs=4, shuffle=False, verbose=0)
+    for a, b in zip(ours.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def operations():
+    tf, sdp = start()
+    from multiproc import test_tensorflow_ops as on_cpus
+
+    # Neither NCCL nor kernels of ours reduce it to one rank, or in blocks of several sizes.
+    on_cpus.NUMBERS.remove("int16")
+    failures = Failures()
+    rank, size = sdp.rank(), sdp.size()
+    failures("on_gpus", on_gpus, tf, sdp)
+    failures("on_the_cpu", on_the_cpu, tf, sdp)
+    with tf.device("/GPU:0"):
+        failures("values", on_cpus.check_values, sdp, rank, size)
+        failures("gradients", on_cpus.check_gradients, sdp, rank, size)
+        failures("order", on_cpus.check_order, sdp, rank, size)
+    failures("memory", memory_is_not_used_again_too_early, tf, sdp)
+    return failures.lines
+
+
+def test_every_operation():
+    failures = run_ranks(operations, 2, env=_ENV, timeout=150)
+    assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
+
+
+_AS_ON_CPUS = (
+    "equal_to_a_single_process",
+    "first_batch",
+    "options",
+    "sparse",
+    "none",
+    "structures",
+    "second_order",
+    "several_tapes_in_a_graph",
+    "loops",
+    "types",
+    "watched_tensors",
+    "held_gradients",
+    "sessions_of_old",
+)
+
+
+def tape():
+    tf, sdp = start()
+    from multiproc import test_tensorflow_tape as on_cpus
+
+    failures = Failures()
+    for check in (large_gradients, both_places, any_order, fit):
+        failures(check.__name__, check, tf, sdp)
+    for name in _AS_ON_CPUS:
+        failures(name, getattr(on_cpus, name), tf, sdp)
+    return failures.lines
+
+
+def test_gradients():
+    failures = run_ranks(tape, 2, env=_ENV, timeout=150)
+    assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
+
+
+def wait_for_the_dead():
+    tf, sdp = start()
+    variable = tf.Variable(tf.ones(1_000_000))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * 2.0)
+        return sdp.DistributedGradientTape(tape).gradient(loss, variable)
+
+    for _ in range(3):
+        step()
+    if sdp.rank() == 1:
+        announce("ready")
+        time.sleep(100)
+    step()
+
+
+def test_a_dead_rank_is_named_within_5_seconds():
+    with start_ranks(wait_for_the_dead, 2, launcher="raw", env=_ENV, timeout=110) as job:
+        job.wait_for("ready")
+        time.sleep(0.5)
+        killed = job.kill(1)
+        outcome = job.wait()
+    assert "rank 1 died" in outcome.ranks[0].error, outcome.describe()
+    assert outcome.ranks[0].ended_at - killed < 5
