@@ -72,7 +72,7 @@ KEYS: dict[str, Key] = {
     ),
     "active_microbatches": _positive(None),
     "deterministic_server": _flag(),
-    "offload_activations": _flag(),
+    "offload_activations": _flag(only=False),
     "activation_loading_horizon": _positive(4),
     "tensor_parallel_degree": _positive(1, only=1),
     "fp16": _flag(only=False),
@@ -193,7 +193,7 @@ def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
         if key.only is not None and value != key.only:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
-                "parallelism and FP16 master weights are not there yet"
+                "parallelism, FP16 master weights and offloading are not there yet"
             )
         values[name] = value
     return values

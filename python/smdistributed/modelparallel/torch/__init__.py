@@ -1,19 +1,21 @@
-"""Model parallel training for PyTorch.
+"""Model parallel training for PyTorch: ``import smdistributed.modelparallel.torch as smp``.
 
-import smdistributed.modelparallel.torch as smp
+.. code-block:: python
 
-smp.init({"partitions": 2, "microbatches": 4})
-model = smp.DistributedModel(model)
-optimizer = smp.DistributedOptimizer(optimizer)
+    smp.init({"partitions": 2, "microbatches": 4})
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(optimizer)
 
-@smp.step
-def train_step(model, x, y):
-    loss = loss_function(model(x), y)
-    model.backward(loss)
-    return loss
 
-loss = train_step(model, x, y).reduce_mean()
-optimizer.step()
+    @smp.step
+    def train_step(model, x, y):
+        loss = loss_function(model(x), y)
+        model.backward(loss)
+        return loss
+
+
+    loss = train_step(model, x, y).reduce_mean()
+    optimizer.step()
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from smdistributed._common import shims
 shims.load_torch()
 
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
+from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
 from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
+from smdistributed.modelparallel.torch import patches as patches  # noqa: E402
+from smdistributed.modelparallel.torch.checkpointing import set_activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.communication import (  # noqa: E402
     CommGroup,
     RankType,
@@ -40,6 +45,13 @@ from smdistributed.modelparallel.torch.communication import (  # noqa: E402
     recv_from,
     send,
     tp_barrier,
+)
+from smdistributed.modelparallel.torch.creation import (  # noqa: E402
+    model_creation,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
 )
 from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     dp_rank,
@@ -67,12 +79,14 @@ from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     rank,
     rdp_rank,
     rdp_size,
+    shutdown,
     size,
     tp_rank,
     tp_size,
 )
 from smdistributed.modelparallel.torch.materialize import delay_param_initialization  # noqa: E402
 from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E402
+from smdistributed.modelparallel.torch.norms import clip_grad_norm_  # noqa: E402
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer  # noqa: E402
 from smdistributed.modelparallel.torch.output import StepOutput  # noqa: E402
 from smdistributed.modelparallel.torch.placement import partition, set_partition  # noqa: E402
@@ -101,8 +115,10 @@ __all__ = [
     "StepOutput",
     "__version__",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
+    "clip_grad_norm_",
     "core",
     "delay_param_initialization",
     "delayed_parameter_initialization",
@@ -127,10 +143,12 @@ __all__ = [
     "local_rank",
     "local_size",
     "model",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
     "partition",
+    "patches",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -140,11 +158,17 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
+    "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

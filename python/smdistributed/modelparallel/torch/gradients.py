@@ -76,7 +76,7 @@ class GradientReducer:
             found: dict[int, torch.Tensor] = {}
             for task_number in stage.tasks:
                 task = tasks[task_number]
-                used = list(task.call.parameters()) if task.is_module else []
+                used = [] if task.module is None else list(task.module.parameters())
                 used += [pipeline.parameters[value.parameter] for value in task.inputs if value.parameter is not None]
                 found.update((id(parameter), parameter) for parameter in used if id(parameter) in wanted)
             self._stages[number] = list(found.values())

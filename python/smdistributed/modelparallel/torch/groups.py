@@ -53,6 +53,11 @@ class Groups:
         members = self.members[name]
         return dist.new_group(members) if len(members) > 1 else None
 
+    def close(self) -> None:
+        """Forgets the core's groups."""
+        for group in {id(g): g for g in (self.pipe, self.data, *self._objects.values()) if g is not None}.values():
+            _core.remove_group(group.id)
+
     def objects(self, name: str) -> dist.ProcessGroup | None:
         """The core's group for objects of the script."""
         return self._objects[tuple(self.members[name])]
@@ -113,6 +118,14 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         if not _core.is_initialized():
             lifecycle.init()
         state.enter(cfg, Groups(cfg))
+
+
+def shutdown() -> None:
+    """Forgets the configuration, the model and the optimizer; ``init`` may be called again, on all ranks. The process
+    stays in the job."""
+    if state.initialized:
+        state.groups.close()
+        state.leave()
 
 
 def is_initialized() -> bool:

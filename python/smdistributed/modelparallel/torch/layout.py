@@ -135,7 +135,7 @@ class Layout:
             ]
             # To the core, a stage behind one with a backward has one as well; it may be empty.
             backward.append(stage.trains or any(backward[maker] for maker in stage.takes))
-            cost = sum(_MODULE if tasks[number].is_module else 1 for number in stage.tasks)
+            cost = sum(1 if tasks[number].module is None else _MODULE for number in stage.tasks)
             kept = sum(self.values[value].meta.bytes for value in stage.exports) + sum(size for _, size in inputs)
             rows.append((stage.rank, (cost, cost, cost), kept, inputs, backward[-1]))
         return rows

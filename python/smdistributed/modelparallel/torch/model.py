@@ -12,8 +12,14 @@ from torch import nn
 
 from smdistributed._common import errors
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError, SMPValidationError
-from smdistributed.modelparallel.torch import materialize
+from smdistributed.modelparallel.exceptions import (
+    CLASSES,
+    SMPPartitionError,
+    SMPUnsupportedError,
+    SMPUsageError,
+    SMPValidationError,
+)
+from smdistributed.modelparallel.torch import communication, materialize
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
@@ -146,17 +152,25 @@ class DistributedModel(nn.Module):
     def _divide(self, args: Any, kwargs: Any) -> None:
         cfg = state.cfg
         manual = manual_assignment(self.module)
-        if cfg.auto_partition:
+        assignment = {"": cfg.default_partition, **manual}
+        if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
             from smdistributed.modelparallel.torch import partitioning
 
             state.tracing = True
             try:
-                assignment = partitioning.auto_partition(self.module, args, kwargs, cfg, manual)
+                found = partitioning.auto_partition(
+                    self.module, args, kwargs, cfg, manual, measure_times=self.trace_execution_times
+                )
+            except ValueError as error:
+                raise SMPPartitionError(str(error)) from error
             finally:
                 state.tracing = False
-        else:
-            assignment = {"": cfg.default_partition, **manual}
-        self._settle(Placement(self.module, {"": cfg.default_partition, **assignment}))
+            if self.trace_execution_times:
+                # Everybody measures other times: those of the first rank count.
+                found = communication.allgather(found, communication.CommGroup.WORLD)[0]
+            # What the script said wins, for modules inside as well.
+            assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
+        self._settle(Placement(self.module, assignment))
 
     def _settle(self, placement: Placement) -> None:
         """Makes the model what ``placement`` says."""
@@ -332,6 +346,39 @@ class DistributedModel(nn.Module):
         for _, buffer in self.local_named_buffers():
             yield buffer
 
+    # State: `checkpoint.py` says how it is gathered, split and named.
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's, on every rank of one replica, all of which call it.
+
+        Args:
+            *args, **kwargs: As for any module.
+            gather_to_rank0: Whether only the first rank gets it; the others get an empty one.
+        """
+        from smdistributed.modelparallel.torch import checkpoint
+
+        return checkpoint.model_state_dict(self, *args, gather_to_rank0=gather_to_rank0, **kwargs)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this rank holds, and ``_smp_is_partial``."""
+        from smdistributed.modelparallel.torch import checkpoint
+
+        return checkpoint.local_model_state_dict(self)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Takes a whole state or this rank's part of one; before the division, when the model is divided.
+
+        Args:
+            state_dict: Of :meth:`state_dict` or :meth:`local_state_dict`, or of the model outside of this library.
+            strict: Whether its names must be those of the model.
+            same_partition_load: Whether a part is known to be of the same division.
+        """
+        from smdistributed.modelparallel.torch import checkpoint
+
+        return checkpoint.load_model_state_dict(self, state_dict, strict, same_partition_load)
+
     def get_module(self) -> nn.Module:
         """The model of the script."""
         return self.module
@@ -403,6 +450,15 @@ def current_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _nearest(path: str, manual: dict[str, int]) -> int | None:
+    """What the script said of the module with this path, or of the one nearest above it."""
+    while path:
+        if path in manual:
+            return manual[path]
+        path = path.rpartition(".")[0]
+    return manual.get("")
 
 
 def _call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:

@@ -101,6 +101,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped one's."""
         self.optimizer.zero_grad(set_to_none)
 
+    # State: `checkpoint.py` says how it is gathered, split and named.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's, on every rank of one replica, all of which call it."""
+        from smdistributed.modelparallel.torch import checkpoint
+
+        return checkpoint.optimizer_state_dict(self)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """What this rank holds, and ``_smp_is_partial``."""
+        from smdistributed.modelparallel.torch import checkpoint
+
+        return checkpoint.local_optimizer_state_dict(self, gather_if_shard)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a whole state or this rank's part of one; before the division, when the model is divided."""
+        from smdistributed.modelparallel.torch import checkpoint
+
+        checkpoint.load_optimizer_state_dict(self, state_dict)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped one's."""

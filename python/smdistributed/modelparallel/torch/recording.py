@@ -84,6 +84,7 @@ class Task:
     Attributes:
         name: For messages: the module's path or the function's name.
         call: What is called.
+        module: Of a task that is a call of a module, that.
         args, kwargs: With values instead of handles.
         inputs: Values among them, in the order of the structure.
         outputs: Values that come out, then new versions of what is changed in place.
@@ -93,14 +94,14 @@ class Task:
     """
 
     __slots__ = (
-        "args", "call", "context", "copies", "digest", "inputs", "is_module", "kwargs", "level", "mutated", "name",
+        "args", "call", "context", "copies", "digest", "inputs", "kwargs", "level", "module", "mutated", "name",
         "outcome", "outputs", "rank",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
         self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
         self.rank = self.level = self.digest = 0
-        self.is_module = False
+        self.module: nn.Module | None = None
         self.outputs: list[Value] = []
         self.mutated: list[Value] = []
         #: Places among all leaves of the tensors that are changed and need a copy of their own for that.
@@ -201,11 +202,15 @@ class Recording(TorchFunctionMode):
         task = Task(name, func, new_args, new_kwargs, encoder.inputs)
         return self._add(task, encoder, func, None)
 
-    def call_module(self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any) -> Any:
-        """A call of a module that is wholly on one partition."""
+    def call_module(
+        self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
+    ) -> Any:
+        """A call of a module that is wholly on one partition; ``call`` is what is done there instead, if given."""
         encoder = _Encoder(self._located)
-        task = Task(path or type(module).__name__, module, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
-        task.is_module = True
+        task = Task(
+            path or type(module).__name__, call or module, encoder.encode(args), encoder.encode(kwargs), encoder.inputs
+        )
+        task.module = module
         return self._add(task, encoder, (id(module), module.training, self.pipeline.version), rank)
 
     def _add(self, task: Task, encoder: _Encoder, what: Any, rank: int | None) -> Any:
@@ -216,7 +221,7 @@ class Recording(TorchFunctionMode):
         if outcome is None:
             active.recording = None
             try:
-                call = outcomes.module(task.call) if task.is_module else task.call
+                call = outcomes.module(task.module) if task.module is not None else task.call
                 outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf)
                 outcomes.keep(key, outcome)
             except UnknownOutcomeError:
@@ -227,7 +232,7 @@ class Recording(TorchFunctionMode):
         self.tasks.append(task)
         if outcome is None:
             # Nobody can tell what comes out but the one who does it: now, and he tells the others.
-            numbers_matter = task.is_module is False or self.pipeline.depends_on_numbers(task)
+            numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
             outcome = self._run_now(task, encoder)
             if not numbers_matter:
                 outcomes.keep(key, outcome)

@@ -35,6 +35,10 @@ class State:
         """From now on, the job is this one."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
+    def leave(self) -> None:
+        """From now on, there is no job."""
+        self.__init__()  # type: ignore[misc]
+
     @property
     def cfg(self) -> Config:
         """The configuration in force."""

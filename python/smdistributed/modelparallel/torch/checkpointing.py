@@ -1,0 +1,162 @@
+"""Activations that are computed again in the backward instead of being kept.
+
+What is checkpointed is a module that is wholly on one partition, or a row of neighbouring children of an ``nn.Sequential``
+that are on one. Its inputs and outputs stay, what is between them goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPValidationError
+from smdistributed.modelparallel.torch.recording import active
+from smdistributed.modelparallel.torch.state import state
+
+_STRATEGY = re.compile(r"each|contiguous|group_([1-9]\d*)")
+
+
+def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+    """Calls ``module``, and again in the backward.
+
+    Args:
+        module: A module that is on one partition with all that is in it.
+        *args, **kwargs: Its arguments.
+        preserve_rng_state: Whether it draws the same random numbers again.
+
+    Raises:
+        SMPPartitionError: it was spread over partitions by hand. One that was so automatically runs without.
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPValidationError(f"`checkpoint` takes a module, not {module!r}")
+    again = functools.partial(
+        torch.utils.checkpoint.checkpoint, module, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
+    recording = active.recording
+    if recording is None:
+        return again(*args, **kwargs)
+    placement = recording.pipeline.placement
+    rank = placement.whole.get(id(module))
+    if rank is None and any(True for _ in module.parameters()):
+        path = recording.pipeline.paths.get(id(module), type(module).__name__)
+        if not state.cfg.auto_partition:
+            raise SMPPartitionError(f"`{path}` is checkpointed as a whole, and spread over partitions")
+        warnings.warn(f"`{path}` is spread over partitions: it runs without checkpointing", stacklevel=2)
+    if rank is None:
+        return module(*args, **kwargs)
+    return recording.call_module(module, recording.pipeline.paths[id(module)], rank, args, kwargs, again)
+
+
+def checkpoint_sequential(
+    sequential_module: nn.Sequential,
+    input: Any,
+    strategy: str = "each",
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+) -> Any:
+    """Calls the children of ``sequential_module`` one after the other, each of them or rows of them checkpointed.
+
+    Args:
+        sequential_module: Its children may be on different partitions.
+        input: What the first one takes; a tuple is its arguments.
+        strategy: ``each``; ``contiguous``, neighbours on the same partition together; ``group_N``, up to N of them.
+        preserve_rng_state: Whether they draw the same random numbers again.
+        pack_args_as_tuple: Whether a child takes a tuple as one argument.
+    """
+    if not isinstance(sequential_module, nn.Sequential):
+        raise SMPValidationError(
+            f"`checkpoint_sequential` takes an nn.Sequential, not {type(sequential_module).__name__}"
+        )
+    match = _STRATEGY.fullmatch(strategy)
+    if match is None:
+        raise SMPValidationError(f"`strategy` is {strategy!r}: expected 'each', 'contiguous' or 'group_N'")
+    limit = {"each": 1, "contiguous": len(sequential_module) or 1}.get(strategy) or int(match[1])
+    for row in _rows(sequential_module, limit):
+        args = input if isinstance(input, tuple) and not pack_args_as_tuple else (input,)
+        input = checkpoint(row, *args, preserve_rng_state=preserve_rng_state)
+    return input
+
+
+def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
+    """Children as they are, or several in a container of their own."""
+    recording = active.recording
+    known: dict[Any, list[nn.Module]] = sequential.__dict__.setdefault("_smp_rows", {})
+    key = (limit, None if recording is None else id(recording.pipeline))
+    if key in known:
+        return known[key]
+    place = None if recording is None else recording.pipeline.placement
+    rows: list[list[tuple[nn.Module, int | None]]] = []
+    for child in sequential:
+        rank = None if place is None else place.whole.get(id(child), place.of(child))
+        whole = place is None or id(child) in place.whole or not any(True for _ in child.parameters())
+        if rows and len(rows[-1]) < limit and whole and rows[-1][-1][1] == rank:
+            rows[-1].append((child, rank))
+        else:
+            rows.append([(child, rank if whole else -1)])
+    found: list[nn.Module] = []
+    for row in rows:
+        if len(row) == 1:
+            found.append(row[0][0])
+            continue
+        container = _Row(*[child for child, _ in row])
+        container.train(sequential.training)
+        if recording is not None and place is not None:
+            first = recording.pipeline.paths[id(row[0][0])]
+            recording.pipeline.paths[id(container)] = f"{first} to {recording.pipeline.paths[id(row[-1][0])]}"
+            place.whole[id(container)] = row[0][1]  # type: ignore[assignment]
+        found.append(container)
+    known[key] = found
+    return found
+
+
+class _Row(nn.Sequential):
+    """Children of another container, which stay its."""
+
+    def forward(self, *args: Any) -> Any:
+        for child in self:
+            output = child(*args)
+            args = output if isinstance(output, tuple) else (output,)
+        return output
+
+
+def set_activation_checkpointing(
+    module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
+) -> None:
+    """Has ``module`` checkpointed whenever it is called, without a change of its code.
+
+    Args:
+        module: A module, or an ``nn.Sequential`` whose children are.
+        preserve_rng_state: Whether random numbers are drawn again.
+        pack_args_as_tuple: Of a sequential: whether a child takes a tuple as one argument.
+        strategy: Of a sequential, as for :func:`checkpoint_sequential`.
+
+    Raises:
+        SMPValidationError: the last two are given for another module.
+    """
+    sequential = isinstance(module, nn.Sequential)
+    if not sequential and (pack_args_as_tuple or strategy != "each"):
+        raise SMPValidationError("`strategy` and `pack_args_as_tuple` are for an nn.Sequential")
+    if _STRATEGY.fullmatch(strategy) is None:
+        raise SMPValidationError(f"`strategy` is {strategy!r}: expected 'each', 'contiguous' or 'group_N'")
+    original: Callable[..., Any] = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if sequential:
+            first = args[0] if len(args) == 1 else args
+            return checkpoint_sequential(module, first, strategy, preserve_rng_state, pack_args_as_tuple)
+        if active.recording is not None:
+            # Spread over partitions: it runs here, its parts do not.
+            return original(*args, **kwargs)
+        return torch.utils.checkpoint.checkpoint(
+            original, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+
+    module.forward = forward  # type: ignore[method-assign]

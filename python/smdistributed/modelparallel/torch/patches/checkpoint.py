@@ -1,0 +1,7 @@
+"""Activation checkpointing, by the names of ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from smdistributed.modelparallel.torch.checkpointing import checkpoint, checkpoint_sequential
+
+__all__ = ["checkpoint", "checkpoint_sequential"]
