@@ -81,6 +81,13 @@ def on_gpus(tf, sdp):
             tf.function(collectives.all_gather)(x),
         ]
     assert all("GPU:0" in result.device for result in results), [result.device for result in results]
+    # Kernels of ours alone.
+    size = sdp.size()
+    for dtype, op, value in (("int16", "sum", 3 * size), ("int16", "max", 3), ("int32", "bit_or", 3)):
+        reduced = collectives.call(collectives.ops.smd_all_reduce, tensor=tf.constant([3, 0, 3], dtype), op=op)
+        assert reduced.numpy().tolist() == [value, 0, value], (dtype, op)
+    mixed = collectives.call(collectives.ops.smd_all_reduce, tensor=tf.constant([sdp.rank() > 0, True]), op="product")
+    assert mixed.numpy().tolist() == [False, True]
     variable = tf.Variable(x)
     with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
         loss = tf.reduce_sum(variable * 2.0)
@@ -225,6 +232,39 @@ def fit(tf, sdp):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+def an_error_of_one_rank(tf, sdp):
+    """Between the two gradients of a step. The ranks' reductions no longer fit together then, and all of them hear why."""
+    from smdistributed import _core
+    from smdistributed.dataparallel.tensorflow.collectives import ops
+
+    rank, mean = float(sdp.rank()), (sdp.size() - 1) / 2
+    described = [("a", [300_000], "float32"), ("b", [300_000], "float32")]
+
+    @tf.function
+    def step(fine):
+        # The operations that the tape would make, one after the other. Each gradient is larger than a bucket.
+        plan = _core.plan_gradients(1 << 40, described, [], 128, None, False, True)
+        (b,) = ops.smd_reduce_gradients(gradients=[tf.fill([300_000], rank)], plan=plan, params=[1], whole=False)
+        with tf.control_dependencies([b]):
+            checked = tf.debugging.Assert(fine, ["this rank's data are bad"])
+        with tf.control_dependencies([checked]):
+            a = tf.fill([300_000], 2 * rank)
+        (a,) = ops.smd_reduce_gradients(gradients=[a], plan=plan, params=[0], whole=False)
+        return a[0], b[0]
+
+    for _ in range(3):
+        assert [float(each) for each in step(tf.constant(True))] == [2 * mean, mean]
+    bad = sdp.rank() == 1
+    started = time.monotonic()
+    with pytest.raises(tf.errors.OpError, match="data are bad" if bad else "rank 1 failed"):
+        step(tf.constant(not bad))
+    assert time.monotonic() - started < 20
+    with pytest.raises(tf.errors.OpError, match="no longer fit together"):
+        step(tf.constant(True))
+    # Others are as they were.
+    assert float(sdp.oob_allreduce(tf.constant(rank))) == mean
+
+
 def operations():
     tf, sdp = start()
     from multiproc import test_tensorflow_ops as on_cpus
@@ -274,6 +314,7 @@ def tape():
         failures(check.__name__, check, tf, sdp)
     for name in _AS_ON_CPUS:
         failures(name, getattr(on_cpus, name), tf, sdp)
+    failures("an_error_of_one_rank", an_error_of_one_rank, tf, sdp)
     return failures.lines
 
 

@@ -293,7 +293,7 @@ fn load() -> Result<()> {
                 return Ok(());
             }
             Err(Error::Unsupported(
-                "NVRTC was not found: install PyTorch's CUDA build or CUDA's toolkit, or name its folder in `CUDA_HOME`"
+                "NVRTC was not found: install the CUDA build of PyTorch or TensorFlow (`tensorflow[and-cuda]`), or CUDA's toolkit, or name its folder in `CUDA_HOME`"
                     .into(),
             ))
         })

@@ -23,9 +23,9 @@
 //!   to exchange is exchanged between steps.
 //! - RED-7: on a CUDA device, a bucket counts as reduced when its reduction is queued ([`Reducer::follow`] makes a stream
 //!   wait for the values). The host of a rank does not wait for the others, so one that cannot go on before it has
-//!   queued all buckets reduces no more: its next step raises, and the others', which wait for it, end with its end or
-//!   at their time limit. Gradients of graphs are kept, and count as reduced, until the device is done: their framework's
-//!   one stream must not wait for communication.
+//!   queued all buckets reduces no more: its next step raises, and what the others have under way ends with its name
+//!   about a second later (CUDA-4). Gradients of graphs are kept, and count as reduced, until the device is done: their
+//!   framework's one stream must not wait for communication.
 //!
 //! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from

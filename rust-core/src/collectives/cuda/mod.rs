@@ -216,8 +216,9 @@ impl Cuda {
         self.bucket_bytes.get().copied()
     }
 
-    /// CUDA-4, for a reason that only this member knows: the others see that it takes no part any more.
+    /// CUDA-4, for a reason that only this member knows: what the others have under way ends as soon as they see its note.
     pub(super) fn end(self: &Arc<Self>, reason: Error) {
+        watch::say_ended(self, &reason);
         watch::fail(self, reason);
     }
 

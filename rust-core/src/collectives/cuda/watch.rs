@@ -4,7 +4,7 @@
 //!
 //! When an operation has been under way for a part of its time limit, each member writes down on the store what it is
 //! waiting in; at the limit, each compares that with the others'. So a stuck operation ends with an error that names
-//! who is missing, or who called something else.
+//! who is missing, or who called something else. A member that ends its part in good health writes that down, too.
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -15,11 +15,16 @@ use super::{Cuda, Part, is_message};
 use crate::collectives::Request;
 use crate::device::driver::relaxed;
 use crate::error::{Error, Result};
-use crate::transport::NAP;
+use crate::transport::{Members, NAP};
 use crate::world::Departure;
 
 /// How long a member that left in good order may have been gone while an operation with it is still under way.
 const LEFT_LIMIT: Duration = Duration::from_secs(5);
+/// How long an operation has been under way when the members begin to look whether one of them has ended its part, and how
+/// often they look.
+const ENDED_AFTER: Duration = Duration::from_millis(500);
+/// How long they look.
+const ENDED_LOOK: Duration = Duration::from_millis(5);
 /// Time for the others' notes to arrive once the limit is over.
 const NOTES_TIME: Duration = Duration::from_secs(1);
 
@@ -95,7 +100,8 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
         if part.landed() {
             continue;
         }
-        if let Some(error) = left(group, &part).or_else(|| stuck(group, &part, notes)) {
+        let why = left(group, &part).or_else(|| ended(group, &part, notes)).or_else(|| stuck(group, &part, notes));
+        if let Some(error) = why {
             return fail(group, error);
         }
     }
@@ -171,6 +177,39 @@ fn left(group: &Cuda, part: &Part) -> Option<Error> {
     group.monitor.check(&left, &group.describe(&flight.requests[0])).err()
 }
 
+/// Where the member that ends its part first says so.
+fn ended_key(group: &Cuda) -> String {
+    format!("cuda/{:x}/ended", group.id)
+}
+
+/// Tells the others that this member takes no part any more.
+pub(super) fn say_ended(group: &Cuda, reason: &Error) {
+    if let Some(store) = group.store.get()
+        && let Ok(text) = postcard::to_stdvec(&(group.members.me, reason.to_string()))
+    {
+        // That it cannot be written means that the job is ending, which has its own errors.
+        let _ = store.set(&ended_key(group), &text);
+    }
+}
+
+/// Another member has ended its part.
+fn ended(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
+    let during = {
+        let flights = part.flights.lock();
+        let flight = flights.queue.front().filter(|flight| flight.since.elapsed() >= ENDED_AFTER)?;
+        group.describe(&flight.requests[0])
+    };
+    let key = ended_key(group);
+    if !notes.is_time(&key, ENDED_AFTER) {
+        return None;
+    }
+    let text = group.store.get()?.get(&key, &[], ENDED_LOOK).ok()?;
+    let (member, reason) = postcard::from_bytes::<(usize, String)>(&text).ok()?;
+    let Members { ranks, me } = &group.members;
+    let rank = ranks.get(member).copied().filter(|_| member != *me)?;
+    Some(Error::PeerFailed { rank, how: format!("failed ({reason})"), me: ranks[*me], during })
+}
+
 /// What a member writes down about the operation that it waits in.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Note {
@@ -182,13 +221,20 @@ struct Note {
     collective: bool,
 }
 
-/// What this process has written down so far.
+/// What this process has written down or looked for so far, and when.
 #[derive(Default)]
 struct Notes {
     written: Vec<(String, Instant)>,
 }
 
 impl Notes {
+    /// Whether it is `interval` or longer since this was last true of `key`.
+    fn is_time(&mut self, key: &str, interval: Duration) -> bool {
+        let now = Instant::now();
+        let last = self.written.iter().find(|(known, _)| known == key).map(|(_, last)| *last);
+        last.is_none_or(|last| now.duration_since(last) >= interval) && self.is_new(key, now)
+    }
+
     /// Whether `key` has no note yet about what began at `since`.
     fn is_new(&mut self, key: &str, since: Instant) -> bool {
         match self.written.iter_mut().find(|(known, _)| known == key) {
