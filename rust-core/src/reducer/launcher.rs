@@ -176,9 +176,8 @@ impl Launcher {
         });
         let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, held: false };
         let capturing = stream.is_capturing()?;
-        let state = shared.state.lock();
+        let mut state = shared.state.lock();
         if capturing || (at_once && state.queue.is_empty() && !state.busy) {
-            let mut state = state;
             state.busy = true;
             drop(state);
             shared.carry_out(job, launched);

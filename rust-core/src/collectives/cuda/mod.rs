@@ -218,7 +218,9 @@ impl Cuda {
 
     /// CUDA-4, for a reason that only this member knows: what the others have under way ends as soon as they see its note.
     pub(super) fn end(self: &Arc<Self>, reason: Error) {
-        watch::say_ended(self, &reason);
+        if self.failed.get().is_none() {
+            watch::say_ended(self, &reason);
+        }
         watch::fail(self, reason);
     }
 
@@ -587,6 +589,27 @@ mod tests {
     fn view(device: Device) -> TensorView {
         // SAFETY: nobody reads or writes through it.
         unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, 7) }.unwrap()
+    }
+
+    #[test]
+    fn a_request_in_another_stream_is_otherwise_the_same() {
+        let gpu = || view(Device::Cuda(1));
+        let (inputs, outputs) = (vec![gpu(), gpu()], vec![gpu(), gpu()]);
+        let (data, op, root) = (gpu(), ReduceOp::Max, 1);
+        for request in [
+            Request::AllReduce { input: data, output: data, op },
+            Request::Reduce { input: data, output: data, op, root },
+            Request::Broadcast { data, root },
+            Request::AllGather { input: data, outputs: outputs.clone() },
+            Request::Gather { input: data, outputs: outputs.clone(), root },
+            Request::Scatter { inputs: inputs.clone(), output: data, root },
+            Request::ReduceScatter { inputs: inputs.clone(), output: data, op },
+            Request::AllToAll { inputs, outputs },
+        ] {
+            let moved = call::on_stream(&request, 9);
+            assert!(call::views(&moved).iter().all(|view| view.stream() == 9 && view.ptr() == data.ptr()), "{moved:?}");
+            assert_eq!(call::views(&moved).len(), call::views(&request).len());
+        }
     }
 
     #[test]
