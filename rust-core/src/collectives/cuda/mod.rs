@@ -334,7 +334,8 @@ impl Cuda {
                 if postcard::from_bytes::<(String, [u8; 16])>(&text).is_ok_and(|theirs| theirs == own) {
                     return Err(Error::InvalidArgument(format!(
                         "ranks {} and {} use the same device (`cuda:{}` of rank {}): give every rank its own, with \
-                         `torch.cuda.set_device(local_rank)` or CUDA_VISIBLE_DEVICES",
+                         `torch.cuda.set_device(local_rank)`, `tf.config.set_visible_devices(gpus[local_rank], \"GPU\")` \
+                         or CUDA_VISIBLE_DEVICES",
                         ranks[me.min(other)],
                         ranks[me.max(other)],
                         context.device(),
