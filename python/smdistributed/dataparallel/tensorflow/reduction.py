@@ -7,6 +7,7 @@ their place in the graph, so that a function that is traced again finds its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import weakref
@@ -80,9 +81,10 @@ def reduce_gradients(
     op = op or ReduceOp.AVERAGE
     names = [f"{_name(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)
-    # By place: a reducer is for gradients in the memory of one.
+    # By place: a reducer is for gradients in the memory of one. Without GPUs there is only one.
     planned: dict[str | None, list[tuple[int, tf.Tensor, Any]]] = {}
     graph = not tf.executing_eagerly()
+    has_gpus = bool(tf.config.list_logical_devices("GPU"))
     last: list[tf.Tensor] = []
     with tf.name_scope(name or "smd_reduce_gradients"):
         for index, gradient in enumerate(gradients):
@@ -104,13 +106,14 @@ def reduce_gradients(
                 # What is planned when the graph is traced needs a size.
                 reduced[index] = compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=op.value), ctx)
                 continue
-            planned.setdefault(place_of(variables[index]), []).append((index, sent, ctx))
+            place = place_of(variables[index]) if has_gpus else None
+            planned.setdefault(place, []).append((index, sent, ctx))
         absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
         # In the order in which the first gradient of each comes, which is the same on all ranks.
         for place, together in planned.items():
             described = [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in together]
             plan = _plan(described, absent, bucket_bytes(bucket_cap_mb), _WIRES.get(compression), op, place)
-            with tf.device(place):
+            with tf.device(place) if place else contextlib.nullcontext():
                 outputs = _reduce([sent for _, sent, _ in together], plan)
             for (index, _, ctx), output in zip(together, outputs, strict=True):
                 reduced[index] = output if compression in _WIRES else compression.decompress(output, ctx)
@@ -130,12 +133,8 @@ def _name(variable: Any) -> str:
     return _COUNT.sub("", name.removesuffix(":0")) or "tensor"
 
 
-def place_of(variable: Any) -> str | None:
-    """The device on which a variable's gradients are reduced, which is where the variable is: ``None`` in a process without
-    GPUs, whose gradients are all in one memory."""
-    gpus = tf.config.list_logical_devices("GPU")
-    if not gpus:
-        return None
+def place_of(variable: Any) -> str:
+    """The device on which a variable's gradients are reduced, in a process with GPUs: where the variable is."""
     device = tf.DeviceSpec.from_string(getattr(underlying(variable), "device", None) or "")
     if device.device_type is None:
         # In a graph that says nothing else, TensorFlow would choose the first one, too.
