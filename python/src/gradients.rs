@@ -13,6 +13,7 @@ use crate::enter::enter;
 /// `on_device` says that they are on a CUDA device.
 #[pyfunction]
 #[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false, on_device=false))]
+#[expect(clippy::too_many_arguments, reason = "Python names them")]
 pub fn plan_gradients(
     py: Python<'_>,
     graph: u64,
