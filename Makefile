@@ -130,9 +130,10 @@ $(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/suite
 	$(PIP) --no-deps tf-keras
 	@touch $@
 
-# Users' scripts train on scikit-learn's digits.
+# Users' scripts train on scikit-learn's digits; pipelines are tested with models of Hugging Face's, made from their
+# configurations.
 $(STAMPS)/digits: constraints.txt | $(STAMPS)/tensorflow
-	$(PIP) scikit-learn
+	$(PIP) scikit-learn transformers
 	@touch $@
 
 $(STAMPS)/demo: constraints.txt | $(STAMPS)/torch

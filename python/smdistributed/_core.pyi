@@ -86,17 +86,18 @@ def plan_pipeline(
     schedule: str,
     active_microbatches: int | None,
 ) -> list[tuple[str, int, int, int | None]]:
-    """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch
-    and, of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program. A
-    stage is its rank, the prices of its forward, of its gradients of inputs and of weights, the bytes that it keeps, the
-    stages that it takes values from with their bytes, and whether it has a backward."""
+    """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
+    of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program."""
 
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
 
 def timeline_stage(kind: str, stage: int, microbatch: int, start: int) -> None:
     """Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`."""
+    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`.
+
+    # Errors
+    `ValueError` for another kind."""
 
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""

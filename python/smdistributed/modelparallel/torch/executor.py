@@ -21,6 +21,7 @@ from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.recording import Context, Recording, Task, Value
+from smdistributed.modelparallel.torch.split_backward import WeightPart, run_input_part
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
 
 #: Receives that wait for their messages ahead of the program.
@@ -30,7 +31,7 @@ _AHEAD = 4
 class _Run:
     """A stage of a microbatch between its forward and the end of its backward."""
 
-    __slots__ = ("exports", "gradients", "leaves", "takers")
+    __slots__ = ("exports", "gradients", "leaves", "takers", "weights")
 
     def __init__(self, leaves: dict[int, torch.Tensor], exports: dict[int, torch.Tensor]) -> None:
         self.leaves, self.exports = leaves, exports
@@ -38,6 +39,8 @@ class _Run:
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         #: Stages that have taken their values.
         self.takers = 0
+        #: The second part of a backward whose first one has run.
+        self.weights: WeightPart | None = None
 
 
 class Microbatch:
@@ -171,6 +174,29 @@ class Executor:
             self._return_gradients(mb, number, run.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
+    def input_part(self, mb: Microbatch, number: int) -> None:
+        """The first part of a backward: its leaves' gradients are ready to go."""
+        start = _core.timeline_now()
+        stage = mb.layout.stages[number]
+        if stage.trains:
+            run = mb.runs[number]
+            roots, gradients = self._roots(mb, stage, run)
+            if roots:
+                leaves = [leaf for leaf in run.leaves.values() if leaf.requires_grad]
+                run.weights = run_input_part(roots, gradients, leaves)
+            self._return_gradients(mb, number, run.leaves)
+            run.leaves, run.exports = {}, {}
+        _core.timeline_stage("input", number, mb.recording.microbatch, start)
+
+    def weight_part(self, mb: Microbatch, number: int) -> None:
+        """The second part: its parameters' gradients are added up."""
+        start = _core.timeline_now()
+        if mb.layout.stages[number].trains:
+            weights = mb.runs.pop(number).weights
+            if weights is not None:
+                weights.run()
+        _core.timeline_stage("weight", number, mb.recording.microbatch, start)
+
     def _roots(self, mb: Microbatch, stage: Stage, run: _Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         roots, gradients = [], []
         seeds: dict[int, torch.Tensor] = {}
@@ -293,6 +319,12 @@ class Executor:
                     self.forward(mb, number)
             elif kind == "B":
                 self.backward(mb, number)
+                if index == last:
+                    done(number)
+            elif kind == "I":
+                self.input_part(mb, number)
+            elif kind == "W":
+                self.weight_part(mb, number)
                 if index == last:
                     done(number)
             elif waiting and waiting[0][0] == place:

@@ -48,7 +48,7 @@ class GradientReducer:
             self._alike = False
             return
         mine = torch.tensor([recordings[-1].digest])
-        everybody = torch.empty(len(dist._members(self._group)), dtype=torch.int64)
+        everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
         dist.all_gather_into_tensor(everybody, mine, self._group)
         self._alike = bool((everybody == mine).all())
 

@@ -35,10 +35,7 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline) -> Callable[...,
 @contextmanager
 def intercepted(pipeline: Pipeline) -> Iterator[None]:
     """Modules that are wholly on one partition are recorded inside."""
-    owners = {nn.Module}
-    for module in pipeline.root.modules():
-        owners.update(each for each in type(module).__mro__ if "__call__" in vars(each) and issubclass(each, nn.Module))
-    originals = {owner: vars(owner)["__call__"] for owner in owners}
+    originals = {owner: vars(owner)["__call__"] for owner in pipeline.callers}
     try:
         for owner, original in originals.items():
             owner.__call__ = _recorded(original, pipeline)

@@ -225,6 +225,9 @@ class DistributedModel(nn.Module):
                 begin, self.when_divided = self.when_divided, None
                 assert begin is not None
                 begin()
+        elif self._reducer is not None and not self.in_step and self.training and torch.is_grad_enabled():
+            # Nobody would reduce the gradients of a backward there.
+            raise SMPUsageError("with replicas, a model that is trained is called inside of `smp.step` functions")
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:

@@ -147,5 +147,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped one's; then forgets what other partitions hold."""
         self.optimizer.add_param_group(param_group)
-        if globals()["state"].model is not None and globals()["state"].model.is_partitioned:
+        if state.model is not None and state.model.is_partitioned:
             self.localize({})

@@ -46,6 +46,11 @@ class Pipeline:
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
         self.version: int = 0
+        #: Classes whose instances are called by a method of their own.
+        self.callers = {nn.Module}
+        for module in root.modules():
+            kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+            self.callers.update(kind for kind in kinds if "__call__" in vars(kind))
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._layouts: dict[Any, Layout] = {}

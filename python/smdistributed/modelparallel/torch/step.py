@@ -89,10 +89,11 @@ class StepFunction:
     def _run_pipeline(self, model: DistributedModel, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         recordings: list[Recording] = []
         outputs = []
-        with model.glue_randomness():
+        # Classes are changed once for all microbatches: Python forgets what it knows of their methods each time.
+        with contextlib.ExitStack() as calls_are_recorded, model.glue_randomness():
             for index, (args, kwargs) in enumerate(calls):
                 model.begin_microbatch(index, len(calls))
-                outputs.append(self._record(model, args, kwargs, recordings))
+                outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
         pipeline = model.pipeline
         if pipeline is None or len(recordings) != len(calls):
             # The body has not called the model.
@@ -104,7 +105,14 @@ class StepFunction:
         tensors = pipeline.results(microbatches, self._detach)
         return [_real(output, found, self._detach) for output, found in zip(outputs, tensors, strict=True)]
 
-    def _record(self, model: DistributedModel, args: Any, kwargs: Any, recordings: list[Recording]) -> Any:
+    def _record(
+        self,
+        model: DistributedModel,
+        args: Any,
+        kwargs: Any,
+        recordings: list[Recording],
+        calls_are_recorded: contextlib.ExitStack,
+    ) -> Any:
         with contextlib.ExitStack() as stack:
 
             def begin() -> None:
@@ -113,10 +121,10 @@ class StepFunction:
                 pipeline.detach = self._detach
                 if not recordings:
                     pipeline.refresh()
+                    calls_are_recorded.enter_context(intercepted(pipeline))
                 recording = model.recording = Recording(pipeline, len(recordings))
                 recordings.append(recording)
                 stack.callback(model.end_recording)
-                stack.enter_context(intercepted(pipeline))
                 stack.enter_context(recording)
 
             if model.pipeline is None:

@@ -28,9 +28,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, *args)
         device = current_device()
-        worst = torch.zeros(1, device=device)
+        worst = torch.zeros(1, dtype=torch.float32, device=device)
         for flag in found.values():
-            worst = torch.maximum(worst, flag.to(device))
+            worst = torch.maximum(worst, flag.to(worst))
         if state.groups.pipe is not None:
             with errors.translated(CLASSES):
                 dist.all_reduce(worst, ReduceOp.MAX, state.groups.pipe)

@@ -1,0 +1,66 @@
+"""Parts of model parallelism that one process can show."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel.torch.split import split  # noqa: E402
+from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
+
+
+def test_every_documented_name_is_there():
+    import smdistributed.modelparallel
+    import smdistributed.modelparallel.backend.exceptions as backend_exceptions
+    import smdistributed.modelparallel.torch.exceptions as exceptions
+
+    assert smdistributed.modelparallel.__version__ >= "1.15.0"
+    assert backend_exceptions.SMPError is exceptions.SMPError
+    assert callable(smp.step)
+    assert smp.model.DistributedModel is smp.DistributedModel
+    assert smp.core.initialized is False
+    assert callable(smp.patches.checkpoint.checkpoint_sequential)
+    assert all(hasattr(smp, name) for name in smp.__all__)
+    with pytest.raises(NotImplementedError, match="not there yet"):
+        smp.tensor_parallelism()
+
+
+def _graph(shared):
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    leaf = torch.randn(3, 5, requires_grad=True)
+    hidden = torch.tanh(first(leaf))
+    output = (first if shared else second)(hidden) * leaf
+    return leaf, output, [*first.parameters(), *(() if shared else second.parameters())]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_backward_in_two_parts_is_the_whole_one(shared):
+    leaf, output, parameters = _graph(shared)
+    gradient = torch.randn(3, 5)
+    rest = run_input_part([output], [gradient], [leaf])
+    assert leaf.grad is not None
+    if shared:
+        assert rest is None, "a parameter that is used twice would count twice"
+    else:
+        assert all(parameter.grad is None for parameter in parameters)
+        rest.run()
+    again, whole, others = _graph(shared)
+    whole.backward(gradient)
+    torch.testing.assert_close(leaf.grad, again.grad)
+    for ours, theirs in zip(parameters, others, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_arguments_are_split_inside_of_structures():
+    x = torch.arange(8)
+    pieces = split({"a": [x, "word"], "b": (x.view(2, 4),)}, "batch", 2, 0, False)
+    assert torch.equal(pieces[1]["a"][0], x[4:])
+    assert pieces[0]["b"][0].shape == (1, 4)
+    assert split(x, "x", 3, 0, True)[2] is x
+    with pytest.raises(ValueError, match="`batch\\['a'\\]` has 8 rows along axis 0, which 3 microbatches"):
+        split({"a": x}, "batch", 3, 0, False)
+    with pytest.raises(ValueError, match="DataLoader"):
+        split(torch.utils.data.DataLoader([1]), "loader", 2, 0, False)

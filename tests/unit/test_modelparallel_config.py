@@ -1,0 +1,112 @@
+"""The configuration of model parallelism, its channels, and the places of ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from smdistributed.modelparallel import config
+from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupportedError
+from smdistributed.modelparallel.topology import Topology
+
+
+@pytest.fixture(autouse=True)
+def _no_channels(monkeypatch):
+    monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
+    monkeypatch.delenv("SMP_CONFIG", raising=False)
+
+
+def test_defaults_follow_from_each_other():
+    cfg = config.read({"partitions": 3, "optimize": "speed"})
+    assert cfg.pipeline_parallel_degree == cfg.partitions == 3
+    assert cfg.active_microbatches == 5
+    assert cfg.memory_weight == 0.2
+    assert config.read().memory_weight == 0.8
+    assert (config.read().partitions, config.read().pipeline) == (1, "interleaved")
+    with pytest.raises(AttributeError, match="read only"):
+        cfg.ddp = True
+
+
+def test_the_launcher_wins(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"microbatches": 2, "ddp": True}))
+    monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "config.json"))
+    cfg = config.read({"microbatches": 8, "partitions": 4})
+    assert (cfg.microbatches, cfg.partitions, cfg.ddp) == (2, 4, True)
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"microbatches":16,"partitions":2}')
+    cfg = config.read({"microbatches": 8, "partitions": 4})
+    assert (cfg.microbatches, cfg.partitions, cfg.ddp) == (16, 2, True)
+    whole = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 5}}}}
+    monkeypatch.delenv("SM_HP_MP_PARAMETERS")
+    monkeypatch.setenv("SMP_CONFIG", json.dumps(whole))
+    assert config.read().partitions == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"partitions": 0}, "positive int"),
+        ({"microbatches": True}, "positive int"),
+        ({"partitions": 2, "pipeline_parallel_degree": 3}, "its other name"),
+        ({"pipeline": "fast"}, "'zero_bubble'"),
+        ({"optimize": "size"}, "'memory', 'speed'"),
+        ({"placement_strategy": "DP"}, "permutation"),
+        ({"auto_partition": False}, "default_partition"),
+        ({"auto_partition": False, "default_partition": 2, "partitions": 2}, "there are 2"),
+        ({"memory_weight": 1.5}, "from 0.0 to 1.0"),
+        ({"ddp_port": 5}, "without `ddp`"),
+        ({"ddp": True, "horovod": True}, "one of them"),
+        ({"partition_file": 3}, "a str"),
+    ],
+)
+def test_bad_values_are_named(given, text):
+    with pytest.raises(SMPConfigError, match=text) as error:
+        config.read(given)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel_degree": 2},
+        {"sharded_data_parallel_degree": 4},
+        {"fp16": True},
+        {"shard_optimizer_state": True},
+        {"offload_activations": True},
+    ],
+)
+def test_what_is_not_there_yet_says_so(given):
+    with pytest.raises(SMPUnsupportedError, match="not there yet"):
+        config.read(given)
+    assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
+
+
+def test_unknown_keys_are_ignored_with_a_warning():
+    with pytest.warns(UserWarning, match="`mikrobatches`"):
+        config.read({"mikrobatches": 3})
+    config.read({"_internal": 3})
+
+
+def test_broken_channels_are_named(monkeypatch):
+    monkeypatch.setenv("SMP_CONFIG", "/nowhere/config.json")
+    with pytest.raises(SMPConfigError, match="cannot be read"):
+        config.read()
+    monkeypatch.setenv("SMP_CONFIG", "{")
+    with pytest.raises(SMPConfigError, match="no JSON"):
+        config.read()
+
+
+def test_groups_are_those_of_the_published_tables():
+    cluster, spread = (Topology.of(8, 2, 1, name) for name in ("cluster", "spread"))
+    assert cluster.groups("mp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cluster.groups("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert spread.groups("mp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert spread.groups("dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Topology.of(8, 4, 1, "spread").groups("pp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    both = Topology.of(8, 2, 2, "DPT")
+    places = [tuple(both.coordinates(rank)[letter] for letter in "PTD") for rank in range(8)]
+    assert places == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+    assert [both.group("dp", rank).index(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert both.groups("rdp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(SMPConfigError, match="6 processes"):
+        Topology.of(6, 4, 1, "cluster")
