@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "completion.h"
+#include "named.h"
 
 namespace smd::torch_ext {
 namespace {
@@ -18,10 +19,19 @@ void define(torch::Library& m, const std::string& name, const std::string& argum
   m.def((name + "_async" + arguments + " -> __torch__.torch.classes.smd.Work").c_str());
 }
 
+void define_named(torch::Library& m, const std::string& name, const std::string& arguments) {
+  m.def((name + "(" + arguments + ") -> __torch__.torch.classes.smd.NamedWork").c_str());
+}
+
 }  // namespace
 
 TORCH_LIBRARY(smd, m) {
   m.class_<Work>("Work").def("wait", &Work::wait).def("is_completed", &Work::is_completed);
+  m.class_<NamedWork>("NamedWork")
+      .def("wait", &NamedWork::wait)
+      .def("is_completed", &NamedWork::is_completed)
+      .def("results", &NamedWork::results)
+      .def("last", &NamedWork::last);
 
   // The session as the core sees it.
   m.def("rank() -> int");
@@ -56,6 +66,20 @@ TORCH_LIBRARY(smd, m) {
   define(m, "send", "(Tensor tensor, int to, int tag, int group)");
   // A message from one member, as many elements as were sent.
   define(m, "recv_", "(Tensor(a!) tensor, int source, int tag, int group)");
+
+  // By name, in any order, in a process set; bodies are in named.cc. Several tensors run together or not at all. The
+  // name is
+  // `<kind>.<name>`, and is given by the core if `name` is empty; `blocking`: this process does nothing else meanwhile.
+  // Without outputs the handle has the results.
+  const std::string named = ", str kind, str name, int process_set, bool blocking";
+  define_named(m, "named_all_reduce",
+               "Tensor[] inputs, Tensor(a!)[] outputs, str op, float prescale, float postscale" + named);
+  define_named(m, "named_broadcast", "Tensor input, Tensor(a!)[] outputs, int root" + named);
+  define_named(m, "named_all_gather", "Tensor[] inputs" + named);
+  define_named(m, "named_all_to_all", "Tensor input, int[]? splits" + named);
+  define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op, float prescale, float postscale" + named);
+  define_named(m, "named_barrier", "str kind, int process_set");
+  define_named(m, "named_join", "");
 }
 
 }  // namespace smd::torch_ext

@@ -7,6 +7,7 @@ Each round runs a few steps of every mode, one mode after the other, so that all
 - `alone`: the model as it is, in all processes side by side. No communication.
 - `opensmd`: DistributedDataParallel of this package.
 - `gloo`: torch's, backend gloo.
+- `horovod`, if asked for: `horovod.torch.DistributedOptimizer` of this package.
 
 Exposed communication is the median step of a mode minus that of `alone`; the slowest rank counts.
 """
@@ -31,12 +32,13 @@ import smdistributed.dataparallel.torch.distributed as smd
 from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
 
 MODES = ("alone", "opensmd", "gloo")
+OTHERS = ("horovod",)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES + OTHERS, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=4, help="steps of each mode in a round")
     parser.add_argument("--bucket-cap-mb", type=float, default=None)
@@ -74,7 +76,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
             model = nn.parallel.DistributedDataParallel(
                 model, bucket_cap_mb=arguments.bucket_cap_mb or 25, gradient_as_bucket_view=True
             )
-        steps[mode] = step(model, data, bool(arguments.set_to_none))
+        steps[mode] = step(model, data, bool(arguments.set_to_none), mode == "horovod")
     times: dict[str, list[float]] = {mode: [] for mode in steps}
     gc.disable()
     for index in range(arguments.rounds + 1):
@@ -93,9 +95,16 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     return dict(zip(steps, medians.tolist(), strict=True))
 
 
-def step(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], set_to_none: bool) -> Callable[[], None]:
+def step(
+    model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], set_to_none: bool, horovod: bool
+) -> Callable[[], None]:
     """One training step of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if horovod:
+        import horovod.torch as hvd
+
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     x, labels = data
 
     def run() -> None:
@@ -114,9 +123,10 @@ def table(name: str, medians: dict[str, float]) -> str:
         if mode != "alone" and "alone" in medians:
             line += f", {milliseconds - medians['alone']:+7.1f} ms exposed"
         lines.append(line)
-    if set(MODES) <= set(medians):
-        ratio = (medians["opensmd"] - medians["alone"]) / (medians["gloo"] - medians["alone"])
-        lines.append(f"  exposed, opensmd / gloo: {ratio:.2f}")
+    for mode in ("opensmd", "horovod"):
+        if {"alone", "gloo", mode} <= set(medians):
+            ratio = (medians[mode] - medians["alone"]) / (medians["gloo"] - medians["alone"])
+            lines.append(f"  exposed, {mode} / gloo: {ratio:.2f}")
     return "\n".join(lines)
 
 

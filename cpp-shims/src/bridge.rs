@@ -3,8 +3,9 @@
 pub use ffi::*;
 
 use crate::calls::{
-    check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size, raise_later, rank, roll_call, run,
-    run_batch, run_together, session_id, size, submit, submit_batch, submit_named,
+    ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size, process_set_group,
+    process_set_root, raise_later, rank, roll_call, run, run_batch, run_together, session_id, size, submit,
+    submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan};
@@ -92,6 +93,24 @@ mod ffi {
         /// Of operations on rows: how many each input has, and elements of one.
         rows: &'a [usize],
         row_elems: usize,
+    }
+
+    /// How operations are asked for by name (`smd_core::negotiation::Ask`).
+    #[derive(Debug)]
+    struct NamedCall<'a> {
+        /// In front of the name: `allreduce`.
+        kind: &'a str,
+        /// Empty: the negotiation gives one.
+        name: &'a str,
+        /// Others of this process may have the name too; they run one after the other.
+        shared: bool,
+        prescale: f64,
+        postscale: f64,
+        /// This process does nothing else meanwhile.
+        blocking: bool,
+        /// Of each call's tensor, and all dimensions one after the other.
+        num_dims: &'a [usize],
+        dims: &'a [u64],
     }
 
     /// `smd_core::reducer::ParamSpec`.
@@ -248,6 +267,21 @@ mod ffi {
             blocking: bool,
             done: UniquePtr<Completion>,
         ) -> Result<()>;
+
+        /// As `submit_named`, of one or several collectives of one group, which run together or not at all. What this
+        /// process cannot ask for is thrown at once, and the others hear nothing of it; `done` may hear of it, too.
+        ///
+        /// # Safety
+        /// As `submit`.
+        unsafe fn ask(named: &NamedCall, calls: &[Call], done: UniquePtr<Completion>) -> Result<()>;
+
+        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last.
+        fn ask_join(group: u64, done: UniquePtr<Completion>) -> Result<()>;
+
+        /// The group of a process set; throws if this rank is in no such set.
+        fn process_set_group(process_set: i64) -> Result<u64>;
+        /// The position of a rank of the world in a process set.
+        fn process_set_root(process_set: i64, rank: i64) -> Result<usize>;
 
         /// As `run`, several collectives of one group in one go (`smd_core::collectives::Communicator::run_batch`); the
         /// first one's timeout is that of each.

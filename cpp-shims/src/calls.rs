@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
 use smd_core::collectives::{Communicator, Done, MakeOutputs, ReduceOp, Request};
 use smd_core::device::memory;
+use smd_core::negotiation::{Ask, Factors, Name};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -122,6 +123,58 @@ pub unsafe fn submit_named(
         let request = unsafe { request(call, Some(&completion)) }?;
         negotiator.submit(name, Some(shape), request, blocking, completing(completion));
         Ok(())
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn ask(named: &ffi::NamedCall, calls: &[ffi::Call], done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+    guard(|| {
+        let first = calls.first().ok_or_else(|| Error::Internal("a shim passed an empty group".into()))?;
+        let negotiator = session::current(self::name(first.collective))?.negotiator(first.group)?;
+        let completion = Shared::new(done);
+        let mut dims = named.dims;
+        let mut tensors = Vec::with_capacity(calls.len());
+        for (call, num_dims) in calls.iter().zip(named.num_dims) {
+            let (shape, rest) = dims
+                .split_at_checked(*num_dims)
+                .ok_or_else(|| Error::Internal("a shim passed too few dimensions".into()))?;
+            dims = rest;
+            // SAFETY: the caller's promise.
+            tensors.push((unsafe { request(call, Some(&completion)) }?, Some(shape.to_vec())));
+        }
+        let name = match (named.name, named.shared) {
+            ("", false) => Name::Next(named.kind.to_owned()),
+            (name, false) => Name::Given(format!("{}.{name}", named.kind)),
+            (name, true) => Name::Shared(format!("{}.{name}", named.kind)),
+        };
+        let factors = Factors { before: named.prescale, after: named.postscale };
+        negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, completing(completion))
+    })
+}
+
+pub fn ask_join(group: u64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+    guard(|| {
+        let negotiator = session::current("join")?.negotiator(group)?;
+        negotiator.join(completing(Shared::new(done)));
+        Ok(())
+    })
+}
+
+pub fn process_set_group(process_set: i64) -> Result<u64, Report> {
+    guard(|| {
+        let call = "a collective of a process set";
+        session::current(call)?.process_set(number(process_set)?, call)
+    })
+}
+
+pub fn process_set_root(process_set: i64, rank: i64) -> Result<usize, Report> {
+    guard(|| session::current("broadcast")?.position_in_process_set(number(process_set)?, rank, "broadcast"))
+}
+
+fn number(process_set: i64) -> Result<u32> {
+    u32::try_from(process_set).map_err(|_| {
+        Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
     })
 }
 
@@ -290,6 +343,9 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
     // SAFETY: as above.
     let outputs = call.outputs.iter().map(|view| unsafe { tensor(view) }).collect::<Result<Vec<_>>>()?;
     Ok(match call.collective {
+        ffi::Collective::AllReduce if call.op == ADASUM => {
+            Request::Adasum { input: one(call, inputs)?, output: one(call, outputs)? }
+        }
         ffi::Collective::AllReduce => {
             Request::AllReduce { input: one(call, inputs)?, output: one(call, outputs)?, op: reduce_op(call.op)? }
         }
@@ -385,6 +441,9 @@ pub fn dtype(dtype: ffi::DType) -> Result<DType> {
         .find(|candidate| ffi::DType::from(*candidate) == dtype)
         .ok_or_else(|| Error::Internal(format!("a shim named element type {}", dtype.repr)))
 }
+
+/// A reduction of all-reduce only, and an operation of its own in the core.
+const ADASUM: &str = "adasum";
 
 /// The spelling of a reduction in op schemas.
 fn op_name(op: ReduceOp) -> &'static str {

@@ -1,7 +1,7 @@
-"""The place of Horovod's API in OpenSMD.
+"""Horovod's API over OpenSMD: scripts written for Horovod run unchanged.
 
-This release holds the package and no face yet: `import horovod.torch`, `horovod.tensorflow`, `horovod.keras` and
-`horovod.ray` raise an `ImportError` that says so, which scripts that make Horovod optional handle.
+``horovod.torch`` is here; ``docs/from-horovod.md`` says of every public name whether it is. What is missing raises an
+``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from collections.abc import Sequence
 from types import ModuleType
 
 # Scripts compare it with the last version of the original; what follows the plus sign does not take part.
-__version__ = "0.28.1+smd.0"
+__version__ = "0.28.1+smd.1"
+
+_MISSING = ("tensorflow", "keras", "_keras", "ray", "spark", "mxnet", "data", "torch.elastic", "run")
 
 
 class _NotYet(importlib.abc.MetaPathFinder):
-    """Answers for the modules that this package will have: with the reason why they are not there."""
+    """Answers for modules of the original that are not here: with what is."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        if package != __name__ or not rest:
+        if package != __name__ or not any(rest == name or rest.startswith(f"{name}.") for name in _MISSING):
             return None
         raise ModuleNotFoundError(
-            f"`{fullname}` is not part of this release of OpenSMD. For data-parallel training with PyTorch use "
-            "`smdistributed.dataparallel.torch.parallel.distributed.DistributedDataParallel`",
+            f"`{fullname}` is not part of this release of OpenSMD: it has `horovod.torch`. For data-parallel training with "
+            "TensorFlow use `smdistributed.dataparallel.tensorflow`",
             name=fullname,
         )
 

@@ -49,6 +49,25 @@ def remove_group(group: int) -> None:
 def group_ranks(group: int = 0) -> list[int]:
     """Global ranks of a group, in group order; 0 is the group of all."""
 
+def start_world(ranks: Sequence[int] | None = None) -> None:
+    """Makes the world of these ranks of the job, or of all; does nothing if there is one."""
+
+def world_place() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], bool]:
+    """Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
+    as many ranks."""
+
+def register_process_sets(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Makes or finds a process set for each list; returns their numbers. Collective."""
+
+def add_process_set(ranks: Sequence[int]) -> int:
+    """Makes a process set and returns its number. Collective."""
+
+def remove_process_set(id: int) -> bool:
+    """Forgets a process set; false if there was none. Collective."""
+
+def process_sets() -> list[tuple[int, list[int]]]:
+    """Numbers of all process sets, and their ranks."""
+
 def measured_bucket_bytes(group: int = 0) -> int | None:
     """How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group."""
 

@@ -14,6 +14,7 @@ mod gradients;
 mod launch;
 mod partition;
 mod pipeline;
+mod process_sets;
 mod session;
 mod shims;
 
@@ -26,6 +27,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     partition::register(module)?;
     session::register(module)?;
+    process_sets::register(module)?;
     module.add_function(wrap_pyfunction!(gradients::plan_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;

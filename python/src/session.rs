@@ -7,7 +7,7 @@ use smd_core::world::env;
 
 use crate::enter::enter;
 
-fn with<T: Send>(
+pub(crate) fn with<T: Send>(
     py: Python<'_>,
     call: &'static str,
     body: impl FnOnce(&Session) -> smd_core::Result<T> + Send,

@@ -51,6 +51,8 @@ knobs! {
         "Collectives with names that are ready together run as one operation up to this size, in bytes; 0: each alone. Rank 0 of the group says so for all.";
     CACHE_CAPACITY = "SMD_CACHE_CAPACITY", ["HOROVOD_CACHE_CAPACITY"], "4096",
         "Names of collectives that a group remembers, so that a bit tells that one is ready again; 0: none. Rank 0 of the group says so for all.";
+    DYNAMIC_PROCESS_SETS = "SMD_DYNAMIC_PROCESS_SETS", ["HOROVOD_DYNAMIC_PROCESS_SETS"], "0",
+        "1: `horovod`'s process sets may be added and removed after `init()`.";
     TIMELINE = "SMD_TIMELINE", ["HOROVOD_TIMELINE"], "",
         "Path of a Chrome trace to write; Perfetto opens it.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
@@ -127,15 +129,15 @@ impl Knob {
         }
     }
 
-    /// The value as a switch.
+    /// The value as a switch; spelled in any of the usual ways.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is neither 0 nor 1.
+    /// [`Error::Config`] if it is none.
     pub fn flag(&self) -> Result<bool> {
         let text = self.text().unwrap_or_else(|| self.default.to_owned());
-        match text.as_str() {
-            "0" => Ok(false),
-            "1" => Ok(true),
+        match text.to_lowercase().as_str() {
+            "0" | "false" | "no" | "off" => Ok(false),
+            "1" | "true" | "yes" | "on" => Ok(true),
             _ => Err(Error::Config(format!("`{}` is `{text}`: expected 0 or 1", self.name))),
         }
     }
@@ -172,7 +174,7 @@ pub fn reference() -> String {
          launcher that says otherwise is an error.\n\n\
          | order | launcher | variables |\n\
          | --- | --- | --- |\n\
-         | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` |\n\
+         | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` or `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`; `MASTER_ADDR`, `MASTER_PORT` |\n\
          | 2 | Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |\n\
          | 3 | MPICH, Intel MPI, PMI | `PMI_RANK`, `PMI_SIZE`, `PMI_LOCAL_RANK` or `MPI_LOCALRANKID`, `PMI_LOCAL_SIZE` or `MPI_LOCALNRANKS` |\n\
          | 4 | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |\n\

@@ -112,23 +112,23 @@ def disagreements(runs):
     quick = {
         "shape": (
             lambda call: call(tf.ones([2, 3] if mine else [3, 2])),
-            rf"t`: ranks disagree: different shapes: .*float32 \[3, 2\], rank {odd} asks for .*\[2, 3\]",
+            rf"t`: ranks disagree: Mismatched ALLREDUCE tensor shapes: .*float32 \[3, 2\], rank {odd} asks for .*\[2, 3\]",
         ),
         "dtype": (
             lambda call: call(tf.ones(3, tf.float64 if mine else tf.float32)),
-            rf"t`: .*different element types: .*float32 \[3\], rank {odd} asks for .* of float64 \[3\]",
+            rf"t`: .*Mismatched data types: .*float32 \[3\], rank {odd} asks for .* of float64 \[3\]",
         ),
         "reduction": (
             lambda call: call(three, op=sdp.ReduceOp.MAX if mine else sdp.ReduceOp.SUM),
-            rf"t`: .*different reductions: .*all_reduce\(sum\) .*, rank {odd} asks for all_reduce\(max\)",
+            rf"t`: .*Mismatched reduction operation: .*all_reduce\(sum\) .*, rank {odd} asks for all_reduce\(max\)",
         ),
         "root": (
             lambda call: call(three, root=1 if mine else 0),
-            rf"t`: .*different roots: .* rank 0 of the group, rank {odd} asks for .* from rank 1 of the group",
+            rf"t`: .*Mismatched BROADCAST root ranks: .* rank 0 of the group, rank {odd} asks for .* from rank 1 of the group",
         ),
         "operation": (
             lambda call: call(three, root=0 if mine else None),
-            rf"t`: .*different operations: .*all_reduce\(average\) of .*, rank {odd} asks for broadcast",
+            rf"t`: .*Mismatched operations: .*all_reduce\(average\) of .*, rank {odd} asks for broadcast",
         ),
         "no such root": (
             lambda call: call(three, root=size if mine else 0),

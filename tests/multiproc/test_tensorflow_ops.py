@@ -300,7 +300,8 @@ def check_errors(sdp, rank, size):
     with pytest.raises(MismatchError, match="packed into one"):
         collectives.grouped_all_reduce([tf.ones([2])] * (3 if rank else 2))
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"different roots: .* from rank 0 .*ranks? 1.* from rank 1"
+        tf.errors.InvalidArgumentError,
+        match=r"Mismatched BROADCAST root ranks: .* from rank 0 .*ranks? 1.* from rank 1",
     ):
         tf.function(sdp.broadcast)(tf.ones(3), min(rank, 1))
     for name, call in [("string", lambda x: sdp.broadcast(x, 0)), ("uint16", sdp.oob_allreduce)]:

@@ -117,6 +117,7 @@ fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
         && match call.kind {
             Kind::AllReduce
             | Kind::AllReduceWindow
+            | Kind::Adasum
             | Kind::Reduce
             | Kind::Broadcast
             | Kind::Barrier

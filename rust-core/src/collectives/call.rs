@@ -27,10 +27,11 @@ pub(crate) enum Kind {
     /// The first part of an operation on rows: who has how many.
     AllGatherRows = 13,
     AllToAllRows = 14,
+    Adasum = 15,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 14] = [
+    pub(crate) const ALL: [Kind; 15] = [
         Kind::AllReduce,
         Kind::AllReduceWindow,
         Kind::Reduce,
@@ -45,6 +46,7 @@ impl Kind {
         Kind::Poison,
         Kind::AllGatherRows,
         Kind::AllToAllRows,
+        Kind::Adasum,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -61,7 +63,19 @@ impl Kind {
             Kind::Barrier => "barrier",
             Kind::Window => "window",
             Kind::Poison => "failed operation",
+            Kind::Adasum => "adasum",
         }
+    }
+
+    /// `Allgather`: as users of Horovod know it.
+    pub(crate) fn title(self) -> String {
+        let name = if self == Kind::Adasum { "allreduce".into() } else { self.name().replace('_', "") };
+        name[..1].to_uppercase() + &name[1..]
+    }
+
+    /// `ALLGATHER`.
+    pub(crate) fn capitals(self) -> String {
+        self.title().to_uppercase()
     }
 }
 
@@ -119,6 +133,17 @@ impl Call {
             Request::AllReduce { input, output, op } => {
                 same_shape("all_reduce", input, output)?;
                 Self { dtype: input.dtype(), op: *op, elems: input.elems(), ..Self::new(Kind::AllReduce) }
+            }
+            Request::Adasum { input, output } => {
+                same_shape("adasum", input, output)?;
+                let dtype = input.dtype();
+                if !matches!(dtype, DType::Float16 | DType::BFloat16 | DType::Float32 | DType::Float64) {
+                    return Err(Error::InvalidArgument(format!("adasum: {dtype} is not supported, expected floats")));
+                }
+                if !size.is_power_of_two() {
+                    return Err(Error::Unsupported(format!("adasum among a non-power of 2 ranks: {size}")));
+                }
+                Self { dtype, elems: input.elems(), ..Self::new(Kind::Adasum) }
             }
             Request::AllReduceWindow { window, offset_bytes, elems, dtype, op } => {
                 let (bytes, room) = (elems.checked_mul(dtype.size()), window.bytes());
@@ -233,7 +258,9 @@ impl Call {
 /// Every view of a request.
 pub(crate) fn views(request: &Request) -> Vec<TensorView> {
     match request {
-        Request::AllReduce { input, output, .. } | Request::Reduce { input, output, .. } => vec![*input, *output],
+        Request::AllReduce { input, output, .. }
+        | Request::Adasum { input, output }
+        | Request::Reduce { input, output, .. } => vec![*input, *output],
         Request::Broadcast { data, .. } => vec![*data],
         Request::AllGather { input, outputs } | Request::Gather { input, outputs, .. } => {
             outputs.iter().chain([input]).copied().collect()
@@ -254,7 +281,9 @@ pub(super) fn on_stream(request: &Request, stream: usize) -> Request {
     let mut moved = request.clone();
     let each = |view: &mut TensorView| *view = view.on_stream(stream);
     match &mut moved {
-        Request::AllReduce { input, output, .. } | Request::Reduce { input, output, .. } => {
+        Request::AllReduce { input, output, .. }
+        | Request::Adasum { input, output }
+        | Request::Reduce { input, output, .. } => {
             each(input);
             each(output);
         }
@@ -349,6 +378,7 @@ impl fmt::Display for Call {
             }
             Kind::AllGatherRows | Kind::AllToAllRows => write!(f, "{name} of rows of {root} {dtype}"),
             Kind::Barrier | Kind::Poison => f.write_str(name),
+            Kind::Adasum => write!(f, "{name} of {elems} {dtype}"),
             Kind::Window => write!(f, "{name} of {elems} bytes"),
         }
     }

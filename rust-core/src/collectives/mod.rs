@@ -81,6 +81,15 @@ pub enum Request {
         /// How.
         op: ReduceOp,
     },
+    /// As [`Request::AllReduce`], where vectors are added that are orthogonal, averaged that are parallel, and mixed
+    /// otherwise: of `a` and `b`, `(1 - ab / 2aa) a + (1 - ab / 2bb) b`. Ranks are combined in pairs, pairs in fours and so
+    /// on, so there is a power of 2 of them.
+    Adasum {
+        /// n floats.
+        input: TensorView,
+        /// n elements.
+        output: TensorView,
+    },
     /// As [`Request::AllReduce`], in place, over a range of each member's part of `window`. Every member says where
     /// its own range starts, and these offsets may differ: a member whose usual place is taken uses another one.
     /// When it returns, nobody reads or writes this member's range any more.

@@ -37,6 +37,14 @@ pub(super) struct Args {
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub grace: Duration,
 
+    /// Also writes what each rank prints to DIR/rank.RANK/stdout and DIR/rank.RANK/stderr
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+
+    /// As `horovodrun` does: lines begin with `[RANK]<stdout>:`, and ranks get its variables, too
+    #[arg(long, hide = true)]
+    pub horovod: bool,
+
     /// Runs a module, as `python -m` does, instead of a script
     #[arg(short = 'm', long)]
     pub module: bool,

@@ -29,6 +29,10 @@ const OTHER_LAUNCHERS: &[&str] = &[
     "SLURM_NTASKS",
     "SLURM_STEP_",
     "SLURM_TASKS_PER_NODE",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_CROSS_",
 ];
 
 /// The name that scripts see for this host.
@@ -45,6 +49,8 @@ pub(super) struct Job {
     shared: BTreeMap<String, String>,
     /// What `--env` and `-x` say.
     user: Vec<(String, String)>,
+    /// Variables that are the rank.
+    ranks: Vec<&'static str>,
 }
 
 impl Job {
@@ -84,7 +90,24 @@ impl Job {
         .collect();
         add_training_variables(&mut defaults, &mut shared, &distribution, num_ranks, script_dir.as_deref());
         let user = distribution.mpi_variables.iter().chain(env).cloned().collect();
-        Ok(Self { num_ranks, defaults, shared, user })
+        let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK"];
+        Ok(Self { num_ranks, defaults, shared, user, ranks })
+    }
+
+    /// Adds the variables by which scripts for Horovod know their place.
+    pub fn add_horovod(&mut self) {
+        self.ranks.extend(["HOROVOD_RANK", "HOROVOD_LOCAL_RANK"]);
+        let size = self.num_ranks.to_string();
+        let shared = [
+            ("HOROVOD_SIZE", size.as_str()),
+            ("HOROVOD_LOCAL_SIZE", &size),
+            ("HOROVOD_CROSS_RANK", "0"),
+            ("HOROVOD_CROSS_SIZE", "1"),
+            ("HOROVOD_HOSTNAME", HOST),
+            ("HOROVOD_CONTROLLER", "gloo"),
+            ("HOROVOD_CPU_OPERATIONS", "gloo"),
+        ];
+        self.shared.extend(shared.map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
 
     /// Adds how to find and enter the job.
@@ -109,7 +132,7 @@ impl Job {
         for (name, value) in &self.defaults {
             variables.entry(name.into()).or_insert_with(|| value.into());
         }
-        let ranks = ["RANK", "LOCAL_RANK", "ROLE_RANK"].map(|name| (name.into(), rank.to_string().into()));
+        let ranks = self.ranks.iter().map(|name| (name.into(), rank.to_string().into()));
         variables.extend(self.shared.iter().map(|(name, value)| (name.into(), value.into())));
         variables.extend(ranks);
         variables.extend(self.user.iter().map(|(name, value)| (name.into(), value.into())));

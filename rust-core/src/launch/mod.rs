@@ -71,6 +71,10 @@ struct Plan {
     command: Vec<OsString>,
     /// How long ranks may take to end by themselves after a failure or Ctrl-C.
     grace: Duration,
+    /// Where each rank's output goes, too.
+    output_dir: Option<PathBuf>,
+    /// As `horovodrun` shows it.
+    horovod: bool,
 }
 
 fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
@@ -100,6 +104,10 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
     if let Some(parameters) = &distribution.model_parallel {
         command.extend(["--mp_parameters".into(), parameters.argument().into()]);
     }
-    let job = Job::new(num_ranks, distribution, args.script_dir(), &args.env)?;
-    Ok((Plan { command, grace: args.grace }, job))
+    let mut job = Job::new(num_ranks, distribution, args.script_dir(), &args.env)?;
+    if args.horovod {
+        job.add_horovod();
+    }
+    let output_dir = args.output_dir.clone();
+    Ok((Plan { command, grace: args.grace, output_dir, horovod: args.horovod }, job))
 }

@@ -83,6 +83,8 @@ pub(super) struct Style {
     pub live: bool,
     /// Digits of the largest rank.
     pub width: usize,
+    /// Lines begin as `horovodrun`'s do, with this name of the stream.
+    pub stream: Option<&'static str>,
 }
 
 /// Writes to our own streams; the only one who does while ranks run.
@@ -194,7 +196,9 @@ fn without_cursor_control(text: &[u8]) -> Vec<u8> {
 fn prefix(style: Style, rank: usize) -> Vec<u8> {
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let Style { width, .. } = style;
-    if style.colour {
+    if let Some(stream) = style.stream {
+        format!("[{rank}]<{stream}>:").into_bytes()
+    } else if style.colour {
         format!("\x1b[{}m[{rank:width$}]\x1b[0m ", COLOURS[rank % COLOURS.len()]).into_bytes()
     } else {
         format!("[{rank:width$}] ").into_bytes()
@@ -255,9 +259,15 @@ mod tests {
 
     #[test]
     fn a_file_gets_finished_lines_only() {
-        let style = Style { colour: false, live: false, width: 2 };
+        let style = Style { colour: false, live: false, width: 2, stream: None };
         let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
         assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
+    }
+
+    #[test]
+    fn lines_may_begin_as_horovods_do() {
+        let style = Style { colour: false, live: false, width: 2, stream: Some("stdout") };
+        assert_eq!(shown(style, &[(0, line("a")), (11, line(""))]), "[0]<stdout>:a\n[11]<stdout>:\n");
     }
 
     #[test]
@@ -268,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_terminal_keeps_rank_0s_progress_below_the_lines() {
-        let style = Style { colour: true, live: true, width: 1 };
+        let style = Style { colour: true, live: true, width: 1, stream: None };
         let pieces = [(0, progress("50%")), (1, progress("40%")), (1, line("b")), (0, line("100%"))];
         let live = "\r\x1b[K\x1b[?7l\x1b[36m[0]\x1b[0m 50%\x1b[?7h";
         let erase = "\r\x1b[K";

@@ -1,6 +1,7 @@
 //! The loop that starts the ranks, passes their output on, and ends them.
 
-use std::io::{self, IsTerminal, Stderr, Stdout};
+use std::fs::File;
+use std::io::{self, IsTerminal, Stderr, Stdout, Write};
 use std::net::Ipv4Addr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -61,6 +62,8 @@ struct Stream {
     sink: Sink,
     pipe: OwnedFd,
     splitter: Splitter,
+    /// Gets the bytes as they are.
+    file: Option<File>,
 }
 
 /// How far the end of the job has come (RUN-3).
@@ -103,8 +106,11 @@ impl<'a> Supervisor<'a> {
                 Error::io(format!("starting rank {rank}: `{}`", plan.command[0].to_string_lossy()), error)
             })?;
             warden.add(process.pid());
-            let stream = |sink, pipe| Stream { sink, pipe, splitter: Splitter::default() };
-            let streams = vec![stream(Sink::Stdout, pipes.stdout), stream(Sink::Stderr, pipes.stderr)];
+            let stream = |sink, pipe| {
+                let file = output_file(plan, rank, job.num_ranks, sink)?;
+                Ok::<_, Error>(Stream { sink, pipe, splitter: Splitter::default(), file })
+            };
+            let streams = vec![stream(Sink::Stdout, pipes.stdout)?, stream(Sink::Stderr, pipes.stderr)?];
             ranks.push(Rank { process, streams, ended: false });
         }
         let width = (job.num_ranks - 1).to_string().len();
@@ -117,8 +123,8 @@ impl<'a> Supervisor<'a> {
             ranks,
             ends: Vec::new(),
             printer: Printer::new(
-                (io::stdout(), style(&io::stdout(), width)),
-                (io::stderr(), style(&io::stderr(), width)),
+                (io::stdout(), style(&io::stdout(), width, plan.horovod.then_some("stdout"))),
+                (io::stderr(), style(&io::stderr(), width, plan.horovod.then_some("stderr"))),
             ),
             step: Step::Running,
             deadline: None,
@@ -276,6 +282,8 @@ impl<'a> Supervisor<'a> {
                         false
                     }
                     Ok(read) => {
+                        // A full disk must not end the job.
+                        stream.file = stream.file.take().filter(|mut file| file.write_all(&buffer[..read]).is_ok());
                         stream.splitter.feed(&buffer[..read], &mut emit);
                         true
                     }
@@ -366,8 +374,18 @@ impl Drop for Supervisor<'_> {
     }
 }
 
-fn style(stream: &impl IsTerminal, width: usize) -> Style {
+/// Where a stream of a rank goes, too.
+fn output_file(plan: &Plan, rank: usize, num_ranks: usize, sink: Sink) -> Result<Option<File>> {
+    let Some(folder) = &plan.output_dir else { return Ok(None) };
+    let width = (num_ranks - 1).to_string().len();
+    let folder = folder.join(format!("rank.{rank:0width$}"));
+    let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });
+    let file = std::fs::create_dir_all(&folder).and_then(|()| File::create(&path));
+    file.map(Some).map_err(|error| Error::io(format!("making `{}`", path.display()), error))
+}
+
+fn style(stream: &impl IsTerminal, width: usize, name: Option<&'static str>) -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-    Style { colour: live && !set("NO_COLOR"), live, width }
+    Style { colour: live && !set("NO_COLOR"), live, width, stream: name }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::factors::Factors;
+
 use crate::buffer::{DType, Device};
 use crate::collectives::{Call, Kind, ReduceOp, Request, views};
 use crate::error::{Error, Result};
@@ -23,6 +25,10 @@ pub(super) struct Description {
     pub(super) bytes: u64,
     /// Why the member cannot take part ([`Kind::Poison`]).
     pub(super) message: String,
+    /// What values are multiplied with.
+    pub(super) factors: Factors,
+    /// Of a group of collectives, which run together or not at all: the second, the third .. The rest is the first one's.
+    pub(super) more: Vec<Description>,
 }
 
 impl Description {
@@ -44,14 +50,13 @@ impl Description {
         let flat = [call.elems as u64];
         let shape = shape.unwrap_or(&flat);
         // Where members' blocks differ, they are compared when the operation runs.
-        let same = matches!(call.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast);
+        let same = matches!(call.kind, Kind::AllReduce | Kind::Adasum | Kind::Reduce | Kind::Broadcast);
         if same && shape.iter().product::<u64>() != call.elems as u64 {
             return Err(Error::Internal(format!("a tensor of {} elements came with the shape {shape:?}", call.elems)));
         }
         let shape = match call.kind {
-            Kind::AllGather | Kind::ReduceScatter | Kind::AllGatherRows | Kind::AllToAllRows => {
-                shape.get(1..).unwrap_or_default().to_vec()
-            }
+            Kind::AllGather | Kind::AllGatherRows | Kind::AllToAllRows => shape.get(1..).unwrap_or_default().to_vec(),
+            Kind::ReduceScatter => shape.to_vec(),
             _ if same => shape.to_vec(),
             _ => Vec::new(),
         };
@@ -70,7 +75,47 @@ impl Description {
         let on_rows = matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows);
         let root = if on_rows { 0 } else { call.root as u32 };
         let (kind, dtype, op) = (call.kind, call.dtype, call.op);
-        Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message: String::new() })
+        let (message, factors, more) = Default::default();
+        Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message, factors, more })
+    }
+
+    /// What a member asks for that wants all of these together; at least one.
+    ///
+    /// # Errors
+    /// As [`Description::of`], for any of them; [`Error::InvalidArgument`] for factors that it has no use for.
+    pub(super) fn of_all(
+        tensors: &[(Request, Option<Vec<u64>>)],
+        factors: Factors,
+        me: usize,
+        size: usize,
+    ) -> Result<Self> {
+        let describe = |(request, shape): &(Request, Option<Vec<u64>>)| {
+            let description = Self::of(request, shape.as_deref(), me, size)?;
+            factors.check(description.dtype, description.on_device)?;
+            if description.on_device
+                && matches!(description.kind, Kind::Adasum | Kind::AllGatherRows | Kind::AllToAllRows)
+            {
+                let name = description.kind.name();
+                return Err(Error::Unsupported(format!("`{name}` by name on devices is not available yet")));
+            }
+            Ok(Self { factors, ..description })
+        };
+        let mut all = tensors.iter().map(describe).collect::<Result<Vec<_>>>()?.into_iter();
+        let first = all.next().ok_or_else(|| Error::Internal("a group of no collectives".into()))?;
+        if let Some(other) = all.as_slice().iter().find(|other| other.on_device != first.on_device) {
+            return Err(Error::InvalidArgument(format!("tensors of a group must be on same device: {first}, {other}")));
+        }
+        Ok(Self { more: all.collect(), ..first })
+    }
+
+    /// Each collective of a group.
+    pub(super) fn each(&self) -> impl Iterator<Item = &Self> {
+        std::iter::once(self).chain(&self.more)
+    }
+
+    /// Bytes that move in all.
+    pub(super) fn all_bytes(&self) -> u64 {
+        self.each().map(|description| description.bytes).sum()
     }
 
     /// Whether any of the tensors is in a device's memory.
@@ -80,9 +125,9 @@ impl Description {
 
     /// The part of a member that cannot take part.
     pub(super) fn poison(message: String) -> Self {
-        let (shape, blocks) = Default::default();
+        let (shape, blocks, factors, more) = Default::default();
         let (kind, dtype, op) = (Kind::Poison, DType::UInt8, ReduceOp::Sum);
-        Self { kind, dtype, op, root: 0, on_device: false, shape, blocks, bytes: 0, message }
+        Self { kind, dtype, op, root: 0, on_device: false, shape, blocks, bytes: 0, message, factors, more }
     }
 
     /// Neighbours with the same class can be packed together, so answers are sorted by it.
@@ -92,39 +137,124 @@ impl Description {
         what << 32 | u64::from(*root)
     }
 
-    /// What differs, in a few words.
-    pub(super) fn difference(&self, other: &Self) -> &'static str {
-        match () {
-            () if self.kind == Kind::Poison || other.kind == Kind::Poison => "a rank cannot take part",
-            () if self.kind != other.kind => "different operations",
-            () if self.dtype != other.dtype => "different element types",
-            () if self.op != other.op => "different reductions",
-            () if self.root != other.root => "different roots",
-            () if self.on_device != other.on_device => "CPU and device memory",
-            () => "different shapes",
+    /// What differs, in the words that users of Horovod search for.
+    pub(super) fn difference(&self, other: &Self) -> String {
+        if self.kind == Kind::Poison || other.kind == Kind::Poison {
+            return "a rank cannot take part".into();
         }
+        let (ours, theirs) = (self.each().count(), other.each().count());
+        if ours != theirs {
+            return format!("Mismatched groups: One rank sent {ours} tensors, but another rank sent {theirs}");
+        }
+        let at = self.each().zip(other.each()).position(|(one, other)| one.differs_from(other)).unwrap_or(0);
+        let (one, other) = (self.each().nth(at).unwrap_or(self), other.each().nth(at).unwrap_or(other));
+        let difference = one.own_difference(other);
+        if ours == 1 { difference } else { format!("tensor {}of{ours}: {difference}", at + 1) }
+    }
+
+    /// Apart from the rest of their groups.
+    fn differs_from(&self, other: &Self) -> bool {
+        let key = |it: &Self| {
+            let Self { kind, dtype, op, root, on_device, shape, blocks, factors, .. } = it.clone();
+            (kind, dtype, op, root, on_device, shape, blocks, factors)
+        };
+        key(self) != key(other)
+    }
+
+    fn own_difference(&self, other: &Self) -> String {
+        let reduction = |kind: Kind| matches!(kind, Kind::AllReduce | Kind::Adasum);
+        let (name, theirs) = (self.kind.capitals(), other.kind.capitals());
+        if self.kind != other.kind && !(reduction(self.kind) && reduction(other.kind)) {
+            return format!("Mismatched operations: One rank did an {name}, but another rank did an {theirs}");
+        }
+        if self.dtype != other.dtype {
+            let (one, other) = (self.dtype, other.dtype);
+            return format!("Mismatched data types: One rank had type {one}, but another rank had type {other}");
+        }
+        if self.kind != other.kind || self.op != other.op {
+            let (one, other) = (self.reduction(), other.reduction());
+            return format!(
+                "Mismatched reduction operation: One rank specified {one}, but another rank specified {other}"
+            );
+        }
+        if self.root != other.root {
+            let (one, other) = (self.root, other.root);
+            return format!(
+                "Mismatched {name} root ranks: One rank specified root rank {one}, but another rank specified root rank {other}"
+            );
+        }
+        if self.factors != other.factors {
+            let (one, other) = (self.factors, other.factors);
+            return format!(
+                "Mismatched prescale and/or postscale factors: One rank has {one}, but another rank has {other}"
+            );
+        }
+        if self.on_device != other.on_device {
+            return format!(
+                "Mismatched {name} CPU/GPU device selection: One rank uses a GPU, but another rank the CPU"
+            );
+        }
+        let of = format!("Mismatched {name} tensor shapes: One rank sent a tensor");
+        let (one, other) = (&self.shape, &other.shape);
+        if !matches!(self.kind, Kind::AllGather | Kind::AllGatherRows | Kind::AllToAllRows) {
+            return format!("{of} of shape {one:?}, but another rank sent a tensor of shape {other:?}");
+        }
+        let (ranks, others) = (one.len() + 1, other.len() + 1);
+        match one.iter().zip(other).position(|(one, other)| one != other) {
+            _ if ranks != others => {
+                format!("{of} of rank {ranks}, but another rank sent a tensor of rank {others}")
+            }
+            Some(at) => {
+                let (dimension, one, other) = (at + 1, one[at], other[at]);
+                format!(
+                    "{of} with dimension {dimension} equal to {one}, but another rank sent a tensor with dimension \
+                     {dimension} equal to {other}"
+                )
+            }
+            None => "different blocks".into(),
+        }
+    }
+
+    /// The reduction's name.
+    fn reduction(&self) -> String {
+        if self.kind == Kind::Adasum { "adasum".into() } else { format!("{:?}", self.op).to_lowercase() }
     }
 }
 
+/// Collectives of a group that a text tells.
+const SHOWN: usize = 4;
+
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kind, dtype, root, shape, blocks, .. } = self;
+        let Self { kind, dtype, root, shape, blocks, more, .. } = self;
+        if !more.is_empty() {
+            write!(f, "a group of {} [", more.len() + 1)?;
+            for (at, one) in self.each().enumerate().take(SHOWN) {
+                let alone = Self { more: Vec::new(), ..one.clone() };
+                write!(f, "{}{alone}", if at == 0 { "" } else { ", " })?;
+            }
+            return f.write_str(if more.len() < SHOWN { "]" } else { ", ..]" });
+        }
         let name = kind.name();
         let op = format!("{:?}", self.op).to_lowercase();
         match kind {
             Kind::Poison => return write!(f, "an error ({})", self.message),
             Kind::Barrier => f.write_str(name)?,
             Kind::AllReduce => write!(f, "{name}({op}) of {dtype} {shape:?}")?,
+            Kind::Adasum => write!(f, "{name} of {dtype} {shape:?}")?,
             Kind::Reduce => write!(f, "{name}({op}) of {dtype} {shape:?} to rank {root} of the group")?,
             Kind::Broadcast => write!(f, "{name} of {dtype} {shape:?} from rank {root} of the group")?,
             Kind::AllGather => write!(f, "{name} of {dtype}, blocks of {blocks:?} elements, rows of {shape:?}")?,
             Kind::ReduceScatter => {
-                write!(f, "{name}({op}) of {dtype}, blocks of {blocks:?} elements, rows of {shape:?}")?;
+                write!(f, "{name}({op}) of {dtype} {shape:?}, blocks of {blocks:?} elements")?;
             }
             Kind::AllGatherRows | Kind::AllToAllRows => write!(f, "{name} of {dtype}, rows of {shape:?}")?,
             Kind::Gather => write!(f, "{name} of {dtype} to rank {root} of the group")?,
             Kind::Scatter => write!(f, "{name} of {dtype} from rank {root} of the group")?,
             _ => write!(f, "{name} of {dtype}")?,
+        }
+        if !self.factors.are_one() {
+            write!(f, ", {}", self.factors)?;
         }
         f.write_str(if self.on_device { " on a device" } else { "" })
     }

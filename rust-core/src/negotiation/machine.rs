@@ -549,7 +549,7 @@ impl Machine {
         parts: &mut Vec<(u64, u64, Part)>,
         next: &mut Offers,
     ) {
-        let (class, bytes) = (description.class(), description.bytes);
+        let (class, bytes) = (description.class(), description.all_bytes());
         let part = match self.pop(name, next) {
             Some(ticket) => Part::Own(ticket),
             None => Part::Neutral(description),
@@ -678,9 +678,15 @@ impl Machine {
 
 /// Why ranks that have joined cannot be done without.
 fn refuse_lent(description: &Description) -> Option<String> {
-    let name = description.kind.name();
-    let kind = description.kind != Kind::AllReduce;
-    let what =
-        if kind { "is not supported with it: it needs every rank" } else { "on devices is not supported with it" };
-    (kind || description.on_device).then(|| format!("some ranks have called `join()`, and `{name}` {what}"))
+    let supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum) && !one.on_device;
+    let one = description.each().find(|one| !supported(one))?;
+    let (name, title) = (one.kind.name(), one.kind.title());
+    Some(match one.on_device {
+        true => format!("{title} is not supported with Join on devices: some ranks have called `join()`"),
+        false => {
+            format!(
+                "{title} is not supported with Join: some ranks have called `join()`, and `{name}` needs every rank"
+            )
+        }
+    })
 }

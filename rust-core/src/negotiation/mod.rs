@@ -24,10 +24,16 @@
 //!   keeps a call nevertheless says so again.
 //! - NEG-6: a rank that has joined has nothing waiting, and says nothing until all have joined. So a name can be answered
 //!   without it.
+//! - NEG-7: several collectives may be asked for under one name: they are one entry everywhere here, and so run together
+//!   or not at all.
+//! - NEG-8: who asks by [`Negotiator::ask`] hears at once what is wrong with its own call, and nobody else hears of it: it
+//!   has no name yet. Names that the negotiation gives are counted by kind, on success only, and anew after a `join`, so
+//!   that they stay in step.
 
 mod bits;
 mod cache;
 mod description;
+mod factors;
 mod machine;
 mod message;
 mod negotiator;
@@ -36,7 +42,8 @@ mod post;
 mod stall;
 mod tree;
 
-pub use negotiator::{Connect, Negotiator, Options};
+pub use factors::Factors;
+pub use negotiator::{Ask, Connect, Name, Negotiator, Options};
 
 #[cfg(test)]
 mod simulation;

@@ -1,6 +1,6 @@
 //! The thread of a negotiation: takes calls and messages, and does what the machine says.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::ThreadId;
@@ -10,13 +10,15 @@ use parking_lot::{Condvar, Mutex};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::description::Description;
+use super::factors::{Factors, Scaled, scale};
 use super::machine::{Action, Machine, Part, Ticket};
 use super::message::{Limits, Message};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
 use super::tree::Tree;
-use crate::collectives::{Communicator, Done, Request};
+use crate::buffer::TensorView;
+use crate::collectives::{Communicator, Done, Kind, Request};
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP, Transport};
 use crate::world::Monitor;
@@ -77,14 +79,53 @@ struct Shared {
 #[derive(Default)]
 struct Inbox {
     calls: Vec<Call>,
+    /// Of [`Negotiator::ask`], without an end.
+    names: HashSet<String>,
+    /// How many names were given to each kind (NEG-8).
+    given: HashMap<String, u64>,
     thread: Option<ThreadId>,
     /// Why nothing can be called any more.
     ended: Option<Error>,
 }
 
+/// What is asked for by [`Negotiator::ask`].
+#[derive(Debug)]
+pub struct Ask {
+    /// Under which name.
+    pub name: Name,
+    /// Collectives, and the shapes of their tensors; run together or not at all.
+    pub tensors: Vec<(Request, Option<Vec<u64>>)>,
+    /// Of reductions.
+    pub factors: Factors,
+    /// This process does nothing else until it is done.
+    pub blocking: bool,
+}
+
+/// A name, or the wish for one.
+#[derive(Debug)]
+pub enum Name {
+    /// This one, which nothing else of this member has.
+    Given(String),
+    /// `<kind>.noname.<count>`.
+    Next(String),
+    /// This one, and what has it already comes first.
+    Shared(String),
+}
+
 enum Call {
-    Named { name: String, request: Request, description: Description, blocking: bool, since: Instant, done: Done },
-    Join { since: Instant, done: Done },
+    Named {
+        name: String,
+        requests: Vec<Request>,
+        factors: Factors,
+        description: Description,
+        blocking: bool,
+        since: Instant,
+        done: Done,
+    },
+    Join {
+        since: Instant,
+        done: Done,
+    },
 }
 
 impl Negotiator {
@@ -129,7 +170,52 @@ impl Negotiator {
             Err(error) => (Description::poison(error.to_string()), Box::new(move |_| done(Err(error))) as Done),
         };
         let (name, since) = (name.to_owned(), Instant::now());
-        self.shared.call(Call::Named { name, request, description, blocking, since, done });
+        let (requests, factors) = (vec![request], Factors::default());
+        self.shared.call(Call::Named { name, requests, factors, description, blocking, since, done });
+    }
+
+    /// As [`Negotiator::submit`], for callers that hear of their own mistakes at once (NEG-8), and that may ask for several
+    /// collectives together.
+    ///
+    /// # Errors
+    /// What this member cannot ask for, with `done` not being called: [`Error::InvalidArgument`], also for a name that is
+    /// under way; [`Error::Unsupported`]; whatever ended the negotiation.
+    pub fn ask(&self, ask: Ask, done: Done) -> Result<()> {
+        let Ask { name, tensors, factors, blocking } = ask;
+        let Members { ranks, me } = &self.shared.members;
+        let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
+        let requests = tensors.into_iter().map(|(request, _)| request).collect();
+        let shared = self.shared.clone();
+        let mut inbox = self.shared.inbox.lock();
+        if let Some(error) = &inbox.ended {
+            return Err(told_of(error.clone(), name.text()));
+        }
+        let unique = !matches!(name, Name::Shared(_));
+        let (name, kind) = match name {
+            Name::Given(name) | Name::Shared(name) => (name, None),
+            Name::Next(kind) => (format!("{kind}.noname.{}", inbox.given.get(&kind).copied().unwrap_or(0)), Some(kind)),
+        };
+        if unique && !inbox.names.insert(name.clone()) {
+            return Err(Error::InvalidArgument(format!(
+                "`{name}`: requested to work on a tensor with the same name as another tensor that is currently being \
+                 processed"
+            )));
+        }
+        if let Some(kind) = kind {
+            *inbox.given.entry(kind).or_default() += 1;
+        }
+        let free = name.clone();
+        let done: Done = Box::new(move |result| {
+            if unique {
+                // Before the caller hears of it, who may use the name again.
+                shared.inbox.lock().names.remove(&free);
+            }
+            done(result);
+        });
+        inbox.calls.push(Call::Named { name, requests, factors, description, blocking, since: Instant::now(), done });
+        drop(inbox);
+        self.shared.ring();
+        Ok(())
     }
 
     /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
@@ -157,6 +243,15 @@ impl Negotiator {
 impl Drop for Negotiator {
     fn drop(&mut self) {
         self.close("the group was dropped");
+    }
+}
+
+impl Name {
+    fn text(&self) -> &str {
+        match self {
+            Name::Given(name) | Name::Shared(name) => name,
+            Name::Next(kind) => kind,
+        }
     }
 }
 
@@ -254,6 +349,13 @@ fn told_of(error: Error, name: &str) -> Error {
     }
 }
 
+/// What was asked for, and who waits for it.
+struct Open {
+    requests: Vec<Request>,
+    factors: Factors,
+    done: Done,
+}
+
 /// What only the thread touches.
 struct Work<'a> {
     shared: &'a Shared,
@@ -263,7 +365,7 @@ struct Work<'a> {
     machine: Machine,
     post: Post,
     /// Calls without an answer.
-    open: HashMap<Ticket, (Request, Done)>,
+    open: HashMap<Ticket, Open>,
     joining: Option<Done>,
     ticket: Ticket,
     actions: Vec<Action>,
@@ -322,8 +424,8 @@ impl<'a> Work<'a> {
         // Calls from now on fail at once, also those that the ones below make.
         self.shared.inbox.lock().ended = Some(error.clone());
         for (name, ticket) in self.machine.drain() {
-            if let Some((_, done)) = self.open.remove(&ticket) {
-                done(Err(told_of(error.clone(), &name)));
+            if let Some(open) = self.open.remove(&ticket) {
+                (open.done)(Err(told_of(error.clone(), &name)));
             }
         }
         if let Some(done) = self.joining.take() {
@@ -390,10 +492,10 @@ impl<'a> Work<'a> {
     fn take(&mut self, call: Call) {
         let since = |since: Instant| since.saturating_duration_since(self.shared.start);
         match call {
-            Call::Named { name, request, description, blocking, since: called, done } => {
+            Call::Named { name, requests, factors, description, blocking, since: called, done } => {
                 self.ticket += 1;
                 match self.machine.submit(self.ticket, &name, description, blocking, since(called)) {
-                    Ok(()) => drop(self.open.insert(self.ticket, (request, done))),
+                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, factors, done })),
                     Err(error) => done(Err(error)),
                 }
             }
@@ -415,11 +517,13 @@ impl<'a> Work<'a> {
                 }
                 Action::Run(parts) => self.operate(parts)?,
                 Action::Fail(ticket, error) => {
-                    if let Some((_, done)) = self.open.remove(&ticket) {
-                        done(Err(error));
+                    if let Some(open) = self.open.remove(&ticket) {
+                        (open.done)(Err(error));
                     }
                 }
                 Action::Joined(last) => {
+                    // On every member before its next call.
+                    self.shared.inbox.lock().given.clear();
                     if let Some(done) = self.joining.take() {
                         done(Ok(Some(last)));
                     }
@@ -434,27 +538,41 @@ impl<'a> Work<'a> {
 
     /// Queues one operation.
     fn operate(&mut self, parts: Vec<Part>) -> Result<()> {
+        let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
         let mut calls = Vec::with_capacity(parts.len());
-        let mut neutral = Vec::new();
+        let mut after = After::default();
         for part in parts {
             match part {
                 Part::Own(ticket) => {
-                    let Some((request, done)) = self.open.remove(&ticket) else { continue };
-                    requests.push(request);
-                    calls.push(done);
+                    let Some(open) = self.open.remove(&ticket) else { continue };
+                    for request in open.requests {
+                        let scaled = open.factors.apply(request, size)?;
+                        requests.push(after.keep(scaled));
+                    }
+                    calls.push(open.done);
                 }
-                Part::Neutral(description) => {
-                    let elems = description.shape.iter().product::<u64>() as usize;
-                    let mut memory = Neutral::new(description.dtype, description.op, elems);
-                    let data = memory.view()?;
-                    requests.push(Request::AllReduce { input: data, output: data, op: description.op });
-                    neutral.push(memory);
+                Part::Neutral(group) => {
+                    for description in group.each() {
+                        let elems = description.shape.iter().product::<u64>() as usize;
+                        let mut memory = Neutral::new(description.dtype, description.op, elems);
+                        let data = memory.view()?;
+                        let request = match description.kind {
+                            Kind::Adasum => Request::Adasum { input: data, output: data },
+                            _ => Request::AllReduce { input: data, output: data, op: description.op },
+                        };
+                        // What changes nothing needs no scaling; the operator follows from the others' factors.
+                        let factors = Factors { before: 1.0, ..description.factors };
+                        requests.push(factors.apply(request, size)?.request);
+                        after.neutral.push(memory);
+                    }
                 }
             }
         }
         let done = move |result: Result<Option<usize>>| {
-            drop(neutral);
+            if result.is_ok() {
+                after.scale();
+            }
             for done in calls {
                 done(result.clone());
             }
@@ -468,7 +586,7 @@ impl<'a> Work<'a> {
         self.last_tick = Instant::now();
         let waiting = self.machine.is_waiting();
         // A device may compute while the processor does nothing.
-        let on_device = || self.open.values().any(|(request, _)| Description::is_on_device(request));
+        let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
         let elsewhere = self.shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
         let idle = self.processor.is_idle() && (waiting || elsewhere) && !on_device();
         let now = self.now();
@@ -508,6 +626,26 @@ impl<'a> Work<'a> {
             self.transport.progress();
             self.transport.doze(seen, Duration::from_millis(5));
         }
+    }
+}
+
+/// What an operation needs besides its tensors, until it is over.
+#[derive(Default)]
+struct After {
+    neutral: Vec<Neutral>,
+    memory: Vec<Vec<u64>>,
+    factors: Vec<(TensorView, f64)>,
+}
+
+impl After {
+    fn keep(&mut self, scaled: Scaled) -> Request {
+        self.memory.push(scaled.memory);
+        self.factors.extend(scaled.after);
+        scaled.request
+    }
+
+    fn scale(&self) {
+        self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::description::Description;
+use super::factors::Factors;
 use super::machine::{Action, Machine, Part, Ticket};
 use super::message::{Limits, Message};
 use super::stall::{Patience, Waits};
@@ -43,6 +44,8 @@ fn sum(shape: u64) -> Description {
         blocks: vec![],
         bytes: 4 * shape,
         message: String::new(),
+        factors: Factors::default(),
+        more: Vec::new(),
     }
 }
 
@@ -394,11 +397,20 @@ fn what_ranks_disagree_in_is_told_to_all() {
     let differences: [(Description, &str); 5] = [
         (
             sum(5),
-            "different shapes: ranks 0, 1, 3 ask for all_reduce(sum) of float32 [4], rank 2 asks for all_reduce(sum) of float32 [5]",
+            "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [4], but another rank sent a tensor of shape [5]: ranks 0, 1, 3 ask for all_reduce(sum) of float32 [4], rank 2 asks for all_reduce(sum) of float32 [5]",
         ),
-        (Description { dtype: DType::Int32, ..sum(4) }, "different element types: "),
-        (Description { op: ReduceOp::Max, ..sum(4) }, "different reductions: "),
-        (Description { kind: Kind::Broadcast, ..sum(4) }, "different operations: "),
+        (
+            Description { dtype: DType::Int32, ..sum(4) },
+            "Mismatched data types: One rank had type float32, but another rank had type int32: ",
+        ),
+        (
+            Description { op: ReduceOp::Max, ..sum(4) },
+            "Mismatched reduction operation: One rank specified sum, but another rank specified max: ",
+        ),
+        (
+            Description { kind: Kind::Broadcast, ..sum(4) },
+            "Mismatched operations: One rank did an ALLREDUCE, but another rank did an BROADCAST: ",
+        ),
         (
             Description::poison("bad shape".into()),
             "a rank cannot take part: ranks 0, 1, 3 ask for all_reduce(sum) of float32 [4], rank 2 asks for an error (bad shape)",
@@ -445,7 +457,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
         world.settle(&mut random);
         assert!(world.ranks[1].events.contains(&Event::Ran(vec![1])));
         let text = &world.texts(0)[round];
-        assert!(text.contains("`broadcast` is not supported with it"), "{text}");
+        assert!(text.contains("Broadcast is not supported with Join"), "{text}");
         for rank in [2, 0] {
             world.ranks[rank].machine.join(world.now).unwrap();
             world.flush(rank);

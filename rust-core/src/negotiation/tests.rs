@@ -184,9 +184,10 @@ fn disagreement_is_told_to_all(make: Make) {
         });
         let all = texts.iter().map(Error::to_string).collect::<Vec<_>>();
         let expected = [
-            "`bad`: ranks disagree: different shapes: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
+            "`bad`: ranks disagree: Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [4], but another rank sent a tensor of \
+             shape [5]: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
              rank 1 asks for all_reduce(sum) of float32 [5]",
-            "`bad`: ranks disagree: different operations: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
+            "`bad`: ranks disagree: Mismatched operations: One rank did an ALLREDUCE, but another rank did an BROADCAST: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
              rank 1 asks for broadcast of float32 [4] from rank 0 of the group",
             "`bad`: ranks disagree: a rank cannot take part: ranks 0, 2 ask for broadcast of float32 [4] from rank 0 of \
              the group, rank 1 asks for an error (broadcast: root 9 is no rank of a group of 3)",
@@ -280,7 +281,7 @@ fn ranks_that_joined_contribute_nothing(make: Make) {
                 if step > 0 {
                     let text = Pending::start(rank, "b", vec![1.0], true, |data| Request::Broadcast { data, root: 2 });
                     let text = text.wait().unwrap_err().to_string();
-                    assert!(text.contains("`broadcast` is not supported with it"), "{text}");
+                    assert!(text.contains("Broadcast is not supported with Join"), "{text}");
                 }
             }
             join(rank).expect("all join")

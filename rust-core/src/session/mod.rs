@@ -15,6 +15,7 @@ pub(crate) mod log;
 pub mod meeting;
 pub mod membership;
 mod plans;
+mod process_sets;
 mod serve;
 
 use std::sync::atomic::AtomicUsize;
@@ -36,6 +37,8 @@ use groups::Groups;
 use hosts::Between;
 use meeting::Meeting;
 use plans::Plans;
+use process_sets::ProcessSets;
+pub use process_sets::WorldPlace;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
@@ -62,6 +65,7 @@ pub struct Session {
     /// Groups of a framework that are open.
     memberships: AtomicUsize,
     plans: Plans,
+    process_sets: ProcessSets,
 }
 
 /// Where the members of the job meet.
@@ -220,6 +224,7 @@ impl Session {
             met,
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
+            process_sets: ProcessSets::default(),
         }
     }
 
@@ -257,6 +262,7 @@ impl Session {
             met,
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
+            process_sets: ProcessSets::default(),
         })
     }
 

@@ -2,7 +2,7 @@
 //!
 //! | order | launcher | variables |
 //! | --- | --- | --- |
-//! | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
+//! | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, or `HOROVOD_RANK`, `_SIZE`, .. |
 //! | 2 | Open MPI | `OMPI_COMM_WORLD_*` |
 //! | 3 | MPICH, Intel MPI, PMI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 //! | 4 | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, .. |
@@ -69,7 +69,15 @@ struct Spelling {
 }
 
 const SPELLINGS: [Spelling; 4] = [
-    Spelling { launcher: Launcher::Torch, names: [&["RANK"], &["WORLD_SIZE"], &["LOCAL_RANK"], &["LOCAL_WORLD_SIZE"]] },
+    Spelling {
+        launcher: Launcher::Torch,
+        names: [
+            &["RANK", "HOROVOD_RANK"],
+            &["WORLD_SIZE", "HOROVOD_SIZE"],
+            &["LOCAL_RANK", "HOROVOD_LOCAL_RANK"],
+            &["LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE"],
+        ],
+    },
     Spelling {
         launcher: Launcher::OpenMpi,
         names: [

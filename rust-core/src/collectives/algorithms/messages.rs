@@ -91,6 +91,7 @@ impl Algorithm for Messages {
             }
             // The arrival is the barrier.
             Request::Barrier => Ok(()),
+            Request::Adasum { .. } => unreachable!("it has an algorithm of its own"),
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => unreachable!("they are settled first"),
             Request::Send { .. } | Request::Recv { .. } => unreachable!("messages between pairs are no collectives"),
         }

@@ -7,6 +7,7 @@ use super::{Group, Request, arrival};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
+mod adasum;
 mod exchange;
 mod hosts;
 mod messages;
@@ -28,6 +29,7 @@ pub(crate) trait Algorithm: Sync {
 
 /// In order of preference.
 pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
+    &adasum::Adasum,
     &window::Window,
     &one_shot::OneShot,
     &two_shot::TwoShot,

@@ -564,6 +564,7 @@ fn place(requests: &[Request]) -> Result<(u16, usize)> {
 pub(super) fn is_on_device(request: &Request) -> bool {
     let view = match request {
         Request::AllReduce { input, .. }
+        | Request::Adasum { input, .. }
         | Request::Reduce { input, .. }
         | Request::AllGather { input, .. }
         | Request::Gather { input, .. } => Some(input),

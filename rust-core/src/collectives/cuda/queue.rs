@@ -99,6 +99,7 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
         | Request::AllReduceWindow { .. }
         | Request::AllGatherRows { .. }
         | Request::AllToAllRows { .. }
+        | Request::Adasum { .. }
         | Request::Barrier => Err(Error::Internal("an operation that is none of CUDA's was queued on a device".into())),
     }
 }

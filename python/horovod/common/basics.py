@@ -1,0 +1,294 @@
+"""Joining the job, and what a process may ask about itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from horovod.common import environment, process_sets
+from horovod.common.exceptions import of_control
+from horovod.common.process_sets import ProcessSet, global_process_set
+from smdistributed import _core
+from smdistributed._common import lifecycle
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _control(call: _Call) -> _Call:
+    """Errors of the core become Horovod's."""
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            # The core's errors are all of this class.
+            raise of_control(error) from None
+
+    return wrapped  # type: ignore[return-value]
+
+
+class HorovodBasics:
+    """What every framework's module exports. All objects of this class see the same session."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+    def __init__(self, pkg_path: str | None = None, *args: str) -> None:
+        process_sets._setup(self)
+
+    def init(self, comm: Any = None, process_sets: list[ProcessSet] | str | None = None) -> None:
+        """Joins the job; returns when all ranks have. Makes no new world if it was called before.
+
+        Args:
+            comm: The world: ``None`` for all ranks, a list of ranks, or a communicator of mpi4py. Ranks that are not in it
+                get a world of their own.
+            process_sets: Sets to register, or ``"dynamic"``: sets may be added later.
+
+        Raises:
+            ValueError: The core cannot start, ranks disagree about the sets, or one comes twice.
+        """
+        sets = process_sets
+        if isinstance(sets, str):
+            if sets.lower() != "dynamic":
+                raise ValueError(
+                    f'Horovod initialization failed: `process_sets` is {sets!r}: expected a list or "dynamic"'
+                )
+            os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+            sets = None
+        ranks = _world_ranks(comm)
+        environment.check()
+        sets = list(sets or [])
+        if any(one.mpi_comm is not None for one in sets) and not _is_communicator(comm):
+            raise NotImplementedError("process sets from communicators need `init(comm=<communicator>)`")
+        try:
+            if not _core.is_initialized():
+                lifecycle.init()
+            _core.start_world(ranks)
+            if sets:
+                _core.register_process_sets([_set_ranks(one) for one in sets])
+            # So that a rank which never calls a collective is missed by name.
+            _core.start_negotiation()
+        except RuntimeError as error:
+            raise ValueError(f"Horovod initialization failed: {of_control(error)}") from None
+        global_process_set.ranks = list(range(self.size()))
+        global_process_set.mpi_comm = comm if _is_communicator(comm) else None
+        _register(sets)
+
+    @_control
+    def shutdown(self) -> None:
+        """Leaves the job; what other ranks wait for ends with an error. `init` may be called again."""
+        lifecycle.shutdown()
+        global_process_set.ranks = None
+        for cleanup in _cleanups:
+            cleanup()
+
+    def is_initialized(self) -> bool:
+        """Whether this process is in a job."""
+        return _core.is_initialized() and _has_world()
+
+    @_control
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return _core.world_place()[0][0]
+
+    @_control
+    def size(self) -> int:
+        """Processes of the world."""
+        return _core.world_place()[0][1]
+
+    @_control
+    def local_rank(self) -> int:
+        """This process's rank among those of this host."""
+        return _core.world_place()[1][0]
+
+    @_control
+    def local_size(self) -> int:
+        """Processes of this host."""
+        return _core.world_place()[1][1]
+
+    @_control
+    def cross_rank(self) -> int:
+        """This host's place among those that have a process with this local rank."""
+        return _core.world_place()[2][0]
+
+    @_control
+    def cross_size(self) -> int:
+        """Hosts that have a process with this local rank."""
+        return _core.world_place()[2][1]
+
+    @_control
+    def is_homogeneous(self) -> bool:
+        """Whether every host has the same number of processes."""
+        return _core.world_place()[3]
+
+    def mpi_threads_supported(self) -> bool:
+        """Whether MPI may be called from any thread.
+
+        Raises:
+            ValueError: The job does not use MPI.
+        """
+        self.rank()
+        raise ValueError(
+            "MPI is not enabled: the core has a control plane of its own, and calls MPI from one thread only"
+        )
+
+    def mpi_enabled(self) -> bool:
+        """Whether MPI coordinates the processes; it never does."""
+        return False
+
+    def mpi_built(self) -> bool:
+        """Whether MPI can coordinate the processes."""
+        return False
+
+    def gloo_enabled(self) -> bool:
+        """Whether the job runs without MPI."""
+        return True
+
+    def gloo_built(self) -> bool:
+        """Whether jobs run without MPI; they do, over the core's own transports."""
+        return True
+
+    def nccl_built(self) -> int:
+        """The version of the NCCL that was found, such as 22703; 0 if there is none."""
+        return environment.nccl_version()
+
+    def ddl_built(self) -> bool:
+        """IBM's DDL; never."""
+        return False
+
+    def ccl_built(self) -> bool:
+        """Intel's oneCCL; never."""
+        return False
+
+    def cuda_built(self) -> bool:
+        """Whether there is a CUDA driver."""
+        return environment.has_cuda()
+
+    def rocm_built(self) -> bool:
+        """AMD's ROCm; never."""
+        return False
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Would begin a timeline while the job runs.
+
+        Raises:
+            ValueError: There is no session.
+            NotImplementedError: A timeline begins with the job: ``HOROVOD_TIMELINE`` or ``SMD_TIMELINE``.
+        """
+        if not self.is_initialized():
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise NotImplementedError("a timeline begins with the job here: set HOROVOD_TIMELINE=<file> before `init`")
+
+    def stop_timeline(self) -> None:
+        """Ends what :meth:`start_timeline` began; there is nothing to do."""
+
+    @_control
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return dict(_core.process_sets())
+
+    @_control
+    def _add_process_set_impl(self, ranks: list[int]) -> int:
+        return _core.add_process_set(ranks)
+
+    @_control
+    def _remove_process_set_impl(self, process_set_id: int) -> bool:
+        if not _core.is_initialized():
+            raise ValueError("Horovod is shutting down.")
+        return _core.remove_process_set(process_set_id)
+
+    def _process_set_ranks(self, process_set_id: int) -> list[int]:
+        ranks = self._get_process_set_ids_and_ranks().get(process_set_id)
+        if ranks is None:
+            raise ValueError("Process set does not exist or has not been registered.")
+        return ranks
+
+    def _process_set_rank(self, process_set_id: int) -> int:
+        ranks = self._process_set_ranks(process_set_id)
+        if self.rank() not in ranks:
+            raise ValueError("Process is not part of provided process set.")
+        return ranks.index(self.rank())
+
+    def _process_set_size(self, process_set_id: int) -> int:
+        return len(self._process_set_ranks(process_set_id))
+
+    def _comm_process_set_id(self, comm: Any) -> int:
+        ranks = _communicator_ranks(comm)
+        for id, members in self._get_process_set_ids_and_ranks().items():
+            if members == sorted(ranks):
+                return id
+        raise ValueError("Process set does not exist or has not been registered.")
+
+
+#: What the frameworks' modules do when the session ends.
+_cleanups: list[Callable[[], None]] = []
+
+
+@functools.cache
+def shared() -> HorovodBasics:
+    """An object for callers without a framework."""
+    return HorovodBasics()
+
+
+def _has_world() -> bool:
+    try:
+        _core.world_place()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _register(sets: list[ProcessSet]) -> None:
+    if sets:
+        process_sets._init_process_sets(sets)
+
+
+def _is_communicator(comm: object) -> bool:
+    return process_sets._is_communicator(comm)
+
+
+def _communicator_ranks(comm: Any) -> list[int]:
+    """Ranks of a communicator in MPI's world."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise ValueError("Horovod has not been built with MPI support: mpi4py cannot be imported") from None
+    group = comm.Get_group()
+    return list(group.Translate_ranks(list(range(group.Get_size())), MPI.COMM_WORLD.Get_group()))
+
+
+def _world_ranks(comm: Any) -> list[int] | None:
+    if comm is None:
+        return None
+    if _is_communicator(comm):
+        return _communicator_ranks(comm)
+    if isinstance(comm, (list, tuple, range)):
+        if not all(isinstance(rank, int) for rank in comm):
+            raise ValueError(f"Invalid type of argument comm: {comm!r} is no list of ranks")
+        return list(comm) or None
+    if hasattr(comm, "Get_rank"):
+        raise ValueError("Horovod has not been built with MPI support for communicators that are not mpi4py's")
+    raise ValueError(f"Invalid type of argument comm: {type(comm).__name__}")
+
+
+def _set_ranks(process_set: ProcessSet) -> list[int]:
+    if process_set.mpi_comm is not None:
+        process_set.ranks = sorted(_communicator_ranks(process_set.mpi_comm))
+    return process_set.ranks or []
+
+
+def warn_once(text: str) -> None:
+    """Says something once in a process."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=3)
+
+
+_said: set[str] = set()

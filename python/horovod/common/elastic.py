@@ -1,0 +1,167 @@
+"""State that survives the loss and the arrival of workers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+
+class _NotificationManager:
+    """Tells states when hosts come or go. Nobody sends such notices yet."""
+
+    def __init__(self) -> None:
+        self._listeners: list[State] = []
+
+    def init(self) -> None:
+        """Would begin to listen to the launcher."""
+
+    def register_listener(self, listener: State) -> None:
+        """From now on, `listener.on_hosts_updated` is called."""
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: State) -> None:
+        """No more."""
+        self._listeners.remove(listener)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Passes a notice on."""
+        for listener in list(self._listeners):
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = _NotificationManager()
+
+#: Kinds of changes, as bits.
+_REMOVED = 1
+
+
+class State:
+    """What a training script keeps in step over resets.
+
+    Args:
+        bcast_object: Gives every rank the object of rank 0.
+        get_rank: This process's rank.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Calls these, in order, after a reset and before the state is synchronised."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Forgets notices, resets, and calls the callbacks."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Takes note that hosts have come or gone."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves, and looks whether hosts have come or gone."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raises where hosts have come or gone; all ranks alike, so all call it.
+
+        Raises:
+            HostsUpdatedInterrupt: Rank 0 has heard of it since the last call.
+        """
+        before, latest, kinds = self._last_updated_timestamp, self._last_updated_timestamp, 0
+        while not self._host_messages.empty():
+            timestamp, kind = self._host_messages.get()
+            latest, kinds = max(latest, timestamp), kinds | kind
+        before, self._last_updated_timestamp, kinds = self._bcast_object((before, latest, kinds))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(kinds == _REMOVED)
+
+    def save(self) -> None:
+        """Keeps the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to what was saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Takes over rank 0's."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Follows a reset; does nothing by default."""
+
+
+class ObjectState(State):
+    """A state of plain objects, which become attributes.
+
+    Args:
+        bcast_object: See :class:`State`.
+        get_rank: See :class:`State`.
+        **kwargs: Names and first values.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = kwargs
+        self._set_attrs()
+
+    def save(self) -> None:
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attrs()
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """Makes a training function go on from the last commit after a failure or a change of hosts.
+
+    Args:
+        func: Takes the state first.
+        reset: Leaves the job and joins it again.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        skip_sync = False
+        try:
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HorovodInternalError:
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    skip_sync = interrupt.skip_sync
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper

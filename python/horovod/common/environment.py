@@ -1,0 +1,81 @@
+"""Variables of the environment, and libraries that are there or not."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+
+# With a meaning: the core reads those that are settings, launchers the others.
+_KNOWN = {
+    "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "FUSION_THRESHOLD",
+    "CACHE_CAPACITY", "DYNAMIC_PROCESS_SETS", "TIMELINE", "AUTOTUNE", "STALL_CHECK_TIME_SECONDS",
+    "STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "CONTROLLER", "CPU_OPERATIONS", "START_TIMEOUT", "ELASTIC",
+}  # fmt: skip
+# Hints about machinery that is not here, or that choose what is always so.
+# Read by the builds of the original.
+_BUILD = ("WITH_", "WITHOUT_", "GPU_", "NCCL_", "CUDA_", "BUILD_", "CMAKE", "SPARK_")
+
+_warned = False
+
+
+def check() -> None:
+    """Warns once of variables that change nothing here.
+
+    Raises:
+        ValueError: One asks for what cannot be.
+    """
+    controller = os.environ.get("HOROVOD_CONTROLLER", "")
+    if controller.lower() not in ("", "gloo", "mpi"):
+        raise ValueError(f"Horovod initialization failed: `HOROVOD_CONTROLLER` is `{controller}`: expected gloo or mpi")
+    operations = os.environ.get("HOROVOD_CPU_OPERATIONS", "")
+    if operations.lower() not in ("", "gloo", "mpi"):
+        raise ValueError(
+            f"Horovod initialization failed: `HOROVOD_CPU_OPERATIONS` is `{operations}`: expected gloo or mpi; both mean the "
+            "transports of OpenSMD"
+        )
+    global _warned
+    ignored = [name for name in sorted(os.environ) if name.startswith("HOROVOD_") and _is_ignored(name[8:])]
+    if ignored and not _warned:
+        _warned = True
+        warnings.warn(f"these settings have no effect in OpenSMD: {', '.join(ignored)}", stacklevel=4)
+
+
+def _is_ignored(name: str) -> bool:
+    return name not in _KNOWN and not name.startswith(_BUILD)
+
+
+@functools.cache
+def nccl_version() -> int:
+    """The version of the NCCL that can be loaded, 0 if none can."""
+    for name in ("libnccl.so.2", *_bundled("nvidia.nccl", "lib/libnccl.so.2")):
+        try:
+            version = ctypes.c_int()
+            ctypes.CDLL(name).ncclGetVersion(ctypes.byref(version))
+        except (OSError, AttributeError):
+            continue
+        return version.value
+    return 0
+
+
+def _bundled(package: str, file: str) -> list[str]:
+    """Where a package of NVIDIA's wheels has a library; nowhere if it is not installed."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return []
+    return [os.path.join(folder, file) for folder in (spec.submodule_search_locations or [])] if spec else []
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether there is a CUDA driver with a device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int()
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,87 @@
+"""Horovod's exceptions, and how the core's errors become them."""
+
+from __future__ import annotations
+
+from smdistributed._common import errors
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed; in elastic mode the job goes on from the last commit."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the documented name
+    """Hosts have come or gone.
+
+    Attributes:
+        skip_sync: Nothing was added, so the state need not be synchronised.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """The text of :class:`HorovodVersionMismatchError`."""
+    return f"{name} {installed_version} is installed, but this library was built for {name} {version}"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """The framework is not the one that the library was built for. Never raised here: shims are built for what is installed."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+SHUT_DOWN = "Horovod has been shut down."
+
+# After these errors of the core nothing can be called any more.
+_ENDED = ("closed", "peer_failed", "timeout", "rendezvous", "io", "device")
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """The text of an error and the core's code for it, which is empty if it is none of the core's."""
+    if isinstance(error, errors.SmdistributedError):
+        return str(error), error.code
+    described = errors.from_report(str(error))
+    return (str(described), described.code) if described else (str(error), "")
+
+
+def _text(text: str, code: str) -> str:
+    if code == "not_initialized":
+        return NOT_INITIALIZED
+    return f"{text}. {SHUT_DOWN}" if code in _ENDED else text
+
+
+def at_submission(error: BaseException) -> Exception:
+    """What a call raises whose arguments the core refuses, or that it cannot take any more."""
+    text, code = _described(error)
+    if code == "interrupted":
+        return KeyboardInterrupt(text)
+    if code == "unsupported":
+        return NotImplementedError(text)
+    if isinstance(error, TypeError):
+        return ValueError(f"{text}: this type is not supported")
+    if isinstance(error, ValueError) or code in ("invalid_argument", "config"):
+        return ValueError(text)
+    return HorovodInternalError(_text(text, code))
+
+
+def at_execution(error: BaseException) -> Exception:
+    """What waiting for a collective raises that failed."""
+    text, code = _described(error)
+    if code == "interrupted":
+        return KeyboardInterrupt(text)
+    return HorovodInternalError(_text(text, code))
+
+
+def of_control(error: BaseException) -> Exception:
+    """What other calls raise."""
+    text, code = _described(error)
+    if code == "interrupted":
+        return KeyboardInterrupt(text)
+    return ValueError(_text(text, code)) if code else RuntimeError(text)

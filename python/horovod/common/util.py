@@ -1,0 +1,148 @@
+"""Small helpers that scripts for the original import."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EXTENSIONS = ["tensorflow", "torch", "mxnet"]
+
+
+def get_ext_suffix() -> str:
+    """The suffix of extension modules."""
+    return importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """A path beside the file `pkg_path`, with the suffix of extension modules."""
+    return os.path.join(os.path.dirname(pkg_path), *args[:-1], args[-1] + get_ext_suffix())
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Does nothing: the operations for a framework are found, or built, when its module is imported."""
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether `horovod.<name>` can be used."""
+    available = ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+    if verbose:
+        print(f"Checking whether extension {ext_base_name} is available: {available}")
+    return available
+
+
+def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers results by arguments."""
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        key = (args, frozenset(kwargs.items()))
+        if key not in results:
+            results[key] = f(*args, **kwargs)
+        return results[key]
+
+    return wrapper
+
+
+@_cache
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether the framework sees a GPU."""
+    if ext_base_name != "torch" or not extension_available("torch"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _built(name: str) -> Callable[..., Any]:
+    @functools.wraps(_cache)
+    def built(verbose: bool = False) -> Any:
+        if not any(extension_available(extension) for extension in EXTENSIONS):
+            return None
+        from horovod.common import basics
+
+        return getattr(basics.shared(), name)()
+
+    built.__name__ = built.__qualname__ = name
+    built.__doc__ = f"`HorovodBasics.{name}`; ``None`` if there is no framework."
+    return _cache(built)
+
+
+mpi_built = _built("mpi_built")
+gloo_built = _built("gloo_built")
+nccl_built = _built("nccl_built")
+ddl_built = _built("ddl_built")
+ccl_built = _built("ccl_built")
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Sets variables of the environment for a while; ``None`` leaves one as it is."""
+    before = {name: os.environ.get(name) for name, value in kwargs.items() if value is not None}
+    os.environ.update({name: value for name, value in kwargs.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """A function that makes one operation of the arguments `op` and `average`."""
+
+    def resolve(op: int | None, average: bool | None) -> int:
+        if op is not None:
+            if average is not None:
+                raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+            return op
+        if average is None:
+            return reduce_ops.Average
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed", DeprecationWarning, stacklevel=4
+        )
+        return reduce_ops.Average if average else reduce_ops.Sum
+
+    return resolve
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether it is 1, 2, 4, .."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: list[Any], n: int) -> list[list[Any]]:  # noqa: E741 - the documented name
+    """`n` consecutive parts of nearly one length, the longer ones first."""
+    length, longer = divmod(len(l), n)
+    starts = [part * length + min(part, longer) for part in range(n + 1)]
+    return [l[starts[part] : starts[part + 1]] for part in range(n)]
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Does nothing: there is no version that the library was built against."""
+
+
+def is_iterable(x: object) -> bool:
+    """Whether one can iterate over it."""
+    return isinstance(x, Iterable)
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version is at least `target`, which is `a.b.c`.
+
+    Raises:
+        ValueError: `target` is not.
+    """
+    if not isinstance(ver, str) or not isinstance(target, str) or not re.fullmatch(r"\d+\.\d+\.\d+", target):
+        raise ValueError(f"cannot compare version {ver!r} with {target!r}: expected strings, the second as `a.b.c`")
+    numbers = [int(number) for number in re.findall(r"\d+", ver.partition("+")[0])[:3]]
+    return numbers + [0] * (3 - len(numbers)) >= [int(number) for number in target.split(".")]

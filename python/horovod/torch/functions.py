@@ -1,0 +1,154 @@
+"""Objects, parameters and the state of optimizers, the same on all ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+
+try:
+    import cloudpickle as pickle
+except ImportError:
+    import pickle
+
+
+def broadcast_parameters(
+    params: dict[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Gives every rank the root's parameters, in place.
+
+    Args:
+        params: What ``state_dict()`` or ``named_parameters()`` gives, or a list of tensors.
+        root_rank: Whose.
+        process_set: Whose ranks.
+
+    Raises:
+        ValueError: `params` is something else.
+    """
+    if isinstance(params, dict):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        named = [one if isinstance(one, tuple) else (None, one) for one in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    handles = [
+        broadcast_async_(
+            tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor, root_rank, name, process_set
+        )
+        for name, tensor in named
+        if isinstance(tensor, torch.Tensor)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, pickled on the way.
+
+    Args:
+        obj: Of other ranks it is not looked at.
+        root_rank: Whose.
+        name: Matches ranks' calls.
+        process_set: Whose ranks.
+    """
+    name = name or type(obj).__name__
+    if rank() == root_rank:
+        pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        length = torch.tensor([pickled.numel()], dtype=torch.int64)
+        broadcast_(length, root_rank, f"{name}.sz", process_set)
+    else:
+        length = torch.zeros(1, dtype=torch.int64)
+        broadcast_(length, root_rank, f"{name}.sz", process_set)
+        pickled = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(pickled, root_rank, f"{name}.t", process_set)
+    return obj if rank() == root_rank else pickle.loads(pickled.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The objects of all ranks, pickled on the way, in the order of ranks."""
+    name = name or type(obj).__name__
+    pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    lengths = allgather(torch.tensor([pickled.numel()]), f"{name}.sz", process_set)
+    everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
+    return [pickle.loads(everybodys.read(length)) for length in lengths.tolist()]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the options and the state of the root's optimizer. Parameters stay as they are.
+
+    Args:
+        optimizer: The same one on all ranks, or one that wraps it.
+        root_rank: Whose.
+        model: Not needed.
+        process_set: Whose ranks.
+
+    Raises:
+        ValueError: LBFGS has a state that is no mapping from parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    own = optimizer.state_dict()
+    shapes = broadcast_object(_without_tensors(own), root_rank, "optimizer_state", process_set)
+    # Ranks may have another state, or none: what is missing is made.
+    tensors: list[tuple[str, torch.Tensor]] = []
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[Any, dict[str, Any]] = {}
+    for index, entries in shapes["state"].items():
+        parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
+        state[index] = {}
+        for key, value in entries.items():
+            if isinstance(value, _Like):
+                mine = own["state"].get(index, {}).get(key) if rank() == root_rank else None
+                device = parameter.device if value.follows and parameter is not None else torch.device("cpu")
+                tensor = (
+                    mine.clone() if mine is not None else torch.empty(value.shape, dtype=value.dtype, device=device)
+                )
+                tensors.append((f"optimizer_state.{index}.{key}", tensor))
+                value = tensor
+            state[index][key] = value
+    handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in tensors]
+    for handle in handles:
+        synchronize(handle)
+    if rank() == root_rank:
+        return
+    groups = [
+        {**theirs, "params": mine["params"]}
+        for theirs, mine in zip(shapes["param_groups"], own["param_groups"], strict=True)
+    ]
+    # The optimizer's own way would cast the state to the type of the parameters.
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
+        mine.update({key: value for key, value in theirs.items() if key != "params"})
+    optimizer.state.clear()
+    for index, entries in state.items():
+        optimizer.state[parameters[index] if isinstance(index, int) else index] = entries
+
+
+class _Like:
+    """Stands for a tensor: the values come apart."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        # Counts of steps stay on the CPU wherever the parameter is.
+        self.follows = tensor.device.type != "cpu"
+
+
+def _without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        index: {key: _Like(value) if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
+        for index, entries in state_dict["state"].items()
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in state_dict["param_groups"]]
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,477 @@
+"""Optimizers that reduce gradients over the ranks.
+
+The result of :func:`DistributedOptimizer` is a view of the given optimizer: an object of a subclass with the same name that
+shares its ``__dict__``. So options, state and hooks are one, whichever of both is used.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import (
+    Adasum,
+    Average,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)
+
+
+class _DistributedOptimizer:
+    """What a distributed optimizer has besides what the optimizer has; mixed into a subclass of its class."""
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        compression: Any,
+        backward_passes_per_step: int,
+        op: int,
+        gradient_predivide_factor: float,
+        groups: int | list[list[torch.Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self._compression = compression
+        self.backward_passes_per_step = backward_passes_per_step
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._parameter_names = _names(self.param_groups, named_parameters)
+        self._handles: dict[Any, Any] = {}
+        self._requires_update: set[torch.Tensor] = set()
+        self._allreduce_delay = dict.fromkeys(self._parameters(), backward_passes_per_step)
+        self._synchronized = False
+        self._should_synchronize = True
+        self._hooks: list[Any] = []
+        # Of each parameter in a group: the group's number.
+        self._group_of: dict[torch.Tensor, int] = {}
+        self._groups: list[list[torch.Tensor]] = []
+        self._arrived: dict[int, set[torch.Tensor]] = {}
+        self._active = process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        if self._active:
+            self._register_groups(groups)
+            self._register_hooks()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _register_groups(self, groups: int | list[list[torch.Tensor]] | None) -> None:
+        if not groups:
+            return
+        index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
+        if isinstance(groups, int):
+            own = [index for parameter, index in index_of.items() if parameter.requires_grad]
+            chunks = [chunk for chunk in split_list(own, groups) if chunk]
+        else:
+            chunks = [[index_of[parameter] for parameter in group if parameter in index_of] for group in groups]
+        # Rank 0's order counts, since groups could have been made in any.
+        chunks = broadcast_object(chunks, 0, "distributed_optimizer.groups") if self._is_global() else chunks
+        parameters = list(index_of)
+        self._groups = [[parameters[index] for index in chunk] for chunk in chunks if chunk]
+        self._group_of = {parameter: number for number, group in enumerate(self._groups) for parameter in group}
+        self._arrived = {number: set() for number in range(len(self._groups))}
+
+    def _is_global(self) -> bool:
+        return self.process_set.process_set_id == 0
+
+    def _register_hooks(self) -> None:
+        for parameter in self._parameters():
+            if parameter.requires_grad and parameter not in self._requires_update:
+                self._requires_update.add(parameter)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook()))
+
+    def _make_hook(self) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if self._allreduce_delay[parameter] <= 0:
+                raise AssertionError(
+                    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                    "backward_passes_per_step to accumulate gradients locally."
+                )
+            self._allreduce_delay[parameter] -= 1
+            if self._allreduce_delay[parameter] == 0:
+                self._start(parameter)
+
+        return hook
+
+    def _start(self, parameter: torch.Tensor) -> None:
+        """The gradient of this backward is complete."""
+        number = self._group_of.get(parameter)
+        if number is None:
+            self._handles[parameter] = self._reduce_one(parameter)
+            return
+        self._handles[parameter] = None
+        arrived = self._arrived[number]
+        arrived.add(parameter)
+        if len(arrived) == len(self._groups[number]):
+            arrived.clear()
+            self._reduce_group(number)
+
+    def _factors(self) -> tuple[int, float, float]:
+        if self.op == Average and self.gradient_predivide_factor != 1.0:
+            return Average, 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
+        return self.op, 1.0, 1.0
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.grad is None:
+            # Other ranks may have one.
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.is_sparse:
+            return grad.to_dense() if self.sparse_as_dense else grad
+        if not grad.is_contiguous():
+            # Such as the gradient of `expand`, whose elements share memory.
+            grad = parameter.grad = grad.contiguous()
+        return grad
+
+    def _reduce_one(self, parameter: torch.Tensor) -> Callable[[], None]:
+        name = f"{self._parameter_names[parameter]}"
+        op, prescale, postscale = self._factors()
+        with torch.no_grad():
+            grad = self._gradient(parameter)
+            if grad.is_sparse:
+                reduced = sparse_allreduce_async(grad, name, op, self.process_set)
+                return lambda: _set(parameter, reduced())
+            small, ctx = self._compression.compress(grad)
+            handle = allreduce_async_(
+                small,
+                name=name,
+                op=op,
+                prescale_factor=prescale,
+                postscale_factor=postscale,
+                process_set=self.process_set,
+            )
+        if ctx is None and small is parameter.grad:
+            return lambda: synchronize(handle)
+        return lambda: _write(parameter, self._compression.decompress(synchronize(handle), ctx))
+
+    def _reduce_group(self, number: int) -> None:
+        op, prescale, postscale = self._factors()
+        dense, small, ctxs = [], [], []
+        with torch.no_grad():
+            for parameter in self._groups[number]:
+                grad = self._gradient(parameter)
+                if grad.is_sparse:
+                    # Its size is not known to the others.
+                    self._handles[parameter] = self._reduce_one(parameter)
+                    continue
+                tensor, ctx = self._compression.compress(grad)
+                dense.append(parameter)
+                small.append(tensor)
+                ctxs.append(ctx)
+            if not dense:
+                return
+            handle = grouped_allreduce_async_(
+                small,
+                name=f"group.{number}.{self._parameter_names[dense[0]]}",
+                op=op,
+                prescale_factor=prescale,
+                postscale_factor=postscale,
+                process_set=self.process_set,
+            )
+
+        def finish() -> None:
+            for parameter, tensor, ctx in zip(dense, synchronize(handle), ctxs, strict=True):
+                reduced = self._compression.decompress(tensor, ctx)
+                if reduced is not parameter.grad:
+                    _write(parameter, reduced)
+
+        self._handles[dense[0]] = finish
+        for parameter in dense[1:]:
+            self._handles[parameter] = _nothing
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes are summed before gradients are reduced."""
+        self.backward_passes_per_step = passes
+        for parameter in self._allreduce_delay:
+            self._allreduce_delay[parameter] = passes
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's; what is under way is given up."""
+        self._give_up()
+        super().load_state_dict(*args, **kwargs)
+
+    def _give_up(self) -> None:
+        for finish in self._handles.values():
+            if finish is not None:
+                finish()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._handles.clear()
+        for arrived in self._arrived.values():
+            arrived.clear()
+        for parameter in self._parameters():
+            self._allreduce_delay[parameter] = self.backward_passes_per_step
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced; then use ``with optimizer.skip_synchronize(): optimizer.step()``."""
+        if not self._active:
+            self._synchronized = True
+            return
+        # Parameters that have thawed since.
+        self._register_hooks()
+        for parameter in self._parameters():
+            missing = parameter.requires_grad and parameter not in self._handles
+            if missing and parameter in self._requires_update:
+                self._start(parameter)
+        try:
+            with torch.no_grad():
+                for number, arrived in self._arrived.items():
+                    if arrived:
+                        # Some of the group are frozen.
+                        arrived.clear()
+                        self._reduce_group(number)
+                for finish in list(self._handles.values()):
+                    if finish is not None:
+                        finish()
+        finally:
+            self._reset()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around a ``step`` after :meth:`synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduces, and takes the optimizer's step."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+                    "if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        # Schedulers look for it.
+        self._opt_called = True
+        return super().step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's.
+
+        Raises:
+            AssertionError: Gradients are being reduced.
+        """
+        if self._handles:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(*args, **kwargs)
+
+
+class _DistributedAdasumOptimizer:
+    """Adasum of what each rank's optimizer would do: the differences that its step makes are combined."""
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        compression: Any,
+        backward_passes_per_step: int,
+    ) -> None:
+        self._compression = compression
+        self.backward_passes_per_step = backward_passes_per_step
+        self.op = Adasum
+        self._parameter_names = _names(self.param_groups, named_parameters)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes come before a step; gradients are summed by autograd."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Does nothing: there are no gradients under way."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Not possible.
+
+        Raises:
+            AssertionError: Always.
+        """
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes the optimizer's step, and combines what it changed."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        starts = [parameter.detach().clone() for parameter in parameters]
+        result = super().step(closure)
+        with torch.no_grad():
+            handles = []
+            for parameter, start in zip(parameters, starts, strict=True):
+                small, ctx = self._compression.compress(parameter.detach() - start)
+                handles.append((allreduce_async_(small, name=self._parameter_names[parameter], op=Adasum), ctx))
+            for parameter, start, (handle, ctx) in zip(parameters, starts, handles, strict=True):
+                parameter.copy_(start + self._compression.decompress(synchronize(handle), ctx))
+        return result
+
+
+def _nothing() -> None:
+    pass
+
+
+def _set(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    parameter.grad = grad
+
+
+def _write(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
+    if parameter.grad.is_sparse:
+        parameter.grad = reduced.to_sparse()
+    else:
+        parameter.grad.copy_(reduced)
+
+
+def _names(
+    param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    if named_parameters is None:
+        return {
+            parameter: f"allreduce.noname.{number}.{index}"
+            for number, group in enumerate(param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    named = list(named_parameters)
+    if not all(isinstance(one, tuple) for one in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    known = {parameter for _, parameter in named}
+    unnamed = [parameter for group in param_groups for parameter in group["params"] if parameter not in known]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but {len(unnamed)} of the optimizer's parameters were not named. Python "
+            "object ids: " + ", ".join(str(id(parameter)) for parameter in unnamed)
+        )
+    return {parameter: name for name, parameter in named}
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor")
+        return
+    if not isinstance(groups, list):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor")
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError(f"groups must consist of torch.Tensor, not {type(parameter).__name__}")
+            if id(parameter) in seen:
+                raise ValueError("a parameter can only appear once in groups")
+            seen.add(id(parameter))
+
+
+def _reduced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What unpickling gives: the optimizer itself. Hooks and handles belong to a process."""
+    return optimizer
+
+
+def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
+    base = optimizer.__class__
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        plain = object.__new__(base)
+        ours = (
+            "_hooks",
+            "_handles",
+            "_compression",
+            "_parameter_names",
+            "process_set",
+            "_groups",
+            "_group_of",
+            "_arrived",
+        )
+        ours += ("_allreduce_delay", "_requires_update")
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in ours})
+        return _reduced, (plain,)
+
+    cls = type(
+        base.__name__, (mixin, base), {"__module__": base.__module__, "__reduce__": reduce, "__doc__": base.__doc__}
+    )
+    view = object.__new__(cls)
+    # A scheduler's wrapper around the optimizer's own step would go past the view's.
+    optimizer.__dict__.pop("step", None)
+    view.__dict__ = optimizer.__dict__
+    return view
+
+
+def DistributedOptimizer(  # noqa: N802 - the documented name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer that reduces gradients over the ranks while backward goes on.
+
+    Args:
+        optimizer: Stays usable, and shares everything with the result.
+        named_parameters: Names of all its parameters; without them they are numbered.
+        compression: How gradients travel.
+        backward_passes_per_step: Gradients of so many passes are summed before they are reduced.
+        op: ``Average``, ``Sum`` or ``Adasum``.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before and by the rest after.
+        num_groups: Deprecated: `groups`.
+        groups: Parameters that are reduced together: a number of groups, or lists of parameters.
+        sparse_as_dense: Makes sparse gradients dense.
+        process_set: Whose ranks.
+
+    Returns:
+        An object of a subclass with the same name.
+
+    Raises:
+        ValueError: The arguments do not fit.
+    """
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed", DeprecationWarning, stacklevel=2
+        )
+        groups = num_groups if groups is None else groups
+    _check_groups(groups)
+    if op == Adasum and size() > 1:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        view = _view(optimizer, _DistributedAdasumOptimizer)
+        view._distribute(named_parameters, compression, backward_passes_per_step)
+        return view
+    view = _view(optimizer, _DistributedOptimizer)
+    arguments = (groups, sparse_as_dense, process_set)
+    view._distribute(named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor, *arguments)
+    return view

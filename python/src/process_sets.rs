@@ -1,0 +1,59 @@
+//! The world and the process sets of Horovod's API.
+
+use pyo3::prelude::*;
+
+use crate::session::with;
+
+/// Makes the world of these ranks of the job, or of all; does nothing if there is one.
+#[pyfunction]
+#[pyo3(signature = (ranks=None))]
+fn start_world(py: Python<'_>, ranks: Option<Vec<usize>>) -> PyResult<()> {
+    with(py, "init", |session| session.start_world(ranks.as_deref()))
+}
+
+/// A rank and how many there are.
+type Place = (usize, usize);
+
+/// Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
+/// as many ranks.
+#[pyfunction]
+fn world_place(py: Python<'_>) -> PyResult<(Place, Place, Place, bool)> {
+    with(py, "rank", |session| {
+        let place = session.world_place("rank")?;
+        Ok((place.world, place.local, place.cross, place.is_homogeneous))
+    })
+}
+
+/// Makes or finds a process set for each list; returns their numbers. Collective.
+#[pyfunction]
+fn register_process_sets(py: Python<'_>, lists: Vec<Vec<usize>>) -> PyResult<Vec<u32>> {
+    with(py, "init", |session| session.register_process_sets(&lists))
+}
+
+/// Makes a process set and returns its number. Collective.
+#[pyfunction]
+fn add_process_set(py: Python<'_>, ranks: Vec<usize>) -> PyResult<u32> {
+    with(py, "add_process_set", |session| session.add_process_set(&ranks))
+}
+
+/// Forgets a process set; false if there was none. Collective.
+#[pyfunction]
+fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
+    with(py, "remove_process_set", |session| session.remove_process_set(id))
+}
+
+/// Numbers of all process sets, and their ranks.
+#[pyfunction]
+fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
+    with(py, "process_sets", |session| session.process_sets())
+}
+
+/// Adds this file's functions.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(start_world, module)?)?;
+    module.add_function(wrap_pyfunction!(world_place, module)?)?;
+    module.add_function(wrap_pyfunction!(register_process_sets, module)?)?;
+    module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
+    module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
+    module.add_function(wrap_pyfunction!(process_sets, module)?)
+}

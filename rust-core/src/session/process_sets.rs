@@ -1,0 +1,346 @@
+//! The world and the process sets of Horovod's API: numbered groups of ranks.
+//!
+//! - PST-1: all ranks of the world make and remove them alike, members or not. What they ask for is compared first, so
+//!   all get the same answer, and nobody waits for ranks that ask for something else.
+//! - PST-2: the world is number 0. Others get the number that was given back first, or else the next one.
+//! - PST-3: the world may be a part of the job. Ranks of it and of its sets are positions in the world, and only this file
+//!   and [`Session::process_set`] know of others.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Write;
+
+use parking_lot::Mutex;
+
+use super::{Session, groups};
+use crate::buffer::{DType, Device, TensorView};
+use crate::collectives::{Communicator, Request};
+use crate::config;
+use crate::error::{Error, Result};
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct ProcessSets(Mutex<Option<Table>>);
+
+struct Table {
+    /// Ranks of the job.
+    world: Vec<usize>,
+    sets: BTreeMap<u32, Set>,
+    /// Numbers that were given back, the first one first.
+    free: VecDeque<u32>,
+}
+
+#[derive(Clone, Debug)]
+struct Set {
+    /// In order.
+    ranks: Vec<usize>,
+    /// Its communicator, on members.
+    group: Option<u64>,
+}
+
+/// This rank's place in the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorldPlace {
+    /// Position in the world, and its length.
+    pub world: (usize, usize),
+    /// The same among the ranks of this host.
+    pub local: (usize, usize),
+    /// The same among the ranks with this local rank, host by host.
+    pub cross: (usize, usize),
+    /// Every host has as many ranks.
+    pub is_homogeneous: bool,
+}
+
+/// What all ranks ask for.
+#[derive(Clone, Copy)]
+enum Wish {
+    Register,
+    Add,
+    Remove,
+}
+
+impl Table {
+    fn find(&self, ranks: &[usize]) -> Option<u32> {
+        self.sets.iter().find(|(_, set)| set.ranks == ranks).map(|(id, _)| *id)
+    }
+
+    fn next(&mut self) -> u32 {
+        self.free.pop_front().unwrap_or_else(|| self.sets.keys().last().map_or(0, |last| last + 1))
+    }
+}
+
+impl Session {
+    /// Makes the world of Horovod's API: these ranks of the job, in this order, or all. A rank that is not among them gets
+    /// a world of its own. Does nothing if there is one.
+    ///
+    /// # Errors
+    /// As [`Session::new_group`].
+    pub fn start_world(&self, ranks: Option<&[usize]>) -> Result<()> {
+        if self.process_sets.0.lock().is_some() {
+            return Ok(());
+        }
+        let all: Vec<usize> = (0..self.size()).collect();
+        let world = match ranks {
+            None => all.clone(),
+            Some(ranks) if ranks.contains(&self.rank()) => ranks.to_vec(),
+            Some(_) => vec![self.rank()],
+        };
+        let group = if world == all { groups::WORLD } else { self.new_group(&world)?.id() };
+        let set = Set { ranks: (0..world.len()).collect(), group: Some(group) };
+        *self.process_sets.0.lock() = Some(Table { world, sets: [(0, set)].into(), free: VecDeque::new() });
+        Ok(())
+    }
+
+    /// Where this rank is in the world.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`] naming `call`.
+    pub fn world_place(&self, call: &'static str) -> Result<WorldPlace> {
+        let world = self.with_sets(call, |table| Ok(table.world.clone()))?;
+        let host = |rank: &usize| self.places[*rank].host;
+        let among = |ranks: &[usize]| {
+            let me = ranks.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
+            (me, ranks.len())
+        };
+        let mut hosts: BTreeMap<_, Vec<usize>> = BTreeMap::new();
+        for rank in &world {
+            hosts.entry(host(rank)).or_default().push(*rank);
+        }
+        let local = among(&hosts[&host(&self.rank())]);
+        let cross: Vec<usize> = hosts.values().filter_map(|ranks| ranks.get(local.0).copied()).collect();
+        let is_homogeneous = hosts.values().all(|ranks| ranks.len() == local.1);
+        Ok(WorldPlace { world: among(&world), local, cross: among(&cross), is_homogeneous })
+    }
+
+    /// Makes a set of each list, or finds it if there is one, and returns their numbers. All ranks call.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks alike, if they disagree, or a list has no rank, one that does not exist or one
+    /// twice.
+    pub fn register_process_sets(&self, lists: &[Vec<usize>]) -> Result<Vec<u32>> {
+        let lists = self.agree_on_sets("init", Wish::Register, lists)?;
+        lists.iter().map(|ranks| self.find_or_make(ranks)).collect()
+    }
+
+    /// Makes a set. All ranks call.
+    ///
+    /// # Errors
+    /// As [`Session::register_process_sets`], also if there is one of these ranks, or sets may not be added.
+    pub fn add_process_set(&self, ranks: &[usize]) -> Result<u32> {
+        self.may_change("adding")?;
+        let lists = self.agree_on_sets("add_process_set", Wish::Add, &[ranks.to_vec()])?;
+        match self.with_sets("add_process_set", |table| Ok(table.find(&lists[0])))? {
+            None => self.find_or_make(&lists[0]),
+            Some(id) => Err(Error::InvalidArgument(format!(
+                "Attempted to add a duplicate process set: ranks {:?} are process set {id}",
+                lists[0]
+            ))),
+        }
+    }
+
+    /// Forgets a set; false if there is none, or if it is the world. All ranks call.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if ranks disagree, or sets may not be removed.
+    pub fn remove_process_set(&self, id: u32) -> Result<bool> {
+        self.may_change("removing")?;
+        self.agree_on_sets("remove_process_set", Wish::Remove, &[vec![id as usize]])?;
+        if id == 0 {
+            return Ok(false);
+        }
+        let removed = self.with_sets("remove_process_set", |table| {
+            let removed = table.sets.remove(&id);
+            if removed.is_some() {
+                table.free.push_back(id);
+            }
+            Ok(removed)
+        })?;
+        if let Some(group) = removed.as_ref().and_then(|set| set.group) {
+            self.remove_group(group)?;
+        }
+        Ok(removed.is_some())
+    }
+
+    /// The communicator of a set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such set, or this rank is no member; [`Error::NotInitialized`].
+    pub fn process_set(&self, id: u32, call: &'static str) -> Result<u64> {
+        self.with_sets(call, |table| {
+            let Some(set) = table.sets.get(&id) else {
+                return Err(Error::InvalidArgument(format!(
+                    "`{call}`: process set {id} does not exist, or has not been registered"
+                )));
+            };
+            set.group.ok_or_else(|| {
+                Error::InvalidArgument(format!(
+                    "`{call}`: rank {} is not a member of the provided process set {id} of ranks {:?}: Invalid process set \
+                     id for this rank",
+                    table.world.iter().position(|rank| *rank == self.rank()).unwrap_or(0),
+                    set.ranks
+                ))
+            })
+        })
+    }
+
+    /// The position of a rank of the world in a set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it has none.
+    pub fn position_in_process_set(&self, id: u32, rank: i64, call: &'static str) -> Result<usize> {
+        self.with_sets(call, |table| {
+            let ranks = table.sets.get(&id).map_or(&[][..], |set| &set.ranks);
+            ranks.iter().position(|member| i64::try_from(*member) == Ok(rank)).ok_or_else(|| {
+                Error::InvalidArgument(format!(
+                    "{call} received invalid root rank {rank}: process set {id} has the ranks {ranks:?}"
+                ))
+            })
+        })
+    }
+
+    /// Numbers and ranks of all sets.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`].
+    pub fn process_sets(&self) -> Result<Vec<(u32, Vec<usize>)>> {
+        self.with_sets("process_sets", |table| {
+            Ok(table.sets.iter().map(|(id, set)| (*id, set.ranks.clone())).collect())
+        })
+    }
+
+    fn with_sets<T>(&self, call: &'static str, body: impl FnOnce(&mut Table) -> Result<T>) -> Result<T> {
+        body(self.process_sets.0.lock().as_mut().ok_or(Error::NotInitialized { call })?)
+    }
+
+    fn may_change(&self, what: &str) -> Result<()> {
+        if config::DYNAMIC_PROCESS_SETS.flag()? {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument(format!(
+            "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {what} process sets after initialization"
+        )))
+    }
+
+    fn find_or_make(&self, ranks: &[usize]) -> Result<u32> {
+        let call = "add_process_set";
+        if let Some(id) = self.with_sets(call, |table| Ok(table.find(ranks)))? {
+            return Ok(id);
+        }
+        let members: Vec<usize> =
+            self.with_sets(call, |table| Ok(ranks.iter().map(|rank| table.world[*rank]).collect()))?;
+        let group = match members.contains(&self.rank()) {
+            true => Some(self.new_group(&members)?.id()),
+            false => None,
+        };
+        self.with_sets(call, |table| {
+            let id = table.next();
+            table.sets.insert(id, Set { ranks: ranks.to_vec(), group });
+            Ok(id)
+        })
+    }
+
+    /// PST-1: what all ranks of the world ask for, in order and acceptable.
+    fn agree_on_sets(&self, call: &'static str, wish: Wish, lists: &[Vec<usize>]) -> Result<Vec<Vec<usize>>> {
+        let sorted = |list: &Vec<usize>| {
+            let mut list = list.clone();
+            list.sort_unstable();
+            list
+        };
+        let lists: Vec<Vec<usize>> = lists.iter().map(sorted).collect();
+        let mut words = vec![wish as u64];
+        for list in &lists {
+            words.push(list.len() as u64);
+            words.extend(list.iter().map(|rank| *rank as u64));
+        }
+        let communicator = self.communicator(self.process_set(0, call)?)?;
+        let all = exchange(&communicator, &mut words)?;
+        if all.iter().any(|other| *other != words) {
+            let mut text = format!("`{call}`: ranks ask for different process sets: ");
+            for (rank, words) in all.iter().enumerate() {
+                let _ = write!(text, "{}rank {rank} {}", if rank == 0 { "" } else { ", " }, describe(words));
+            }
+            return Err(Error::InvalidArgument(text));
+        }
+        if !matches!(wish, Wish::Remove) {
+            for list in &lists {
+                check(list, all.len())?;
+            }
+        }
+        Ok(lists)
+    }
+}
+
+fn check(list: &[usize], size: usize) -> Result<()> {
+    let refuse = |why: String| Err(Error::InvalidArgument(format!("a process set of ranks {list:?}: {why}")));
+    if list.is_empty() {
+        return refuse("it has no rank".into());
+    }
+    if let Some(rank) = list.iter().find(|rank| **rank >= size) {
+        return refuse(format!("there is no rank {rank} in a world of {size}"));
+    }
+    match list.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => refuse(format!("rank {} comes twice", pair[0])),
+        None => Ok(()),
+    }
+}
+
+/// A rank's words as a text.
+fn describe(words: &[u64]) -> String {
+    let [wish, rest @ ..] = words else { return "nothing".into() };
+    let mut lists = Vec::new();
+    let mut rest = rest;
+    while let [length, after @ ..] = rest {
+        let (list, after) = after.split_at((*length as usize).min(after.len()));
+        lists.push(format!("{list:?}"));
+        rest = after;
+    }
+    let verb = ["registers", "adds", "removes number"].get(*wish as usize).unwrap_or(&"asks for something else with");
+    format!("{verb} {}", lists.join(", "))
+}
+
+/// Everybody's words.
+fn exchange(communicator: &Communicator, own: &mut [u64]) -> Result<Vec<Vec<u64>>> {
+    let size = communicator.members().size();
+    let mut lengths = gather(communicator, &mut [own.len() as u64], &vec![1; size])?;
+    let lengths: Vec<usize> = lengths.iter_mut().map(|length| length[0] as usize).collect();
+    gather(communicator, own, &lengths)
+}
+
+fn gather(communicator: &Communicator, own: &mut [u64], lengths: &[usize]) -> Result<Vec<Vec<u64>>> {
+    let mut all: Vec<Vec<u64>> = lengths.iter().map(|length| vec![0; *length]).collect();
+    let view = |words: &mut [u64]| {
+        // SAFETY: the words live until the operation below has ended, and nobody else touches them.
+        unsafe { TensorView::new(words.as_mut_ptr().cast(), words.len(), DType::Int64, Device::Cpu, 0) }
+    };
+    let input = view(own)?;
+    let outputs = all.iter_mut().map(|words| view(words)).collect::<Result<Vec<_>>>()?;
+    communicator.run(&Request::AllGather { input, outputs })?;
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_were_given_back_come_first() {
+        let set = |ranks: &[usize]| Set { ranks: ranks.to_vec(), group: None };
+        let mut table = Table { world: vec![0, 1], sets: [(0, set(&[0, 1]))].into(), free: VecDeque::new() };
+        assert_eq!(table.next(), 1);
+        table.sets.extend([(1, set(&[0])), (2, set(&[1]))]);
+        table.sets.remove(&2);
+        table.sets.remove(&1);
+        table.free.extend([2, 1]);
+        assert_eq!((table.next(), table.next()), (2, 1));
+        table.sets.extend([(1, set(&[0])), (2, set(&[1]))]);
+        assert_eq!(table.next(), 3);
+        assert_eq!(table.find(&[1]), Some(2));
+    }
+
+    #[test]
+    fn what_ranks_ask_for_reads_well() {
+        assert_eq!(describe(&[0, 2, 0, 1, 1, 3]), "registers [0, 1], [3]");
+        assert_eq!(describe(&[2, 1, 4]), "removes number [4]");
+        assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 comes twice")));
+        assert!(check(&[0, 2], 2).is_err_and(|error| error.text().contains("there is no rank 2 in a world of 2")));
+    }
+}

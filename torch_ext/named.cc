@@ -1,0 +1,316 @@
+#include "named.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "completion.h"
+#include "status.h"
+
+namespace smd::torch_ext {
+
+// Apart from the collectives in order, which have the same names.
+namespace named {
+
+using Handle = c10::intrusive_ptr<NamedWork>;
+
+// Ctrl-C ends a wait, and the operation goes on without it.
+constexpr std::chrono::milliseconds kLookForSignals(50);
+
+// How it is asked for; the last arguments of every op.
+struct Asked {
+  std::string kind;
+  std::string name;
+  bool blocking;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  // Others may have the name too.
+  bool shared = false;
+};
+
+// Operations in the making, and what their results become.
+struct Group {
+  std::vector<TensorOperation> operations;
+  std::vector<at::Tensor> results;
+  // Of each tensor: what the ranks compare.
+  std::vector<std::vector<std::uint64_t>> shapes;
+  // Of each operation on rows: what its output is like. Not the tensor, which may belong to Python.
+  std::vector<std::pair<std::vector<int64_t>, at::TensorOptions>> likes;
+  // The numbers of rows that came are a result, too.
+  bool tells_rows = false;
+
+  void add(TensorOperation operation, at::IntArrayRef shape) {
+    operations.push_back(std::move(operation));
+    shapes.emplace_back(shape.begin(), shape.end());
+  }
+};
+
+class GroupCompletion final : public Completion {
+ public:
+  GroupCompletion(Handle work, Group group) : work_(std::move(work)), group_(std::move(group)) {}
+
+  void done(rust::Str error, std::int64_t source) noexcept override {
+    std::string text(error.data(), error.size());
+    for (const auto& operation : group_.operations) {
+      if (text.empty()) text = copy_back(operation);
+    }
+    group_.operations.clear();
+    work_->complete(std::move(text), std::move(group_.results), source);
+  }
+
+  // The core makes the outputs of one operation after the other.
+  void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
+    auto& [shape, options] = group_.likes[next_];
+    auto& operation = group_.operations[next_++];
+    const std::vector<int64_t> heights(rows.begin(), rows.end());
+    shape[0] = std::accumulate(heights.begin(), heights.end(), int64_t{0});
+    const auto output = at::empty(shape, options);
+    operation.write_rows(output, heights);
+    group_.results.push_back(output);
+    if (group_.tells_rows) group_.results.push_back(at::tensor(heights, at::kInt));
+    for (const auto& view : operation.core.outputs) outputs.push_back(view);
+  }
+
+ private:
+  Handle work_;
+  Group group_;
+  std::size_t next_ = 0;
+};
+
+static Handle start(const Asked& asked, Group group) {
+  // `ask` reads the descriptions while the completion already owns the operations.
+  std::vector<Operation> cores;
+  std::vector<std::size_t> num_dims;
+  std::vector<std::uint64_t> dims;
+  for (const auto& operation : group.operations) cores.push_back(operation.core);
+  for (const auto& shape : group.shapes) {
+    num_dims.push_back(shape.size());
+    dims.insert(dims.end(), shape.begin(), shape.end());
+  }
+  std::vector<Call> calls;
+  for (const auto& core : cores) calls.push_back(core.call());
+  NamedCall named;
+  named.kind = asked.kind;
+  named.name = asked.name;
+  named.shared = asked.shared;
+  named.prescale = asked.prescale;
+  named.postscale = asked.postscale;
+  named.blocking = asked.blocking;
+  named.num_dims = {num_dims.data(), num_dims.size()};
+  named.dims = {dims.data(), dims.size()};
+  auto work = c10::make_intrusive<NamedWork>();
+  ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(work, std::move(group)));
+  return work;
+}
+
+// In place where there are outputs, which are the inputs then.
+static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::string op, double prescale,
+                         double postscale, std::string kind, std::string name, int64_t process_set, bool blocking) {
+  return checked([&] {
+    const auto number = static_cast<int64_t>(process_set_group(process_set));
+    Group group;
+    for (const auto& input : inputs) {
+      TensorOperation operation(Collective::AllReduce, number);
+      operation.core.op = op;
+      if (outputs.empty()) {
+        group.results.push_back(at::empty(input.sizes(), input.options()));
+        operation.write(group.results.back());
+        operation.read(input);
+      } else {
+        operation.update(input);
+      }
+      group.add(std::move(operation), input.sizes());
+    }
+    return start({std::move(kind), std::move(name), blocking, prescale, postscale}, std::move(group));
+  });
+}
+
+static Handle broadcast(const at::Tensor& input, at::TensorList outputs, int64_t root, std::string kind,
+                        std::string name, int64_t process_set, bool blocking) {
+  return checked([&] {
+    TensorOperation operation(Collective::Broadcast, static_cast<int64_t>(process_set_group(process_set)));
+    operation.core.peer = static_cast<int64_t>(process_set_root(process_set, root));
+    Group group;
+    if (outputs.empty()) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      group.results.push_back(input.clone(at::MemoryFormat::Contiguous));
+      operation.update(group.results.back());
+    } else {
+      operation.update(outputs[0]);
+    }
+    group.add(std::move(operation), input.sizes());
+    return start({std::move(kind), std::move(name), blocking}, std::move(group));
+  });
+}
+
+static std::size_t row_elems(const at::Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return static_cast<std::size_t>(c10::multiply_integers(sizes.begin() + 1, sizes.end()));
+}
+
+static void must_have_rows(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK_VALUE(tensor.dim() > 0, what,
+                    " of a rank-zero tensor: it has no rows, and does not support scalar inputs");
+}
+
+static Handle all_gather(at::TensorList inputs, std::string kind, std::string name, int64_t process_set,
+                         bool blocking) {
+  return checked([&] {
+    const auto number = static_cast<int64_t>(process_set_group(process_set));
+    Group group;
+    for (const auto& input : inputs) {
+      must_have_rows(input, "allgather");
+      TensorOperation operation(Collective::AllGatherRows, number);
+      operation.read(input);
+      operation.core.rows = {static_cast<std::size_t>(input.size(0))};
+      operation.core.row_elems = row_elems(input);
+      group.likes.emplace_back(input.sizes().vec(), input.options());
+      group.add(std::move(operation), input.sizes());
+    }
+    return start({std::move(kind), std::move(name), blocking}, std::move(group));
+  });
+}
+
+// Without splits: equal ones.
+static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef> splits, std::string kind,
+                         std::string name, int64_t process_set, bool blocking) {
+  return checked([&] {
+    must_have_rows(input, "alltoall");
+    const std::uint64_t number = process_set_group(process_set);
+    const auto ranks = static_cast<int64_t>(group_size(number));
+    const int64_t height = input.size(0);
+    std::vector<int64_t> rows;
+    if (splits) {
+      rows = splits->vec();
+      TORCH_CHECK_VALUE(static_cast<int64_t>(rows.size()) == ranks, "alltoall: the number of splits, ", rows.size(),
+                        ", does not equal number of workers, ", ranks);
+      int64_t sum = 0;
+      for (const int64_t size : rows) {
+        TORCH_CHECK_VALUE(size >= 0, "alltoall: splits ", rows, " must not be negative");
+        sum += size;
+      }
+      TORCH_CHECK_VALUE(sum <= height, "alltoall: the sum of splits ", rows, " is greater than the first dimension, ",
+                        height);
+    } else {
+      TORCH_CHECK_VALUE(height % ranks == 0, "alltoall: the first dimension, ", height,
+                        ", is not an even multiple of the number of workers, ", ranks, ", and there are no splits");
+      rows.assign(static_cast<std::size_t>(ranks), height / ranks);
+    }
+    TensorOperation operation(Collective::AllToAllRows, static_cast<int64_t>(number));
+    const int64_t sent = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      operation.read_rows(sent == height ? input : input.narrow(0, 0, sent), rows);
+    }
+    operation.core.rows.assign(rows.begin(), rows.end());
+    operation.core.row_elems = row_elems(input);
+    Group group;
+    group.likes.emplace_back(input.sizes().vec(), input.options());
+    group.tells_rows = true;
+    group.add(std::move(operation), input.sizes());
+    return start({std::move(kind), std::move(name), blocking}, std::move(group));
+  });
+}
+
+// Rows are shared out evenly, and the first ranks get one more of the rest.
+static Handle reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale, std::string kind,
+                             std::string name, int64_t process_set, bool blocking) {
+  return checked([&] {
+    const std::uint64_t number = process_set_group(process_set);
+    const auto ranks = static_cast<int64_t>(group_size(number));
+    Group group;
+    for (const auto& input : inputs) {
+      must_have_rows(input, "reducescatter");
+      std::vector<int64_t> rows;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        rows.push_back(input.size(0) / ranks + (rank < input.size(0) % ranks ? 1 : 0));
+      }
+      auto shape = input.sizes().vec();
+      shape[0] = rows[group_rank(number)];
+      TensorOperation operation(Collective::ReduceScatter, static_cast<int64_t>(number));
+      operation.core.op = op;
+      group.results.push_back(at::empty(shape, input.options()));
+      operation.write(group.results.back());
+      operation.read_rows(input, rows);
+      group.add(std::move(operation), input.sizes());
+    }
+    return start({std::move(kind), std::move(name), blocking, prescale, postscale}, std::move(group));
+  });
+}
+
+static Handle barrier(std::string kind, int64_t process_set) {
+  return checked([&] {
+    Group group;
+    group.add({Collective::Barrier, static_cast<int64_t>(process_set_group(process_set))}, {});
+    Asked asked{std::move(kind), "noname", true};
+    asked.shared = true;
+    return start(asked, std::move(group));
+  });
+}
+
+static Handle join() {
+  return checked([] {
+    auto work = c10::make_intrusive<NamedWork>();
+    ask_join(process_set_group(0), std::make_unique<GroupCompletion>(work, Group()));
+    return work;
+  });
+}
+
+}  // namespace named
+
+void NamedWork::wait() {
+  std::unique_lock lock(mutex_);
+  while (!completed_.wait_for(lock, named::kLookForSignals, [this] { return done_; })) {
+    // Without the mutex: to look for signals may take Python's lock.
+    lock.unlock();
+    checked([] { check_interrupt("wait for a collective with a name"); });
+    lock.lock();
+  }
+  if (!error_.empty()) throw_report(error_);
+}
+
+bool NamedWork::is_completed() {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+std::vector<at::Tensor> NamedWork::results() {
+  const std::lock_guard lock(mutex_);
+  return results_;
+}
+
+std::int64_t NamedWork::last() {
+  const std::lock_guard lock(mutex_);
+  return last_;
+}
+
+void NamedWork::complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = std::move(error);
+    results_ = std::move(results);
+    last_ = last;
+  }
+  completed_.notify_all();
+}
+
+TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
+  m.impl("named_all_reduce", TORCH_FN(named::all_reduce));
+  m.impl("named_broadcast", TORCH_FN(named::broadcast));
+  m.impl("named_all_gather", TORCH_FN(named::all_gather));
+  m.impl("named_all_to_all", TORCH_FN(named::all_to_all));
+  m.impl("named_reduce_scatter", TORCH_FN(named::reduce_scatter));
+  m.impl("named_barrier", TORCH_FN(named::barrier));
+  m.impl("named_join", TORCH_FN(named::join));
+}
+
+}  // namespace smd::torch_ext
