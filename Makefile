@@ -81,8 +81,9 @@ bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks at random m
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
 
-fuzz: ## Fuzz the decoder of control messages for SECONDS=600
+fuzz: ## Fuzz the decoders of control messages and of manifests for SECONDS=600 each
 	fuzz/run.sh control_messages $(or $(SECONDS),600)
+	fuzz/run.sh checkpoint_manifest $(or $(SECONDS),600)
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 

@@ -164,3 +164,72 @@ def partition_to_json(partitions: dict[str, int]) -> str:
 
 def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
     """The modules and partitions in the text of a partition file; `name` is the file's."""
+
+class CheckpointSaver:
+    """One rank's part in saving checkpoints; one save is under way at a time."""
+
+    def __init__(
+        self,
+        directory: str,
+        rank: int,
+        world: int,
+        threads: int,
+        durable: bool,
+        keep: int | None,
+        timeout_seconds: float,
+    ) -> None: ...
+    def save(
+        self,
+        tag: str,
+        step: int,
+        attempt: int,
+        layout: str,
+        content: str,
+        places: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]],
+        asynchronous: bool,
+    ) -> None:
+        """
+        Saves; `layout` and `content` are JSON. Places are name, element type, shape of the whole tensor, start and shape of
+        the slice, and address; the memory stays as it is until the call returns.
+        """
+
+    def wait(self) -> None:
+        """Waits for the save under way."""
+
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+
+class CheckpointReader:
+    """A complete checkpoint."""
+
+    def __init__(self, directory: str, tag: str | None = None) -> None: ...
+    @property
+    def tag(self) -> str:
+        """Its name."""
+
+    @property
+    def step(self) -> int:
+        """The number of its training step."""
+
+    @property
+    def layout(self) -> str:
+        """How ranks were laid out, as JSON."""
+
+    @property
+    def content(self) -> str:
+        """What was saved beside tensors, as JSON."""
+
+    def tensors(self) -> list[tuple[str, str, list[int]]]:
+        """Name, element type and shape of every tensor."""
+
+    def read(self, targets: Sequence[tuple[str, Sequence[int], Sequence[int], int, int]], threads: int) -> None:
+        """Fills slices: name, start, shape, address and bytes of each."""
+
+    def verify(self, threads: int) -> None:
+        """Reads everything and compares all checksums."""
+
+def checkpoint_clean(directory: str) -> None:
+    """Removes what broken attempts to save have left; nobody may be saving there."""
+
+def checkpoint_list(directory: str) -> list[tuple[int, str]]:
+    """Complete checkpoints with their steps, the newest step last."""

@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 
 mod buckets;
+mod checkpoint;
 mod config;
 mod enter;
 mod error;
@@ -25,6 +26,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     enter::install();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
+    checkpoint::register(module)?;
     partition::register(module)?;
     session::register(module)?;
     process_sets::register(module)?;

@@ -14,9 +14,11 @@
 //! | [`reducer`] | planned gradient reduction |
 //! | [`pipeline`] | who does what in which order when a model is spread over ranks |
 //! | [`partition`] | which module of a model lies on which of these ranks |
+//! | [`checkpoint`] | what is on the disk, complete whenever somebody is killed |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
+pub mod checkpoint;
 pub mod collectives;
 pub mod config;
 pub mod device;

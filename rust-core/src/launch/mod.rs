@@ -18,6 +18,7 @@
 //! - RUN-5: one thread reads all output, so lines of two ranks never mix.
 
 mod args;
+mod checkpoint;
 mod distribution;
 mod environment;
 mod output;
@@ -44,8 +45,10 @@ const USAGE_EXIT_CODE: i32 = 2;
 /// Runs `smdrun` with this command line (the program's name first) and returns its exit code. `python` is the
 /// interpreter for the ranks.
 pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
-    if argv.get(1).is_some_and(|word| word == "plan") {
-        return plan::main(&argv[2..]);
+    match argv.get(1).and_then(|word| word.to_str()) {
+        Some("plan") => return plan::main(&argv[2..]),
+        Some("checkpoint") => return checkpoint::main(&argv[1..]),
+        _ => {}
     }
     let args = match args::parse(argv) {
         Ok(args) => args,

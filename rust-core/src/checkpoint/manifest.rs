@@ -1,0 +1,260 @@
+//! The list of what a checkpoint holds. It is read from a disk, so every number is looked at before it is used.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde_json::value::RawValue;
+
+use super::CHUNK_BYTES;
+use super::slices::Slice;
+use crate::error::{Error, Result};
+
+/// An element type, as safetensors names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Element {
+    name: &'static str,
+    bytes: u64,
+}
+
+impl Element {
+    const ALL: [Element; 16] = [
+        Element { name: "BOOL", bytes: 1 },
+        Element { name: "U8", bytes: 1 },
+        Element { name: "I8", bytes: 1 },
+        Element { name: "F8_E5M2", bytes: 1 },
+        Element { name: "F8_E4M3", bytes: 1 },
+        Element { name: "I16", bytes: 2 },
+        Element { name: "U16", bytes: 2 },
+        Element { name: "F16", bytes: 2 },
+        Element { name: "BF16", bytes: 2 },
+        Element { name: "I32", bytes: 4 },
+        Element { name: "U32", bytes: 4 },
+        Element { name: "F32", bytes: 4 },
+        Element { name: "F64", bytes: 8 },
+        Element { name: "I64", bytes: 8 },
+        Element { name: "U64", bytes: 8 },
+        Element { name: "C64", bytes: 8 },
+    ];
+
+    /// The type with this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|element| element.name == name)
+    }
+
+    /// Bytes of one.
+    pub fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        self.name
+    }
+}
+
+impl Serialize for Element {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name)
+    }
+}
+
+impl<'de> Deserialize<'de> for Element {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        Self::named(&name).ok_or_else(|| de::Error::custom(format!("`{name}` is no element type")))
+    }
+}
+
+impl fmt::Display for Element {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// A file of the checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// In the checkpoint's folder.
+    pub name: String,
+    /// All of it.
+    pub bytes: u64,
+    /// What stands before the tensors.
+    pub header_bytes: u64,
+    /// Checksum of that.
+    pub header_crc: u32,
+}
+
+/// A slice of a tensor in a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Index of the file.
+    pub file: usize,
+    /// Where in the file it begins.
+    pub offset: u64,
+    /// Which slice it is.
+    #[serde(flatten)]
+    pub slice: Slice,
+    /// For each chunk its checksum.
+    pub crc: Vec<u32>,
+}
+
+/// A tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// Unique in the checkpoint.
+    pub name: String,
+    /// Type of its elements.
+    pub dtype: Element,
+    /// Of the whole tensor.
+    pub shape: Vec<u64>,
+    /// Slices that make it up.
+    pub pieces: Vec<Piece>,
+}
+
+impl TensorEntry {
+    /// Size of the whole tensor.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<u64>() * self.dtype.bytes()
+    }
+
+    /// Size of one piece.
+    pub fn piece_bytes(&self, piece: &Piece) -> u64 {
+        piece.slice.shape.iter().product::<u64>() * self.dtype.bytes()
+    }
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`Manifest::FORMAT`].
+    pub format: String,
+    /// Number of the training step.
+    pub step: u64,
+    /// Which attempt to save wrote it.
+    pub attempt: u64,
+    /// Ranks that wrote it.
+    pub world: usize,
+    /// How ranks were laid out; the core does not look into it.
+    pub layout: serde_json::Value,
+    /// What the script saved beside tensors; the core does not look into it.
+    pub content: serde_json::Value,
+    /// All files.
+    pub files: Vec<FileEntry>,
+    /// All tensors, by name.
+    pub tensors: Vec<TensorEntry>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Envelope<'a> {
+    crc: u32,
+    #[serde(borrow)]
+    manifest: &'a RawValue,
+}
+
+impl Manifest {
+    /// Of this version.
+    pub const FORMAT: &'static str = "smd-checkpoint 1";
+
+    /// The file's text, with its checksum.
+    pub fn to_text(&self) -> String {
+        let manifest = serde_json::value::to_raw_value(self).expect("names and numbers are JSON");
+        let envelope = Envelope { crc: crc32fast::hash(manifest.get().as_bytes()), manifest: &manifest };
+        serde_json::to_string(&envelope).expect("names and numbers are JSON")
+    }
+
+    /// The manifest in a file's bytes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it was altered, or describes what cannot be.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let no_manifest =
+            |error: serde_json::Error| Error::InvalidArgument(format!("no manifest of a checkpoint: {error}"));
+        let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(no_manifest)?;
+        let found = crc32fast::hash(envelope.manifest.get().as_bytes());
+        if found != envelope.crc {
+            return Err(Error::InvalidArgument(format!(
+                "the manifest has the checksum {found:08x}, and was written with {:08x}",
+                envelope.crc
+            )));
+        }
+        let manifest: Self = serde_json::from_str(envelope.manifest.get()).map_err(no_manifest)?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
+        let at = self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()?;
+        Some(&self.tensors[at])
+    }
+
+    /// Whether all numbers fit together.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the first that does not.
+    pub fn check(&self) -> Result<()> {
+        let bad = |text: String| Err(Error::InvalidArgument(text));
+        if self.format != Self::FORMAT {
+            return bad(format!("the checkpoint's format is `{}`, and `{}` is known", self.format, Self::FORMAT));
+        }
+        let mut names = HashSet::new();
+        for file in &self.files {
+            let plain = !file.name.is_empty() && !file.name.starts_with('.') && !file.name.contains(['/', '\\', '\0']);
+            if !plain || !names.insert(&file.name) {
+                return bad(format!("`{}` is no name for a file of a checkpoint, or there twice", file.name));
+            }
+            if file.header_bytes > file.bytes {
+                return bad(format!(
+                    "`{}` has {} bytes, {} of them a header",
+                    file.name, file.bytes, file.header_bytes
+                ));
+            }
+        }
+        if !self.tensors.is_sorted_by(|a, b| a.name < b.name) {
+            return bad("tensors are not in the order of their names, or one is there twice".into());
+        }
+        self.tensors.iter().try_for_each(|tensor| self.check_tensor(tensor))
+    }
+
+    fn check_tensor(&self, tensor: &TensorEntry) -> Result<()> {
+        let name = &tensor.name;
+        let bad = |text: String| Err(Error::InvalidArgument(format!("tensor `{name}`: {text}")));
+        let elems = |slice: &Slice| slice.elems().filter(|elems| elems.checked_mul(tensor.dtype.bytes()).is_some());
+        let Some(whole) = elems(&Slice::whole(&tensor.shape)) else {
+            return bad(format!("no memory has room for {:?}", tensor.shape));
+        };
+        let mut covered = 0_u64;
+        for piece in &tensor.pieces {
+            if !piece.slice.lies_in(&tensor.shape) {
+                return bad(format!("slice {:?} of {:?} does not lie in it", piece.slice, tensor.shape));
+            }
+            // It lies in the whole, whose size is a number.
+            let elems = elems(&piece.slice).expect("a part is no larger than the whole");
+            let bytes = elems * tensor.dtype.bytes();
+            covered = covered.saturating_add(elems);
+            let Some(file) = self.files.get(piece.file) else { return bad(format!("there is no file {}", piece.file)) };
+            if piece.offset < file.header_bytes || piece.offset.checked_add(bytes).is_none_or(|end| end > file.bytes) {
+                return bad(format!("{bytes} bytes at {} are not inside `{}`", piece.offset, file.name));
+            }
+            if piece.crc.len() as u64 != bytes.div_ceil(CHUNK_BYTES) {
+                return bad(format!("{} checksums for {bytes} bytes", piece.crc.len()));
+            }
+        }
+        if covered != whole {
+            return bad(format!("its pieces have {covered} elements, and it has {whole}"));
+        }
+        // As many elements as the whole, and no two alike: then all.
+        let mut pieces: Vec<&Slice> =
+            tensor.pieces.iter().map(|piece| &piece.slice).filter(|s| s.elems() != Some(0)).collect();
+        pieces.sort_unstable_by(|a, b| a.start.cmp(&b.start));
+        for (at, piece) in pieces.iter().enumerate() {
+            let end = piece.start.first().zip(piece.shape.first()).map(|(start, length)| start + length);
+            let near = pieces[at + 1..].iter().take_while(|other| other.start.first().copied() < end || end.is_none());
+            if let Some(other) = near.into_iter().find(|other| piece.intersection(other).is_some()) {
+                return bad(format!("two pieces have the same elements: {piece:?} and {other:?}"));
+            }
+        }
+        Ok(())
+    }
+}

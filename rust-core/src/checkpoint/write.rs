@@ -1,0 +1,214 @@
+//! Writes the tensors of one rank into safetensors files.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::manifest::{Element, FileEntry, Piece, TensorEntry};
+use super::slices::Slice;
+use super::{CHUNK_BYTES, failed};
+use crate::error::{Error, Result};
+
+/// Bytes that are summed and then written: they stay in the core's cache between the two.
+const BLOCK_BYTES: u64 = 256 << 10;
+/// Where tensors begin in a file: a multiple of a page, so that it can be mapped.
+const ALIGN: usize = 4096;
+
+/// A slice of a tensor in memory, dense, last index fastest.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The tensor's name.
+    pub name: String,
+    /// Its type.
+    pub dtype: Element,
+    /// Of the whole tensor.
+    pub shape: Vec<u64>,
+    /// What is here.
+    pub slice: Slice,
+    /// Where it is.
+    pub address: *const u8,
+}
+
+// SAFETY: a source is a description; who makes a job promises that the memory is readable until it is done.
+unsafe impl Send for Source {}
+// SAFETY: as above; the memory is only read.
+unsafe impl Sync for Source {}
+
+impl Source {
+    /// Size of what is here.
+    pub fn bytes(&self) -> u64 {
+        self.slice.shape.iter().product::<u64>() * self.dtype.bytes()
+    }
+
+    fn check(&self) -> Result<()> {
+        let size = Slice::whole(&self.shape).elems().and_then(|elems| elems.checked_mul(self.dtype.bytes()));
+        if size.is_none() || !self.slice.lies_in(&self.shape) {
+            return Err(Error::InvalidArgument(format!(
+                "tensor `{}`: {:?} is no slice of {:?}",
+                self.name, self.slice, self.shape
+            )));
+        }
+        Ok(())
+    }
+
+    fn at(&self, offset: u64, bytes: u64) -> &[u8] {
+        debug_assert!(offset + bytes <= self.bytes());
+        // SAFETY: the range lies inside the memory, which is readable while the job is (see `Send` above).
+        unsafe { std::slice::from_raw_parts(self.address.add(offset as usize), bytes as usize) }
+    }
+}
+
+/// What one rank saves.
+#[derive(Clone, Debug, Default)]
+pub struct Job {
+    /// Its tensors.
+    pub sources: Vec<Source>,
+}
+
+/// What a rank's files hold; files are numbered from 0 on.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(super) struct Note {
+    pub(super) files: Vec<FileEntry>,
+    pub(super) tensors: Vec<TensorEntry>,
+}
+
+/// Writes `sources` into `count` files in `folder`, each by a thread of its own.
+pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize, durable: bool) -> Result<Note> {
+    sources.iter().try_for_each(Source::check)?;
+    let mut names = HashSet::new();
+    if let Some(source) = sources.iter().find(|source| !names.insert(&source.name)) {
+        return Err(Error::InvalidArgument(format!("tensor `{}` is saved twice by one rank", source.name)));
+    }
+    // The largest first, each to the file that has least; then the order within a file, by size of element, keeps all aligned.
+    let mut order: Vec<usize> = (0..sources.len()).collect();
+    order.sort_by_key(|&at| std::cmp::Reverse(sources[at].bytes()));
+    let count = count.clamp(1, sources.len().max(1));
+    let mut shares: Vec<(u64, Vec<&Source>)> = vec![(0, Vec::new()); count];
+    for at in order {
+        let share = shares.iter_mut().min_by_key(|(bytes, _)| *bytes).expect("there is a file");
+        share.0 += sources[at].bytes();
+        share.1.push(&sources[at]);
+    }
+    for (_, share) in &mut shares {
+        share.sort_by(|a, b| b.dtype.bytes().cmp(&a.dtype.bytes()).then_with(|| a.name.cmp(&b.name)));
+    }
+    let written: Vec<Result<Note>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = shares
+            .iter()
+            .enumerate()
+            .map(|(index, (_, share))| {
+                let name = format!("rank-{rank:05}-{index}.safetensors");
+                scope.spawn(move || write_file(folder, name, share, durable))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| Err(Error::from_panic(&*panic))))
+            .collect()
+    });
+    let mut all = Note::default();
+    for (index, note) in written.into_iter().enumerate() {
+        let mut note = note?;
+        note.tensors.iter_mut().flat_map(|tensor| &mut tensor.pieces).for_each(|piece| piece.file = index);
+        all.files.append(&mut note.files);
+        all.tensors.append(&mut note.tensors);
+    }
+    Ok(all)
+}
+
+fn write_file(folder: &Path, name: String, sources: &[&Source], durable: bool) -> Result<Note> {
+    let path = folder.join(&name);
+    let header = header(sources);
+    let file = File::create(&path).map_err(failed("creating", &path))?;
+    file.write_all_at(&header, 0).map_err(failed("writing", &path))?;
+    let mut end = header.len() as u64;
+    let mut tensors = Vec::with_capacity(sources.len());
+    for source in sources {
+        let crc = write_tensor(&file, end, source).map_err(failed("writing", &path))?;
+        let piece = Piece { file: 0, offset: end, slice: source.slice.clone(), crc };
+        end += source.bytes();
+        tensors.push(TensorEntry {
+            name: source.name.clone(),
+            dtype: source.dtype,
+            shape: source.shape.clone(),
+            pieces: vec![piece],
+        });
+    }
+    if durable {
+        file.sync_all().map_err(failed("syncing", &path))?;
+    }
+    let entry = FileEntry { name, bytes: end, header_bytes: header.len() as u64, header_crc: crc32fast::hash(&header) };
+    Ok(Note { files: vec![entry], tensors })
+}
+
+/// Returns the checksums of its chunks (CKPT-3).
+fn write_tensor(file: &File, offset: u64, source: &Source) -> std::io::Result<Vec<u32>> {
+    let bytes = source.bytes();
+    let mut sums = Vec::with_capacity(bytes.div_ceil(CHUNK_BYTES) as usize);
+    let mut done = 0;
+    while done < bytes {
+        let chunk_end = bytes.min(done + CHUNK_BYTES);
+        let mut sum = crc32fast::Hasher::new();
+        while done < chunk_end {
+            let block = source.at(done, BLOCK_BYTES.min(chunk_end - done));
+            sum.update(block);
+            file.write_all_at(block, offset + done)?;
+            done += block.len() as u64;
+        }
+        sums.push(sum.finalize());
+    }
+    Ok(sums)
+}
+
+/// A safetensors header for tensors that lie one behind the other.
+fn header(sources: &[&Source]) -> Vec<u8> {
+    let mut table = serde_json::Map::new();
+    let mut at = 0;
+    for source in sources {
+        let end = at + source.bytes();
+        let entry = serde_json::json!({
+            "dtype": source.dtype.name(), "shape": source.slice.shape, "data_offsets": [at, end],
+        });
+        table.insert(source.name.clone(), entry);
+        at = end;
+    }
+    let mut text = serde_json::to_vec(&table).expect("names and numbers are JSON");
+    text.resize((8 + text.len()).next_multiple_of(ALIGN) - 8, b' ');
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.extend_from_slice(&text);
+    header
+}
+
+/// Writes whole tensors to one file as they come, each in parts: for [`super::merge`].
+pub(super) struct FileWriter {
+    file: File,
+    header_bytes: u64,
+}
+
+impl FileWriter {
+    /// A file for these tensors; their addresses are not looked at.
+    pub(super) fn create(path: &Path, sources: &[Source]) -> Result<(Self, Vec<u64>)> {
+        let header = header(&sources.iter().collect::<Vec<_>>());
+        let file = File::create(path).map_err(failed("creating", path))?;
+        file.write_all_at(&header, 0).map_err(failed("writing", path))?;
+        let mut offsets = Vec::with_capacity(sources.len());
+        let mut at = header.len() as u64;
+        for source in sources {
+            offsets.push(at);
+            at += source.bytes();
+        }
+        Ok((Self { file, header_bytes: header.len() as u64 }, offsets))
+    }
+
+    /// Puts bytes at a place in the file.
+    pub(super) fn put(&self, path: &Path, bytes: &[u8], offset: u64) -> Result<()> {
+        debug_assert!(offset >= self.header_bytes);
+        self.file.write_all_at(bytes, offset).map_err(failed("writing", path))
+    }
+
+    /// Everything is on the disk.
+    pub(super) fn sync(&self, path: &Path) -> Result<()> {
+        self.file.sync_all().map_err(failed("syncing", path))
+    }
+}

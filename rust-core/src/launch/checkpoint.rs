@@ -1,0 +1,107 @@
+//! `smdrun checkpoint`: looks at checkpoints, proves that they are whole, and makes one file of them.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use clap::{Parser, Subcommand};
+
+use super::USAGE_EXIT_CODE;
+use crate::checkpoint::{Checkpoint, describe, merge};
+use crate::error::Result;
+
+/// Looks at checkpoints that `smp.CheckpointManager` wrote.
+#[derive(Debug, Parser)]
+#[command(name = "smdrun checkpoint")]
+struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Shows step, layout and tensors
+    Inspect(Place),
+    /// Reads everything and compares all checksums
+    Verify(Place),
+    /// Writes the model's tensors, whole, into one safetensors file
+    Merge {
+        #[command(flatten)]
+        place: Place,
+        /// The file to write
+        out: PathBuf,
+        /// Take the tensors whose names begin so, without that beginning; empty: all
+        #[arg(long, default_value = "model/")]
+        prefix: String,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct Place {
+    /// A folder of checkpoints, of which the newest is taken, or one checkpoint
+    directory: PathBuf,
+    /// Take this one
+    #[arg(long)]
+    tag: Option<String>,
+}
+
+/// Runs the subcommand with this command line and returns its exit code.
+pub(super) fn main(argv: &[OsString]) -> i32 {
+    let args = match Args::try_parse_from(argv.iter()) {
+        Ok(args) => args,
+        Err(usage) => {
+            // What is left to say when not even this can be written?
+            let _ = usage.print();
+            return usage.exit_code();
+        }
+    };
+    match run(&args.what) {
+        Ok(text) => {
+            print!("{text}");
+            0
+        }
+        Err(error) => {
+            eprintln!("smdrun: error: {}", error.report());
+            USAGE_EXIT_CODE
+        }
+    }
+}
+
+fn run(what: &What) -> Result<String> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    match what {
+        What::Inspect(place) => Ok(describe(&place.open()?)),
+        What::Verify(place) => {
+            let checkpoint = place.open()?;
+            checkpoint.verify(threads)?;
+            let bytes: u64 = checkpoint.manifest().files.iter().map(|file| file.bytes).sum();
+            Ok(format!(
+                "{}: {bytes} bytes in {} files are as they were written\n",
+                checkpoint.tag(),
+                checkpoint.manifest().files.len()
+            ))
+        }
+        What::Merge { place, out, prefix } => {
+            let checkpoint = place.open()?;
+            let count = merge(&checkpoint, prefix, out, threads)?;
+            Ok(format!("{}: {count} tensors in `{}`\n", checkpoint.tag(), out.display()))
+        }
+    }
+}
+
+impl Place {
+    fn open(&self) -> Result<Checkpoint> {
+        let is_one = self.tag.is_none() && self.directory.join(crate::checkpoint::MANIFEST).exists();
+        if is_one {
+            let name = self
+                .directory
+                .canonicalize()
+                .ok()
+                .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+            return Checkpoint::open_folder(
+                &self.directory,
+                name.unwrap_or_else(|| self.directory.display().to_string()),
+            );
+        }
+        Checkpoint::open(Path::new(&self.directory), self.tag.as_deref())
+    }
+}
