@@ -14,9 +14,9 @@ use crate::error::{Error, Result};
     name = "smdrun",
     version,
     override_usage = "smdrun -n N [OPTIONS] SCRIPT.py [ARGS]...\n       smdrun -n N [OPTIONS] -m MODULE [ARGS]...\n       \
-                      smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]\n       smdrun checkpoint inspect|verify|merge DIR",
+                      smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]\n       smdrun checkpoint inspect|verify|merge DIR\n       smdrun report TRACE",
     after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap; `smdrun plan` shows a\n\
-                  pipeline's schedule; `smdrun checkpoint` looks at checkpoints.\n\
+                  pipeline's schedule, `smdrun report` a timeline's; `smdrun checkpoint` looks at checkpoints.\n\
                   Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]

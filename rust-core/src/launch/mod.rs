@@ -28,6 +28,7 @@ mod process;
 mod report;
 mod signals;
 mod supervisor;
+mod trace_report;
 mod warden;
 
 use std::ffi::OsString;
@@ -48,6 +49,7 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
     match argv.get(1).and_then(|word| word.to_str()) {
         Some("plan") => return plan::main(&argv[2..]),
         Some("checkpoint") => return checkpoint::main(&argv[1..]),
+        Some("report") => return trace_report::main(&argv[1..]),
         _ => {}
     }
     let args = match args::parse(argv) {

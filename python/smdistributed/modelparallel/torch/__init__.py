@@ -31,6 +31,12 @@ from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
 from smdistributed.modelparallel.torch import patches as patches  # noqa: E402
+from smdistributed.modelparallel.torch.checkpoint import (  # noqa: E402
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
 from smdistributed.modelparallel.torch.checkpointing import set_activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.communication import (  # noqa: E402
     CommGroup,
@@ -84,6 +90,7 @@ from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     tp_rank,
     tp_size,
 )
+from smdistributed.modelparallel.torch.manager import CheckpointManager  # noqa: E402
 from smdistributed.modelparallel.torch.materialize import delay_param_initialization  # noqa: E402
 from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E402
 from smdistributed.modelparallel.torch.norms import clip_grad_norm_  # noqa: E402
@@ -108,6 +115,7 @@ __all__ = [
     "RDP_GROUP",
     "TP_GROUP",
     "WORLD",
+    "CheckpointManager",
     "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
@@ -140,6 +148,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "model",
@@ -157,6 +166,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_partition",

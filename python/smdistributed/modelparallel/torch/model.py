@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from smdistributed.modelparallel.exceptions import (
     SMPUsageError,
     SMPValidationError,
 )
-from smdistributed.modelparallel.torch import communication, materialize
+from smdistributed.modelparallel.torch import communication, materialize, state_dicts
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
@@ -104,6 +104,8 @@ class DistributedModel(nn.Module):
         self.in_step = False
         self.when_divided: Callable[[], None] | None = None
         self._placement: Placement | None = None
+        # That of a checkpoint, which wins.
+        self._assignment: Mapping[str, int] | None = None
         self._average, self._passes = average_grads_across_microbatches, backward_passes_per_step
         self._broadcast_buffers = broadcast_buffers
         self._scale = 1.0
@@ -151,6 +153,9 @@ class DistributedModel(nn.Module):
 
     def _divide(self, args: Any, kwargs: Any) -> None:
         cfg = state.cfg
+        if self._assignment is not None:
+            self._settle(Placement(self.module, {"": cfg.default_partition, **self._assignment}))
+            return
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
@@ -193,6 +198,10 @@ class DistributedModel(nn.Module):
             self.pipeline = pipeline
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
+
+    def divide_as(self, assignment: Mapping[str, int]) -> None:
+        """When the model is divided, it is so: module path to partition."""
+        self._assignment = dict(assignment)
 
     def when_partitioned(self, action: Callable[[], None]) -> None:
         """Runs ``action`` when the model has been divided; at once if it has."""
@@ -349,28 +358,23 @@ class DistributedModel(nn.Module):
         for _, buffer in self.local_named_buffers():
             yield buffer
 
-    # State: `checkpoint.py` says how it is gathered, split and named.
+    # State: `state_dicts.py` says how it is gathered, split and named.
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """The whole model's, on every rank of one replica, all of which call it.
 
         Args:
-            *args, **kwargs: As for any module.
             gather_to_rank0: Whether only the first rank gets it; the others get an empty one.
         """
-        from smdistributed.modelparallel.torch import checkpoint
-
-        return checkpoint.model_state_dict(self, *args, gather_to_rank0=gather_to_rank0, **kwargs)
+        return state_dicts.full_model(self, gather_to_rank0)
 
     def local_state_dict(self) -> dict[str, Any]:
         """What this rank holds, and ``_smp_is_partial``."""
-        from smdistributed.modelparallel.torch import checkpoint
-
-        return checkpoint.local_model_state_dict(self)
+        return state_dicts.local_model(self)
 
     def load_state_dict(  # type: ignore[override]
-        self, state_dict: dict[str, Any], strict: bool = True, same_partition_load: bool = False
-    ) -> Any:
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> None:
         """Takes a whole state or this rank's part of one; before the division, when the model is divided.
 
         Args:
@@ -378,9 +382,8 @@ class DistributedModel(nn.Module):
             strict: Whether its names must be those of the model.
             same_partition_load: Whether a part is known to be of the same division.
         """
-        from smdistributed.modelparallel.torch import checkpoint
-
-        return checkpoint.load_model_state_dict(self, state_dict, strict, same_partition_load)
+        found = dict(state_dict)
+        self.when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))
 
     def get_module(self) -> nn.Module:
         """The model of the script."""

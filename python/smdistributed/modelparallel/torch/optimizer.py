@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.torch import state_dicts
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
@@ -101,25 +102,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped one's."""
         self.optimizer.zero_grad(set_to_none)
 
-    # State: `checkpoint.py` says how it is gathered, split and named.
+    # State: `state_dicts.py` says how it is gathered, split and named.
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's, on every rank of one replica, all of which call it."""
-        from smdistributed.modelparallel.torch import checkpoint
-
-        return checkpoint.optimizer_state_dict(self)
+        return state_dicts.full_optimizer(_model(), self)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """What this rank holds, and ``_smp_is_partial``."""
-        from smdistributed.modelparallel.torch import checkpoint
+        del gather_if_shard
+        return state_dicts.local_optimizer(_model(), self)
 
-        return checkpoint.local_optimizer_state_dict(self, gather_if_shard)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a whole state or this rank's part of one; before the division, when the model is divided."""
-        from smdistributed.modelparallel.torch import checkpoint
-
-        checkpoint.load_optimizer_state_dict(self, state_dict)
+        found = dict(state_dict)
+        _model().when_partitioned(lambda: state_dicts.load_optimizer(_model(), self, found))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -149,3 +146,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         if state.model is not None and state.model.is_partitioned:
             self.localize({})
+
+
+def _model() -> Any:
+    if state.model is None:
+        raise SMPUsageError(
+            "the names of an optimizer's parameters are those of a `smp.DistributedModel`: there is none"
+        )
+    return state.model

@@ -1,0 +1,381 @@
+"""``smp.CheckpointManager``: checkpoints in safetensors shards, of which any layout of ranks loads what any other saved.
+
+Replicas share the work: each writes its part of the rows of every large tensor. The core writes, commits, checks and reads;
+see ``rust-core/src/checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
+from smdistributed.modelparallel.torch import content, state_dicts
+from smdistributed.modelparallel.torch.communication import barrier
+from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.state import state
+
+#: Tensors of fewer bytes are written by one replica.
+_SPLIT_BYTES = 1 << 20
+_MODEL, _OPTIMIZER, _USER = "model/", "optimizer/", "user/"
+#: Python's numbers in an optimizer's state: tensors with these endings of their names.
+_NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
+_ELEMENTS = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+
+
+class CheckpointManager:
+    """
+    Saves and loads the wrapped model and optimizer. All ranks make one, and call its methods together.
+
+    Args:
+        path: a folder that all ranks see.
+        keep: how many checkpoints are kept, the newest; ``None``: all.
+        asynchronous: whether ``save`` returns when the state has been copied, and the rest is done meanwhile.
+        durable: whether a checkpoint is on the disk before it counts as complete. Without, it survives the death of every process,
+            but not of the machine.
+        threads: files that this rank writes at once; by default its share of the cores.
+        timeout_seconds: how long a rank waits for others.
+
+    Example:
+        with smp.CheckpointManager("checkpoints", keep=3) as manager:
+            content = manager.load() if manager.latest() is not None else {}
+            for step in range(content.get("step", 0), steps):
+                ...
+                manager.save(step + 1, {"step": step + 1})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        durable: bool = True,
+        threads: int | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        groups = state.groups
+        self.path, self.asynchronous = os.fspath(path), asynchronous
+        cores = len(os.sched_getaffinity(0)) // _core.local_size()
+        self.threads = threads or max(1, min(8, cores))
+        self._saves = 0
+        # Memory of copies from devices, kept from one save to the next.
+        self._pinned: dict[str, torch.Tensor] = {}
+        with errors.translated(_CLASSES):
+            if groups.rank == 0:
+                os.makedirs(self.path, exist_ok=True)
+                _core.checkpoint_clean(self.path)
+            barrier()
+            self._saver = _core.CheckpointSaver(
+                self.path, groups.rank, groups.topology.size, self.threads, durable, keep, timeout_seconds
+            )
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure others may never come.
+        if kind is None:
+            self.wait()
+
+    def save(self, step: int, user_content: Any = None, *, tag: str | None = None) -> None:
+        """
+        Saves model and optimizer, and what ``user_content`` is on rank 0.
+
+        Args:
+            step: the number of the training step, which orders checkpoints.
+            user_content: numbers, texts, tensors, and lists, tuples and dicts of them.
+            tag: the checkpoint's name; by default from the step.
+
+        Raises:
+            SMPCheckpointError: it could not be written, here or on another rank; or the save before it could not.
+        """
+        model = _model()
+        self.wait()
+        tensors = dict(_local_tensors(model, state.optimizer))
+        text = "null"
+        if state.groups.rank == 0:
+            text = self._content(user_content, tensors)
+        copies = self._on_host(tensors)
+        places = list(_shares(copies, state.groups.rank_in("rdp"), len(state.groups.members["rdp"])))
+        layout = {
+            "pp": len(state.groups.members["pp"]),
+            "tp": len(state.groups.members["tp"]),
+            "rdp": len(state.groups.members["rdp"]),
+            "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
+            "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
+        }
+        self._saves += 1
+        # The same on all ranks, and never twice.
+        attempt = (_core.session_id() + self._saves * 0x9E3779B97F4A7C15) % (1 << 64)
+        name = tag or f"step-{step}"
+        with errors.translated(_CLASSES):
+            self._saver.save(name, step, attempt, json.dumps(layout), text, places, self.asynchronous)
+        del copies
+
+    def wait(self) -> None:
+        """
+        Waits for the save that is under way.
+
+        Raises:
+            SMPCheckpointError: it could not be written, here or on another rank.
+        """
+        with errors.translated(_CLASSES):
+            self._saver.wait()
+
+    def latest(self) -> str | None:
+        """The name of the newest complete checkpoint, if there is one."""
+        self.wait()
+        try:
+            return _core.CheckpointReader(self.path).tag
+        except errors.SmdistributedError:
+            return None
+
+    def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
+        """
+        Loads model and optimizer, reading what this rank holds. Before the model is divided, they are loaded when it is, and it is
+        divided as it was when it was saved, if there are as many partitions.
+
+        Args:
+            tag: which checkpoint; by default the newest.
+            strict: whether every parameter must be there.
+            load_optimizer: whether the optimizer is loaded.
+
+        Returns:
+            The user content.
+
+        Raises:
+            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged.
+        """
+        self.wait()
+        model = _model()
+        with errors.translated(_CLASSES):
+            reader = _core.CheckpointReader(self.path, tag)
+            layout = json.loads(reader.layout)
+            if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
+                model.divide_as(layout["assignment"])
+            found = {name: (dtype, shape) for name, dtype, shape in reader.tensors()}
+        aliases = layout.get("aliases", {})
+        optimizer = state.optimizer if load_optimizer else None
+        model.when_partitioned(lambda: self._load(reader, found, aliases, model, optimizer, strict))
+        user = json.dumps(json.loads(reader.content)["user"])
+        return content.decode(user, lambda name: self._read(reader, found, [name])[name])
+
+    def _load(
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        aliases: Mapping[str, str],
+        model: Any,
+        optimizer: Any,
+        strict: bool,
+    ) -> None:
+        entries = state_dicts.model_entries(model)
+        local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+        stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
+        missing = sorted(name for name in local if stored[name] not in found)
+        known = set(stored.values())
+        extra = sorted(name.removeprefix(_MODEL) for name in found if name.startswith(_MODEL) and name not in known)
+        if strict and (missing or extra):
+            raise SMPCheckpointError(
+                f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the model "
+                f"{state_dicts._some(extra)}"
+            )
+        targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
+        self._read(reader, found, targets, targets)
+        if optimizer is not None:
+            self._load_optimizer(reader, found, model, optimizer)
+
+    def _load_optimizer(
+        self, reader: Any, found: Mapping[str, tuple[str, list[int]]], model: Any, optimizer: Any
+    ) -> None:
+        groups = json.loads(reader.content).get("groups")
+        if groups is None:
+            return
+        local = state_dicts.local_optimizer(model, optimizer)
+        if len(groups) != len(local["param_groups"]):
+            raise SMPCheckpointError(
+                f"checkpoint `{reader.tag}` has {len(groups)} groups of parameters, and the optimizer {len(local['param_groups'])}"
+            )
+        mine = {name for group in local["param_groups"] for name in group["params"]}
+        wanted = {}
+        for name in found:
+            if name.startswith(_OPTIMIZER):
+                parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+                if parameter in mine:
+                    wanted[name] = (parameter, key)
+        entries: dict[str, dict[str, Any]] = {}
+        for name, tensor in self._read(reader, found, wanted).items():
+            parameter, key = wanted[name]
+            plain, mark, _ = key.partition("#")
+            entries.setdefault(parameter, {})[plain] = tensor.item() if mark else tensor
+        hyper = content.decode(json.dumps(groups), _no_tensors)
+        both = [{**theirs, "params": ours["params"]} for theirs, ours in zip(hyper, local["param_groups"], strict=True)]
+        optimizer.optimizer.load_state_dict({"state": entries, "param_groups": both})
+
+    @torch.no_grad()
+    def _read(
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        names: Iterable[str],
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Reads tensors into those that are there, if they can be read into, or into new ones."""
+        tensors, copies, targets = {}, {}, []
+        for name in names:
+            if name not in found:
+                raise SMPCheckpointError(f"checkpoint `{reader.tag}` has no tensor `{name}`")
+            dtype, shape = _DTYPES[found[name][0]], found[name][1]
+            tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
+            if list(tensor.shape) != list(shape):
+                raise SMPCheckpointError(
+                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(tensor.shape)} in the model"
+                )
+            tensors[name] = tensor
+            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != dtype:
+                copies[name] = tensor
+                tensor = torch.empty(shape, dtype=dtype)
+                tensors[name] = tensor
+            targets.append((name, [0] * len(shape), shape, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        with errors.translated(_CLASSES):
+            reader.read(targets, self.threads)
+        for name, target in copies.items():
+            target.copy_(tensors[name])
+            tensors[name] = target
+        return tensors
+
+    def _content(self, user_content: Any, tensors: dict[str, torch.Tensor]) -> str:
+        def keep(tensor: torch.Tensor) -> str:
+            name = f"{_USER}{sum(name.startswith(_USER) for name in tensors)}"
+            tensors[name] = tensor.detach()
+            return name
+
+        user = json.loads(content.encode(user_content, keep))
+        groups = None
+        if state.optimizer is not None:
+            hyper = [
+                {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                for group in state.optimizer.optimizer.param_groups
+            ]
+            groups = json.loads(content.encode(hyper, _no_tensors_kept))
+        return json.dumps({"user": user, "groups": groups})
+
+    def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dense tensors in host memory; those of devices through pinned copies."""
+        copies, waits = {}, False
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _ELEMENTS:
+                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint does not take")
+            if tensor.device.type == "cpu":
+                copies[name] = tensor.contiguous()
+                continue
+            kept = self._pinned.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            kept.copy_(tensor, non_blocking=True)
+            copies[name], waits = kept, True
+        if waits:
+            torch.cuda.synchronize()
+        return copies
+
+
+def _model() -> Any:
+    if state.model is None:
+        raise SMPUsageError("there is no `smp.DistributedModel` whose state could be saved or loaded")
+    return state.model
+
+
+def _aliases(model: Any) -> dict[str, str]:
+    """Further names of shared tensors, with the first."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in state_dicts.model_entries(model).items():
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """What this rank holds; the same, in the same order, on all replicas."""
+    if not model.is_partitioned:
+        raise SMPUsageError(
+            "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
+        )
+    aliases = _aliases(model)
+    for name, tensor in state_dicts.model_entries(model).items():
+        if not isinstance(tensor, Absent) and name not in aliases:
+            yield _MODEL + name, tensor.detach()
+    if optimizer is None:
+        return
+    for parameter, entry in state_dicts.local_optimizer(model, optimizer)["state"].items():
+        for key, value in entry.items():
+            name = f"{_OPTIMIZER}{parameter}/{key}"
+            if isinstance(value, torch.Tensor):
+                yield name, value.detach()
+            elif type(value) in _NUMBERS:
+                ending, dtype = _NUMBERS[type(value)]
+                yield name + ending, torch.tensor(value, dtype=dtype)
+            elif value is not None:
+                raise SMPCheckpointError(
+                    f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and numbers"
+                )
+
+
+def _shares(tensors: Mapping[str, torch.Tensor], replica: int, replicas: int) -> Iterable[tuple]:
+    """What this replica writes: its part of the rows of large tensors, and some of the small ones."""
+    given = [0] * replicas
+    for name, tensor in tensors.items():
+        shape, size = list(tensor.shape), tensor.numel() * tensor.element_size()
+        if name.startswith(_USER):
+            # Only the first rank has it.
+            yield name, _ELEMENTS[tensor.dtype], shape, [0] * len(shape), shape, tensor.data_ptr()
+            continue
+        if size < _SPLIT_BYTES or shape[0] < replicas:
+            least = given.index(min(given))
+            given[least] += size + 1
+            if least == replica:
+                yield name, _ELEMENTS[tensor.dtype], shape, [0] * len(shape), shape, tensor.data_ptr()
+            continue
+        first, last = replica * shape[0] // replicas, (replica + 1) * shape[0] // replicas
+        row = math.prod(shape[1:]) * tensor.element_size()
+        start, lengths = [first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]
+        yield name, _ELEMENTS[tensor.dtype], shape, start, lengths, tensor.data_ptr() + first * row
+
+
+def _no_tensors(name: str) -> torch.Tensor:
+    raise SMPCheckpointError(f"the optimizer's groups name a tensor, `{name}`")
+
+
+def _no_tensors_kept(tensor: torch.Tensor) -> str:
+    raise SMPCheckpointError("the optimizer's groups hold a tensor: expected numbers, as of the learning rate")
