@@ -60,17 +60,21 @@ bool GradientCall::watch() {
 void GradientCall::give(std::size_t position, std::size_t param) {
   const auto index = static_cast<int>(position);
   const Tensor& input = context_->input(index);
-  auto lease = plan_.take_slot(param);
+  const auto* made = static_cast<const std::uint8_t*>(input.data());
+  // Gradients that a call gives at once are those of a step without a graph, where others see what goes in here.
+  const bool learn = context_->num_inputs() == 1;
+  auto lease = plan_.take_slot(param, made, learn);
   TensorView gradient = describe(input, place_);
   if (lease->ptr() != nullptr && input.NumElements() > 0) {
     gradient.ptr = lease->ptr();
-    lease->fill(static_cast<const std::uint8_t*>(input.data()));
+    lease->fill(made);
   } else {
-    // Somebody still holds the last gradient, there is no reducer yet, or it is on a device, where it is reduced where
-    // it lies.
+    // It lies in a slot, somebody still holds the last gradients, there is no reducer yet, or it is on a device, where
+    // it is reduced where it lies.
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {
+      plan_.lent_in_vain(param);
       gradient = describe(*output, place_);
       status = checked([&] { copy(describe(input, place_), gradient); });
     }

@@ -5,14 +5,12 @@
 
 #include <cstdint>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
+
+#include "smd/lending.h"
 
 namespace smd::torch_ext {
 namespace {
-
-// Copying a smaller gradient costs less than asking.
-constexpr std::size_t kLendBytes = 64 << 10;
 
 thread_local SharedReducer lender;
 
@@ -33,10 +31,7 @@ class LendingAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes < kLendBytes || !lender) return base_->allocate(bytes);
-    auto lease = (*lender)->lend(bytes);
-    if (void* data = lease->ptr()) {
-      const std::lock_guard lock(mutex_);
-      leases_.emplace(data, std::move(lease));
+    if (void* data = slots_.keep((*lender)->lend(bytes))) {
       // oneDNN asks for raw memory, which is an address and no more: so the address is all that a slot's deleter gets.
       return {data, data, release, c10::DeviceType::CPU};
     }
@@ -53,17 +48,12 @@ class LendingAllocator final : public c10::Allocator {
  private:
   static void release(void* data) {
     auto& self = instance();
-    {
-      const std::lock_guard lock(self.mutex_);
-      if (self.leases_.erase(data) != 0) return;
-    }
-    self.release_base_(data);
+    if (!self.slots_.give_back(data)) self.release_base_(data);
   }
 
   c10::Allocator* base_;
   c10::DeleterFnPtr release_base_;
-  std::mutex mutex_;
-  std::unordered_map<void*, rust::Box<SlotLease>> leases_;
+  LentSlots slots_;
 };
 
 }  // namespace

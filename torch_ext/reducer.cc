@@ -422,9 +422,9 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
     if (comm_hook_ >= 0) copy_back_.emplace_back(gradient, dense);
     return mark_ready(index, dense, incoming.defined());
   }
-  auto* slot = (*core_)->slot_ptr(index);
-  if (fits && gradient.data_ptr() == slot) return mark_ready(index, gradient, incoming.defined());
-  (*core_)->observe(index, static_cast<const std::uint8_t*>(gradient.const_data_ptr()));
+  const auto* made = static_cast<const std::uint8_t*>(gradient.const_data_ptr());
+  if (fits && (*core_)->is_slot(index, made)) return mark_ready(index, gradient, incoming.defined());
+  (*core_)->observe(index, made);
 
   // A gradient that nobody else can see may move into its slot.
   const bool ours = stolen || (gradient.use_count() == 1 && gradient.storage().use_count() == 1);
@@ -527,8 +527,9 @@ void Reducer::run_comm_hooks() {
     bool in_place = true;
     for (const auto param : plan.params) {
       const auto& gradient = gradients_[param];
-      in_place &= !device_buckets_ &&
-                  (!gradient.defined() || gradient.numel() == 0 || gradient.data_ptr() == (*core_)->slot_ptr(param));
+      in_place &=
+          !device_buckets_ && (!gradient.defined() || gradient.numel() == 0 ||
+                               (*core_)->is_slot(param, static_cast<const std::uint8_t*>(gradient.const_data_ptr())));
     }
     if (in_place) {
       auto* data = (*arena)->at(plan.offset_bytes);

@@ -8,7 +8,7 @@ use crate::calls::{
     submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
-use crate::plan::{GradientPlan, find_plan};
+use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
 use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
@@ -352,9 +352,9 @@ mod ffi {
         fn note_local(self: &Reducer, param: usize);
         /// In a static graph: takes note of a part of a gradient; true if it is the last.
         fn accumulated(self: &Reducer, param: usize) -> Result<bool>;
-        /// Where a gradient belongs.
-        fn slot_ptr(self: &Reducer, param: usize) -> *mut u8;
-        /// The slot of a parameter, unless a tensor holds it.
+        /// Whether a gradient lies where it belongs; `ptr` is not read.
+        unsafe fn is_slot(self: &Reducer, param: usize, ptr: *const u8) -> bool;
+        /// A slot of a parameter, unless tensors hold all of them.
         fn take_slot(self: &Reducer, param: usize) -> Box<SlotLease>;
         /// A backward begins on a thread whose allocator calls `lend`.
         fn start_lending(self: &Reducer);
@@ -428,8 +428,11 @@ mod ffi {
         fn param_bytes(self: &GradientPlan, param: usize) -> Result<usize>;
         /// Its name.
         fn param_name(self: &GradientPlan, param: usize) -> String;
-        /// The slot of a parameter, unless a tensor holds it.
-        fn take_slot(self: &GradientPlan, param: usize) -> Box<SlotLease>;
+        /// A slot for the gradient of a parameter that was made at `ptr`, which is not read; nothing if it was made in
+        /// one, or tensors hold all of them. `learn` says that whoever made it may be lent the slot the next time.
+        unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
+        /// A gradient was made in its slot but must not be changed there.
+        fn lent_in_vain(self: &GradientPlan, param: usize);
         /// A gradient is complete, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
         /// throws.
         ///
@@ -447,6 +450,11 @@ mod ffi {
         ) -> Result<()>;
         /// An execution ends, whatever became of its gradients.
         fn ended(self: &GradientPlan, execution: &Execution);
+        /// A slot for a tensor of `bytes` bytes that the operation `maker` is about to make, if that is likely to be a
+        /// gradient.
+        fn lend(bytes: usize, maker: usize) -> Box<SlotLease>;
+        /// The last `lend` to `maker` held nothing, and the tensor was made at `ptr`, which is not read.
+        unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8);
     }
 
     unsafe extern "C++" {

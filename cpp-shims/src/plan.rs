@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cxx::SharedPtr;
 use smd_core::reducer::arrival::{self, Arrival, Execution};
 use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::makers::Gradient;
 use smd_core::reducer::{self, blueprint};
 use smd_core::session;
 use smd_core::{Error, Result};
@@ -56,6 +57,19 @@ pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
     })
 }
 
+pub fn lend(bytes: usize, maker: usize) -> Box<SlotLease> {
+    let session = session::current("the reduction of gradients").ok();
+    Box::new(SlotLease(session.and_then(|session| session.lend(bytes, maker))))
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8) {
+    if let Ok(session) = session::current("the reduction of gradients") {
+        session.lent_elsewhere(bytes, maker, ptr);
+    }
+}
+
 impl GradientPlan {
     pub fn share(&self) -> Box<GradientPlan> {
         Box::new(GradientPlan { number: self.number, description: Arc::clone(&self.description) })
@@ -79,10 +93,22 @@ impl GradientPlan {
         self.description.params.get(param).map(|spec| spec.name.clone()).unwrap_or_default()
     }
 
-    pub fn take_slot(&self, param: usize) -> Box<SlotLease> {
+    /// # Safety
+    /// See the bridge.
+    pub unsafe fn take_slot(&self, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease> {
         let session = session::current("the reduction of gradients").ok();
-        let arrivals = session.and_then(|session| session.find_arrivals(self.number));
-        Box::new(SlotLease(arrivals.and_then(|arrivals| arrivals.take_slot(param))))
+        let bytes = self.description.params[param].bytes();
+        Box::new(SlotLease(session.and_then(|session| session.take_slot(self.gradient(param), bytes, ptr, learn))))
+    }
+
+    pub fn lent_in_vain(&self, param: usize) {
+        if let Ok(session) = session::current("the reduction of gradients") {
+            session.lent_in_vain(self.gradient(param), self.description.params[param].bytes());
+        }
+    }
+
+    fn gradient(&self, param: usize) -> Gradient {
+        Gradient { plan: self.number, param }
     }
 
     /// # Safety

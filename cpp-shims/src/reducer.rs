@@ -109,8 +109,8 @@ impl Reducer {
         guard(|| self.inner.accumulated(param))
     }
 
-    pub fn slot_ptr(&self, param: usize) -> *mut u8 {
-        self.inner.slot_ptr(param)
+    pub fn is_slot(&self, param: usize, ptr: *const u8) -> bool {
+        self.inner.is_slot(param, ptr)
     }
 
     pub fn take_slot(&self, param: usize) -> Box<SlotLease> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Plan;
+use super::plan::MAX_COPIES;
 use crate::collectives::Window;
 
 /// A window laid out by a plan. A slot is free or leased to one tensor.
@@ -12,13 +13,17 @@ pub struct Arena {
     window: Arc<Window>,
     /// By parameter.
     slots: Vec<ArenaSlot>,
+    /// Slots of each parameter, and from one to the next.
+    copies: usize,
+    copy_bytes: usize,
 }
 
 #[derive(Debug)]
 struct ArenaSlot {
     offset_bytes: usize,
     bytes: usize,
-    leased: AtomicBool,
+    /// By copy.
+    leased: [AtomicBool; MAX_COPIES],
 }
 
 impl Arena {
@@ -31,10 +36,10 @@ impl Arena {
         let slots = (0..plan.num_params())
             .map(|param| {
                 let slot = plan.slot(param);
-                ArenaSlot { offset_bytes: slot.offset_bytes, bytes: slot.bytes, leased: AtomicBool::new(false) }
+                ArenaSlot { offset_bytes: slot.offset_bytes, bytes: slot.bytes, leased: Default::default() }
             })
             .collect();
-        Arc::new(Self { window, slots })
+        Arc::new(Self { window, slots, copies: plan.copies(), copy_bytes: plan.copy_bytes() })
     }
 
     /// The memory.
@@ -42,10 +47,19 @@ impl Arena {
         &self.window
     }
 
-    /// Start of a parameter's slot.
-    pub fn slot_ptr(&self, param: usize) -> *mut u8 {
+    /// Start of one of a parameter's slots.
+    ///
+    /// # Panics
+    /// If it has fewer.
+    pub fn slot_ptr(&self, param: usize, copy: usize) -> *mut u8 {
+        assert!(copy < self.copies, "a parameter has {} slots", self.copies);
         // SAFETY: the plan keeps slots inside the window (PLAN-1), whose size was checked.
-        unsafe { self.window.local().add(self.slots[param].offset_bytes) }
+        unsafe { self.window.local().add(self.slots[param].offset_bytes + copy * self.copy_bytes) }
+    }
+
+    /// Which of a parameter's slots starts at `ptr`.
+    pub fn copy_at(&self, param: usize, ptr: *const u8) -> Option<usize> {
+        (0..self.copies).find(|&copy| self.slot_ptr(param, copy).cast_const() == ptr)
     }
 
     /// Start of the bytes at `offset_bytes`.
@@ -58,14 +72,13 @@ impl Arena {
         unsafe { self.window.local().add(offset_bytes) }
     }
 
-    /// Leases the slot of `param`, if it is free.
+    /// Leases a slot of `param`, if one is free: the first one if it can be, so that memory is touched where it was
+    /// before.
     pub fn lease(self: &Arc<Self>, param: usize) -> Option<SlotLease> {
-        let slot = &self.slots[param];
+        let leased = &self.slots[param].leased[..self.copies];
         // Acquire: what the last holder did to the bytes is visible.
-        slot.leased
-            .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
-            .ok()
-            .map(|_| SlotLease { arena: Arc::clone(self), param })
+        let take = |flag: &AtomicBool| flag.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok();
+        leased.iter().position(take).map(|copy| SlotLease { arena: Arc::clone(self), param, copy })
     }
 }
 
@@ -74,12 +87,13 @@ impl Arena {
 pub struct SlotLease {
     arena: Arc<Arena>,
     param: usize,
+    copy: usize,
 }
 
 impl SlotLease {
     /// First byte.
     pub fn ptr(&self) -> *mut u8 {
-        self.arena.slot_ptr(self.param)
+        self.arena.slot_ptr(self.param, self.copy)
     }
 
     /// Length.
@@ -106,6 +120,6 @@ impl SlotLease {
 impl Drop for SlotLease {
     fn drop(&mut self) {
         // Release: the next holder sees what this one wrote.
-        self.arena.slots[self.param].leased.store(false, Ordering::Release);
+        self.arena.slots[self.param].leased[self.copy].store(false, Ordering::Release);
     }
 }

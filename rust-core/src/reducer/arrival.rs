@@ -166,9 +166,14 @@ impl Arrivals {
         self.handle();
     }
 
-    /// The slot of `param`, if nobody uses it.
+    /// A slot of `param`, if nobody uses it.
     pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
         self.reducer.get()?.take_slot(param)
+    }
+
+    /// Whether a slot of `param` starts at `ptr`.
+    pub fn is_slot(&self, param: usize, ptr: *const u8) -> bool {
+        self.reducer.get().is_some_and(|reducer| reducer.is_slot(param, ptr))
     }
 
     /// A gradient is there.

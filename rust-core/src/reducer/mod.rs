@@ -15,7 +15,8 @@
 //!   backward runs. So the order needs no messages, and a bucket that fails ends the step after the same number of
 //!   operations on every rank.
 //! - RED-3: a slot belongs to at most one tensor at a time ([`Arena`]). A slot that a tensor of the caller still
-//!   refers to is never overwritten: that gradient is reduced by way of the spare range instead.
+//!   refers to is never overwritten: that gradient takes the parameter's other slot. If that one is taken, too, or not all
+//!   gradients of a bucket are in the same set of slots, the bucket is reduced by way of the spare range.
 //! - RED-4: a step ends in one of two ways on every rank: all buckets are reduced, or an error names the rank that
 //!   could not go on. Either way the next step starts afresh.
 //! - RED-5: the plan is made anew once, after the first step, in the order in which rank 0 saw the gradients.
@@ -27,7 +28,7 @@
 //!   about a second later (CUDA-4). Gradients of graphs are kept, and count as reduced, until the device is done: their
 //!   framework's one stream must not wait for communication.
 //!
-//! [`plan`], [`step`], [`history`] and [`lending`] are values without threads or memory; [`Reducer`] joins them to a
+//! [`plan`], [`step`], [`history`], [`lending`] and [`makers`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
 //! the operations of a graph, [`arrival`] does, with a reducer for each [`blueprint`].
 
@@ -43,6 +44,7 @@ pub mod fingerprint;
 pub mod history;
 mod launcher;
 pub mod lending;
+pub mod makers;
 pub mod plan;
 mod runner;
 mod sizes;

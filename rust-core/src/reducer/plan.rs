@@ -9,12 +9,17 @@
 //! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
 //! - PLAN-6: a parameter that is set apart ([`Options::sets_apart`]) has a slot without room in the bucket's memory.
+//! - PLAN-7: where the core reduces buckets in slots, there is a second set of them: a tensor may outlive its step, as a
+//!   momentum does that is computed in the gradient's memory, and the next gradient needs a place. It is memory only once
+//!   it is touched.
 
 use super::{Options, ParamSpec, Reduction};
 use crate::buffer::DType;
 
 /// Every bucket and, as a rule, every slot starts at a multiple of this many bytes: a cache line, and the widest vector.
 pub const ALIGN: usize = 64;
+/// See PLAN-7.
+pub const MAX_COPIES: usize = 2;
 
 /// Where one parameter's gradient lies in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +64,8 @@ pub struct Plan {
     bucket_bytes: usize,
     /// Bytes of the largest bucket, with padding.
     spare_bytes: usize,
+    /// Slots of each parameter, one set after the other.
+    copies: usize,
 }
 
 impl Plan {
@@ -119,8 +126,13 @@ impl Plan {
         };
         full.sort_by_key(|bucket| (bucket.delayed, bucket.params.last().map(|&param| position[param])));
 
-        let mut plan =
-            Self { buckets: Vec::new(), places: vec![(0, 0); params.len()], bucket_bytes: 0, spare_bytes: 0 };
+        let mut plan = Self {
+            buckets: Vec::new(),
+            places: vec![(0, 0); params.len()],
+            bucket_bytes: 0,
+            spare_bytes: 0,
+            copies: if options.gives_buckets() { 1 } else { MAX_COPIES },
+        };
         for (index, Open { dtype, params: members, .. }) in full.into_iter().enumerate() {
             let start = plan.bucket_bytes;
             let mut end = start;
@@ -167,14 +179,24 @@ impl Plan {
         self.buckets[bucket].slots[position]
     }
 
+    /// How many slots each parameter has (PLAN-7).
+    pub fn copies(&self) -> usize {
+        self.copies
+    }
+
+    /// From a parameter's slot to its next one.
+    pub fn copy_bytes(&self) -> usize {
+        self.bucket_bytes
+    }
+
     /// Start of the spare range, which is as long as the largest bucket.
     pub fn spare_offset_bytes(&self) -> usize {
-        self.bucket_bytes
+        self.bucket_bytes * self.copies
     }
 
     /// Bytes of the window that holds the buckets and the spare range.
     pub fn window_bytes(&self) -> usize {
-        self.bucket_bytes + self.spare_bytes
+        self.spare_offset_bytes() + self.spare_bytes
     }
 }
 

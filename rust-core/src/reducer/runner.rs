@@ -17,7 +17,7 @@ use super::fingerprint::{self, Description, view};
 use super::history::{History, Part};
 use super::launcher::{DeviceBucket, HeldBucket, Launched, Launcher};
 use super::lending::Lending;
-use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, SlotLease, Step};
+use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, Slot, SlotLease, Step};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::device::Context;
@@ -111,6 +111,8 @@ struct Active {
     step: Step,
     /// Gradients that are not in their slots.
     elsewhere: HashMap<usize, *mut u8>,
+    /// By parameter: which of its slots the gradient is in, if it is in one.
+    copies: Vec<usize>,
     /// Full buckets that are not yet handed to the communicator.
     queue: VecDeque<usize>,
     /// Whether the communicator works for this step.
@@ -287,6 +289,7 @@ impl Reducer {
             id: state.steps,
             step: Step::new(plan),
             elsewhere: HashMap::new(),
+            copies: vec![0; plan.num_params()],
             queue: VecDeque::new(),
             in_flight: false,
             bounced: false,
@@ -345,14 +348,19 @@ impl Reducer {
         }
     }
 
-    /// Where the gradient of `param` belongs; null on a device.
-    pub fn slot_ptr(&self, param: usize) -> *mut u8 {
-        self.state.lock().layout.arena.as_ref().map_or(std::ptr::null_mut(), |arena| arena.slot_ptr(param))
+    /// Whether a slot of `param` starts at `ptr`.
+    pub fn is_slot(&self, param: usize, ptr: *const u8) -> bool {
+        self.state.lock().layout.arena.as_ref().is_some_and(|arena| arena.copy_at(param, ptr).is_some())
     }
 
-    /// Takes the slot of `param`, unless a tensor still refers to it.
+    /// Takes a slot of `param`, unless tensors still refer to all of them.
     pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
-        self.state.lock().layout.arena.as_ref()?.lease(param)
+        let state = self.state.lock();
+        // What an abandoned step has under way is still written to its slots.
+        if state.active.as_ref().is_some_and(|active| active.abandoned) {
+            return None;
+        }
+        state.layout.arena.as_ref()?.lease(param)
     }
 
     /// A backward begins on a thread whose allocator calls [`Reducer::lend`].
@@ -420,10 +428,12 @@ impl Reducer {
                 state.used[param] = 1;
             }
             if let Some(arena) = arena
-                && ptr != arena.slot_ptr(param)
                 && self.params[param].bytes() > 0
             {
-                active.elsewhere.insert(param, ptr);
+                match arena.copy_at(param, ptr) {
+                    Some(copy) => active.copies[param] = copy,
+                    None => drop(active.elsewhere.insert(param, ptr)),
+                }
             }
             let now = if trace::enabled() || !launch.is_empty() { trace::now() } else { 0 };
             if active.communication.start == 0 && !launch.is_empty() {
@@ -588,19 +598,20 @@ impl Reducer {
                 active.times[bucket].submitted = trace::now();
             }
             let planned = &layout.plan.buckets()[bucket];
-            // A gradient that is not in its slot, because a tensor of the caller still refers to it, takes its whole
-            // bucket by way of the spare range, and so does compression. The range is free: one bucket is under way
-            // at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
+            // Gradients that are not side by side in slots, because tensors of the caller still refer to these, take
+            // their whole bucket by way of the spare range, and so does compression. The range is free: one bucket is
+            // under way at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
             let wire = options.wire_dtype(planned.dtype);
-            let is_elsewhere =
-                |bucket: &Bucket| bucket.slots.iter().any(|slot| active.elsewhere.contains_key(&slot.param));
-            active.bounced = self.communicator.members().size() > 1
-                && (wire != planned.dtype || (!active.elsewhere.is_empty() && is_elsewhere(planned)));
-            let offset_bytes = if active.bounced { layout.plan.spare_offset_bytes() } else { planned.offset_bytes };
+            let copy = active.copy_of(planned).filter(|_| wire == planned.dtype);
+            active.bounced = self.communicator.members().size() > 1 && copy.is_none();
+            let offset_bytes = match copy {
+                Some(copy) => planned.offset_bytes + copy * layout.plan.copy_bytes(),
+                None => layout.plan.spare_offset_bytes(),
+            };
             if active.bounced {
                 // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
                 // spare range is as long as the largest bucket, and overlaps neither.
-                unsafe { copy::carry_out(layout.to_spare(bucket, &active.elsewhere, wire)) };
+                unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
             }
             return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
@@ -667,7 +678,7 @@ impl Reducer {
                     active.communication.end = trace::now();
                     if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
                         let wire = state.options.wire_dtype(state.layout.plan.buckets()[bucket].dtype);
-                        let back = state.layout.to_spare(bucket, &active.elsewhere, wire).map(Move::reversed);
+                        let back = state.layout.to_spare(bucket, active, wire).map(Move::reversed);
                         // SAFETY: as in `next`; the step has not ended and is not abandoned.
                         unsafe { copy::carry_out(back) };
                     }
@@ -949,6 +960,16 @@ impl Reducer {
     }
 }
 
+impl Active {
+    /// In which of their slots all gradients of a bucket are, if it is the same for all.
+    fn copy_of(&self, bucket: &Bucket) -> Option<usize> {
+        let mut slots = bucket.slots.iter().filter(|slot| slot.bytes > 0).map(|slot| slot.param);
+        let copy = self.copies[slots.next()?];
+        let is_elsewhere = |slot: &Slot| self.copies[slot.param] != copy || self.elsewhere.contains_key(&slot.param);
+        (!bucket.slots.iter().any(|slot| slot.bytes > 0 && is_elsewhere(slot))).then_some(copy)
+    }
+}
+
 impl Layout {
     fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
         let arena = match on_device {
@@ -965,10 +986,11 @@ impl Layout {
     }
 
     /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
-    fn to_spare(&self, bucket: usize, elsewhere: &HashMap<usize, *mut u8>, wire: DType) -> impl Iterator<Item = Move> {
+    fn to_spare(&self, bucket: usize, active: &Active, wire: DType) -> impl Iterator<Item = Move> {
         let bucket = &self.plan.buckets()[bucket];
         bucket.slots.iter().map(move |slot| {
-            let from = elsewhere.get(&slot.param).copied().unwrap_or_else(|| self.arena().slot_ptr(slot.param));
+            let in_slot = || self.arena().slot_ptr(slot.param, active.copies[slot.param]);
+            let from = active.elsewhere.get(&slot.param).copied().unwrap_or_else(in_slot);
             let before = (slot.offset_bytes - bucket.offset_bytes) / bucket.dtype.size() * wire.size();
             let to = self.arena().at(self.plan.spare_offset_bytes() + before);
             Move { from, from_dtype: bucket.dtype, to, to_dtype: wire, elems: slot.bytes / bucket.dtype.size() }

@@ -76,8 +76,9 @@ fn backward(
                 let mut lease = reducer.take_slot(param).expect("the last step's leases are gone");
                 // SAFETY: the vector is as long as the slot.
                 unsafe { lease.fill(gradient.as_ptr().cast()) };
+                let ptr = lease.ptr();
                 leases.push((param, lease));
-                reducer.slot_ptr(param)
+                ptr
             }
         };
         // SAFETY: leases and vectors live until `finish` has returned.
@@ -132,6 +133,49 @@ fn gradients_are_averaged_in_their_slots_and_elsewhere_in_any_order() {
 }
 
 #[test]
+fn a_gradient_that_outlives_its_step_leaves_the_other_slot_to_the_next_one() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options()).unwrap();
+        let read = |lease: &SlotLease| {
+            // SAFETY: the slot holds floats, and the lease keeps it.
+            unsafe { *lease.ptr().cast::<f32>() }
+        };
+        let mut held: Vec<SlotLease> = Vec::new();
+        for step in 0..5 {
+            assert!(reducer.begin(true).unwrap());
+            let mut leases = Vec::new();
+            for param in (0..PARAMS).rev() {
+                let gradient = [value(me, param) + step as f32; ELEMS];
+                let mut lease = reducer.take_slot(param).expect("there are two, and one tensor at most is kept");
+                // SAFETY: the array is as long as the slot.
+                unsafe { lease.fill(gradient.as_ptr().cast()) };
+                // SAFETY: the lease lives until `finish` has returned.
+                unsafe { reducer.mark_ready(param, lease.ptr(), true) }.unwrap();
+                leases.push(lease);
+            }
+            reducer.finish().unwrap();
+            let before = (step > 0).then(|| held.iter().map(read).collect::<Vec<_>>());
+            for (param, lease) in (0..PARAMS).rev().zip(&leases) {
+                assert_eq!(read(lease), value(1, param) + step as f32, "the mean of ranks 0, 1 and 2");
+            }
+            for value in before.into_iter().flatten() {
+                assert_eq!(value.fract(), 0.0);
+                assert_eq!(value as usize % 10, 1 + step - 1, "as the step before left it");
+            }
+            // Rank 0 keeps all, so that its buckets move as a whole; rank 1 none; rank 2 some, so that its do not.
+            let keeps = |(at, lease)| (me == 0 || (me == 2 && at % 2 == 0)).then_some(lease);
+            held = leases.into_iter().enumerate().filter_map(keeps).collect();
+        }
+        // Both slots of what is kept twice are taken.
+        let kept = reducer.take_slot(PARAMS - 1);
+        let more = reducer.take_slot(PARAMS - 1);
+        assert_eq!((kept.is_some(), more.is_some()), (true, me == 1));
+        assert!(reducer.take_slot(PARAMS - 1).is_none());
+    };
+    over_each_transport(3, rank, drop);
+}
+
+#[test]
 fn a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_works() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options()).unwrap();
@@ -170,7 +214,8 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
                 let leases: Vec<_> = order.iter().map(|&param| reducer.take_slot(param).unwrap()).collect();
                 for &param in &order {
                     // SAFETY: the leases live until `abandon` has returned.
-                    unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.unwrap();
+                    unsafe { reducer.mark_ready(param, reducer.arena().expect("on a CPU").slot_ptr(param, 0), true) }
+                        .unwrap();
                 }
                 reducer.abandon("it raised", false);
                 drop(leases);
@@ -200,7 +245,8 @@ fn what_follows_a_backward_ends_too_if_the_reducer_gave_up_first() {
                 let leases: Vec<_> = order.iter().map(|&param| reducer.take_slot(param).unwrap()).collect();
                 for &param in &order {
                     // SAFETY: the leases live until the step has ended.
-                    unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.unwrap();
+                    unsafe { reducer.mark_ready(param, reducer.arena().expect("on a CPU").slot_ptr(param, 0), true) }
+                        .unwrap();
                 }
                 reducer.abandon("it was interrupted", false);
                 reducer.abandon("its backward ended with an exception", true);
@@ -233,7 +279,12 @@ fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
                 for &param in &order[..ready] {
                     leases.extend(reducer.take_slot(param));
                     // SAFETY: the leases live until `abandon` has returned.
-                    result = result.and(unsafe { reducer.mark_ready(param, reducer.slot_ptr(param), true) }.map(drop));
+                    result = result.and(
+                        unsafe {
+                            reducer.mark_ready(param, reducer.arena().expect("on a CPU").slot_ptr(param, 0), true)
+                        }
+                        .map(drop),
+                    );
                 }
                 reducer.abandon("it raised", false);
                 outcomes.push(result.map(|()| Vec::new()));

@@ -8,13 +8,15 @@ use parking_lot::Mutex;
 use super::Session;
 use crate::error::{Error, Result};
 use crate::reducer::arrival::{Arrival, Arrivals};
-use crate::reducer::{Reducer, blueprint};
+use crate::reducer::makers::{Gradient, Makers};
+use crate::reducer::{ParamSpec, Reducer, SlotLease, blueprint};
 
 /// By number of the blueprint.
 #[derive(Default)]
 pub struct Plans {
     open: Mutex<HashMap<usize, Arc<Arrivals>>>,
     workshop: Mutex<Workshop>,
+    makers: Mutex<Makers>,
 }
 
 /// Reducers to be made, one after the other.
@@ -57,6 +59,37 @@ impl Session {
         Ok(())
     }
 
+    /// Memory for a tensor of `bytes` bytes that operation `maker` of a graph is about to make, if that is likely to be a
+    /// gradient ([`crate::reducer::makers`]). A caller that gets none says where it made the tensor
+    /// ([`Session::lent_elsewhere`]).
+    pub fn lend(&self, bytes: usize, maker: usize) -> Option<SlotLease> {
+        let Gradient { plan, param } = self.plans.makers.lock().request(bytes, maker)?;
+        self.find_arrivals(plan)?.take_slot(param)
+    }
+
+    /// See [`Session::lend`].
+    pub fn lent_elsewhere(&self, bytes: usize, maker: usize, ptr: *const u8) {
+        self.plans.makers.lock().made_elsewhere(bytes, maker, ptr as usize);
+    }
+
+    /// A slot for a gradient that was made at `ptr`, if it does not lie in one already and one is free. `learn` says
+    /// that whoever made it may be lent the slot the next time.
+    pub fn take_slot(&self, gradient: Gradient, bytes: usize, ptr: *const u8, learn: bool) -> Option<SlotLease> {
+        let arrivals = self.find_arrivals(gradient.plan)?;
+        if arrivals.is_slot(gradient.param, ptr) {
+            return None;
+        }
+        if learn {
+            self.plans.makers.lock().observe(gradient, bytes, ptr as usize);
+        }
+        arrivals.take_slot(gradient.param)
+    }
+
+    /// A gradient was made in its slot but must not be changed there: others see it.
+    pub fn lent_in_vain(&self, gradient: Gradient, bytes: usize) {
+        self.plans.makers.lock().is_wrong(gradient, bytes);
+    }
+
     fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<Arrivals>> {
         blueprint::get(number)?;
         let mut open = self.plans.open.lock();
@@ -95,9 +128,12 @@ impl Session {
                 }
             };
             let made = self.make_plan(number);
-            if made.is_err() {
+            match &made {
+                // On devices, no memory of the core's is lent.
+                Ok(reducer) if reducer.arena().is_none() => {}
+                Ok(reducer) => self.plans.makers.lock().expect(reducer.params().iter().map(ParamSpec::bytes)),
                 // The next gradient tries again.
-                self.plans.open.lock().remove(&number);
+                Err(_) => drop(self.plans.open.lock().remove(&number)),
             }
             arrivals.made(made);
         }

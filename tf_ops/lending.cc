@@ -1,0 +1,126 @@
+#include "lending.h"
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+
+#include "absl/strings/str_cat.h"
+#include "smd/lending.h"
+#include "smd/src/bridge.rs.h"
+#include "tensorflow/core/common_runtime/process_state.h"
+#include "tensorflow/core/common_runtime/threadpool_device.h"
+#include "tensorflow/core/framework/allocator.h"
+#include "tensorflow/core/platform/numa.h"
+#include "tensorflow/core/public/session_options.h"
+#include "tsl/profiler/lib/scoped_memory_debug_annotation.h"
+
+namespace smd::tf_ops {
+namespace {
+
+// Above TensorFlow's own, which are 60 and, in GPU builds, 70.
+constexpr int kPriority = 75;
+
+// TensorFlow's CPU allocator, except that an operation which is likely to make a gradient gets that gradient's slot.
+// Whatever becomes of such a tensor, it is memory like any other: the slot is taken until the last reference is gone,
+// and if something else becomes the gradient, that is copied.
+//
+// This saves a pass over all gradients per step (docs/performance.md).
+class LendingAllocator final : public tsl::AllocatorWrapper {
+ public:
+  using AllocatorWrapper::AllocatorWrapper;
+
+  // One for each of TensorFlow's; they live as long as the process, as TensorFlow's do.
+  static LendingAllocator* over(tsl::Allocator* base) {
+    static auto* mutex = new std::mutex;
+    static auto* made = new std::unordered_map<tsl::Allocator*, LendingAllocator*>;
+    const std::lock_guard lock(*mutex);
+    auto& allocator = (*made)[base];
+    if (allocator == nullptr) allocator = new LendingAllocator(base);
+    return allocator;
+  }
+
+  void* AllocateRaw(std::size_t alignment, std::size_t num_bytes) override {
+    return AllocateRaw(alignment, num_bytes, tsl::AllocationAttributes());
+  }
+
+  void* AllocateRaw(std::size_t alignment, std::size_t num_bytes,
+                    const tsl::AllocationAttributes& attributes) override {
+    const auto maker = num_bytes < kLendBytes || alignment > kAllocatorAlignment ? 0 : current_operation();
+    if (maker == 0) return wrapped()->AllocateRaw(alignment, num_bytes, attributes);
+    if (void* slot = slots_.keep(lend(num_bytes, maker))) return slot;
+    void* data = wrapped()->AllocateRaw(alignment, num_bytes, attributes);
+    lent_elsewhere(num_bytes, maker, static_cast<const std::uint8_t*>(data));
+    return data;
+  }
+
+  void DeallocateRaw(void* data) override {
+    if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data);
+  }
+
+  void DeallocateRaw(void* data, std::size_t alignment, std::size_t num_bytes) override {
+    if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data, alignment, num_bytes);
+  }
+
+  // Of slots, TensorFlow's knows nothing; an allocator need not track sizes.
+  bool TracksAllocationSizes() const override { return false; }
+  std::size_t AllocatedSizeSlow(const void* data) const override {
+    return slots_.has(data) ? 0 : wrapped()->AllocatedSizeSlow(data);
+  }
+
+  std::optional<tsl::AllocatorStats> GetStats() override { return wrapped()->GetStats(); }
+  bool ClearStats() override { return wrapped()->ClearStats(); }
+
+ private:
+  // The name of the operation that runs on this thread, which lies in its kernel: so its address tells kernels apart.
+  // 0 outside of operations.
+  static std::size_t current_operation() {
+    const auto& name = tsl::profiler::ScopedMemoryDebugAnnotation::CurrentAnnotation().pending_op_name;
+    return name.empty() ? 0 : reinterpret_cast<std::size_t>(name.data());
+  }
+
+  LentSlots slots_;
+};
+
+// GPU builds have CPU devices that give GPUs memory which they can reach. Where there are GPUs, these stay, and so do
+// gradients on CPUs where they are made.
+bool registered = [] {
+  const bool gpus = access("/proc/driver/nvidia/version", F_OK) == 0 || access("/dev/kfd", F_OK) == 0;
+  if (!gpus) {
+    tensorflow::DeviceFactory::Register("CPU", std::make_unique<LendingDeviceFactory>(), kPriority,
+                                        /*is_pluggable_device=*/false);
+  }
+  return !gpus;
+}();
+
+}  // namespace
+
+absl::Status LendingDeviceFactory::ListPhysicalDevices(std::vector<std::string>* devices) {
+  devices->push_back("/physical_device:CPU:0");
+  return absl::OkStatus();
+}
+
+absl::Status LendingDeviceFactory::CreateDevices(const tensorflow::SessionOptions& options,
+                                                 const std::string& name_prefix,
+                                                 std::vector<std::unique_ptr<tensorflow::Device>>* devices) {
+  const auto& counts = options.config.device_count();
+  const auto given = counts.find("CPU");
+  const int count = given == counts.end() ? 1 : given->second;
+  for (int i = 0; i < count; ++i) {
+    int node = tensorflow::port::kNUMANoAffinity;
+    tensorflow::DeviceLocality locality;
+    if (options.config.experimental().use_numa_affinity()) {
+      node = i % tensorflow::port::NUMANumNodes();
+      locality.set_numa_node(node);
+    }
+    // The size is for information only, and TensorFlow's.
+    devices->push_back(std::make_unique<tensorflow::ThreadPoolDevice>(
+        options, absl::StrCat(name_prefix, "/device:CPU:", i), tensorflow::Bytes(256 << 20), locality,
+        LendingAllocator::over(tensorflow::ProcessState::singleton()->GetCPUAllocator(node))));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace smd::tf_ops
