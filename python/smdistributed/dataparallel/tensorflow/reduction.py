@@ -109,6 +109,11 @@ def reduce_gradients(
             place = place_of(variables[index]) if has_gpus else None
             planned.setdefault(place, []).append((index, sent, ctx))
         absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
+        if absent and len(absent) == len(gradients):
+            # Others may have some, and wait for this rank: so that all hear of it, it takes part with nothing.
+            plan = _plan([("nothing", (1,), "float32")], absent, bucket_bytes(bucket_cap_mb), None, op, None)
+            with tf.device("/device:CPU:0"):
+                _reduce([tf.zeros(1)], plan)
         # In the order in which the first gradient of each comes, which is the same on all ranks.
         for place, together in planned.items():
             described = [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in together]
