@@ -10,8 +10,6 @@ Each round runs a few steps of every mode, one mode after the other, so that all
 - `mwms`: the same in MultiWorkerMirroredStrategy, a ring over gRPC; on GPUs over NCCL.
 - `mirrored`: on GPUs, MirroredStrategy over NCCL: rank 0 drives all of them, and the other processes wait.
 - `torch alone`, `torch opensmd`: the same shapes in PyTorch, without and with this package's DistributedDataParallel.
-- `torch kept alone`, `torch kept opensmd`: the same, and gradients keep their memory from step to step, as all memory of
-  TensorFlow's does: a plain step of PyTorch pays for fresh memory, which slots spare it, and TensorFlow's does not.
 
 Exposed communication is the median step of a mode minus that of its `alone`; the slowest rank counts.
 """
@@ -38,23 +36,8 @@ from models import batch, keras_model, torch_model
 import smdistributed.dataparallel.tensorflow as sdp
 from smdistributed import _core
 
-BASE = {
-    "opensmd": "alone",
-    "mwms": "alone",
-    "mirrored": "alone",
-    "torch opensmd": "torch alone",
-    "torch kept opensmd": "torch kept alone",
-}
-MODES = (
-    "alone",
-    "opensmd",
-    "mwms",
-    "mirrored",
-    "torch alone",
-    "torch opensmd",
-    "torch kept alone",
-    "torch kept opensmd",
-)
+MODES = ("alone", "opensmd", "mwms", "mirrored", "torch alone", "torch opensmd")
+BASE = {"opensmd": "alone", "mwms": "alone", "mirrored": "alone", "torch opensmd": "torch alone"}
 
 
 def main() -> None:
@@ -117,7 +100,7 @@ def measure(name: str, arguments: argparse.Namespace, strategy: tf.distribute.St
     steps: dict[str, Callable[[], None]] = {}
     for mode in arguments.modes:
         if mode.startswith("torch"):
-            steps[mode] = torch_step(name, "opensmd" in mode, "kept" in mode)
+            steps[mode] = torch_step(name, mode == "torch opensmd")
         elif mode == "mwms":
             steps[mode] = strategy_step(name, strategy)
         elif mode == "mirrored":
@@ -191,7 +174,7 @@ def strategy_step(name: str, strategy: tf.distribute.Strategy) -> Callable[[], N
     return lambda: [loss.numpy() for loss in strategy.experimental_local_results(step(x, labels))]
 
 
-def torch_step(name: str, reduce: bool, keep: bool) -> Callable[[], None]:
+def torch_step(name: str, reduce: bool) -> Callable[[], None]:
     import torch
 
     import smdistributed.dataparallel.torch.distributed as dist
@@ -208,7 +191,7 @@ def torch_step(name: str, reduce: bool, keep: bool) -> Callable[[], None]:
         x = x.permute(0, 3, 1, 2).contiguous()
 
     def run() -> None:
-        optimizer.zero_grad(set_to_none=not keep)
+        optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), labels).backward()
         optimizer.step()
 
@@ -220,11 +203,11 @@ def table(name: str, medians: dict[str, float]) -> str:
     exposed = {mode: medians[mode] - medians[base] for mode, base in BASE.items() if {mode, base} <= set(medians)}
     lines = [f"{name}:"]
     for mode, milliseconds in medians.items():
-        line = f"  {mode:18} {milliseconds:8.1f} ms a step"
+        line = f"  {mode:14} {milliseconds:8.1f} ms a step"
         if mode in exposed:
             line += f", {exposed[mode]:+7.1f} ms exposed"
         lines.append(line)
-    for other in ("mwms", "mirrored", "torch opensmd", "torch kept opensmd"):
+    for other in ("mwms", "mirrored", "torch opensmd"):
         if {"opensmd", other} <= set(exposed):
             lines.append(f"  exposed, opensmd / {other}: {exposed['opensmd'] / exposed[other]:.2f}")
     return "\n".join(lines)
