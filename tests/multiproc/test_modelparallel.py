@@ -1,0 +1,417 @@
+"""What a script of model parallelism may do, on real ranks: one launch makes many checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import run_ranks
+
+MANUAL = {"auto_partition": False, "default_partition": 0}
+
+
+def _chain(torch, smp, partitions, width=6, layers=4):
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    for place, layer in enumerate(model):
+        smp.set_partition(layer, place * partitions // layers)
+    return model
+
+
+def _api_body():
+    import warnings
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch import exceptions
+
+    assert not smp.is_initialized()
+    assert not smp.core.initialized
+    with pytest.raises(exceptions.SMPNotInitializedError, match="init"):
+        smp.rank()
+    smp.init({"partitions": 2, "ddp": True, "microbatches": 2})
+    assert smp.core.initialized
+    assert smp.state.cfg.active_microbatches == 4
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        smp.init()
+    assert "called before" in str(seen[0].message)
+    with pytest.raises(exceptions.SMPUsageError, match="another configuration"):
+        smp.init({"partitions": 4})
+    rank = smp.rank()
+    assert (smp.size(), smp.local_size(), smp.local_rank()) == (4, 4, rank)
+    assert (smp.pp_rank(), smp.dp_rank(), smp.mp_rank(), smp.rdp_rank()) == (rank % 2, rank // 2, rank % 2, rank // 2)
+    assert (smp.pp_size(), smp.dp_size(), smp.mp_size(), smp.tp_size(), smp.rdp_size()) == (2, 2, 2, 1, 2)
+    assert smp.get_mp_group() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert smp.get_dp_group() == [rank % 2, rank % 2 + 2]
+
+    # Process groups of torch's own.
+    for name, expected in (
+        ("world", 6.0),
+        ("dp", rank % 2 * 2.0 + 2),
+        ("mp", rank // 2 * 4.0 + 1),
+        ("pp", rank // 2 * 4.0 + 1),
+    ):
+        tensor = torch.tensor(float(rank))
+        torch.distributed.all_reduce(tensor, group=getattr(smp, f"get_{name}_process_group")())
+        assert tensor == expected, name
+
+    # Objects.
+    thing = {"rank": rank, "tensor": torch.arange(rank + 1), "half": torch.ones(2, 2).bfloat16()}
+    everybody = smp.allgather(thing, smp.WORLD)
+    assert [each["rank"] for each in everybody] == [0, 1, 2, 3]
+    assert [len(each["tensor"]) for each in everybody] == [1, 2, 3, 4]
+    assert everybody[3]["half"].dtype == torch.bfloat16
+    assert smp.allgather(rank, smp.DP_GROUP) == [rank % 2, rank % 2 + 2]
+    if smp.mp_rank() == 0:
+        smp.send([rank, torch.zeros(0), torch.nn.Parameter(torch.ones(3))], 1, smp.RankType.MP_RANK)
+    else:
+        number, empty, parameter = smp.recv_from(0, smp.RankType.MP_RANK)
+        assert (number, empty.numel(), type(parameter)) == (rank - 1, 0, torch.nn.Parameter)
+    if rank == 2:
+        smp.broadcast("word", smp.WORLD)
+    else:
+        assert smp.recv_from(2, smp.RankType.WORLD_RANK) == "word"
+    with pytest.raises(ValueError, match="this process itself"):
+        smp.send(1, rank, smp.RankType.WORLD_RANK)
+    with pytest.raises(ValueError, match="does not exist"):
+        smp.recv_from(4, smp.RankType.WORLD_RANK)
+    for wait in (smp.barrier, smp.mp_barrier, smp.dp_barrier, smp.pp_barrier, smp.tp_barrier, smp.rdp_barrier):
+        wait()
+    smp.shutdown()
+    smp.init({"partitions": 4, "placement_strategy": "spread"})
+    with pytest.raises(exceptions.SMPUsageError, match="`ddp: true`"):
+        smp.get_dp_process_group()
+    assert smp.get_pp_group() == [0, 1, 2, 3]
+    smp.shutdown()
+    torch.distributed.destroy_process_group()
+    return rank
+
+
+@pytest.mark.timeout(300)
+def test_ranks_groups_and_objects():
+    assert run_ranks(_api_body, 4, timeout=290) == [0, 1, 2, 3]
+
+
+def _replicas_body(pipeline):
+    """Two replicas of two partitions against one process with the whole batch."""
+    import functools
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.set_default_dtype(torch.float64)
+
+    def forward(layers, x):
+        return layers[3](layers[2](torch.relu(layers[1](layers[0](x)))))
+
+    for options in ({}, {"overlapping_allreduce": False}, {"backward_passes_per_step": 2, "bucket_cap_mb": 0.0001}):
+        smp.init({"partitions": 2, "ddp": True, "microbatches": 2, "pipeline": pipeline, **MANUAL})
+        torch.manual_seed(smp.dp_rank())
+        model = _chain(torch, smp, 2)
+        model.register_module("unused", torch.nn.Linear(2, 2))
+        model.forward = functools.partial(forward, model)
+        whole = smp.DistributedModel(model, **options)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+
+        @smp.step
+        def step(model, x, y):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            model.backward(loss)
+            return loss
+
+        alone = None
+        passes = options.get("backward_passes_per_step", 1)
+        for number in range(4):
+            batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+            mine = batch.chunk(2)[smp.dp_rank()]
+            if alone is None:
+                # Replicas begin alike, as the first one is.
+                torch.manual_seed(0)
+                alone = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+                reference = torch.optim.SGD(alone.parameters(), lr=0.05)
+            loss = step(whole, mine, mine.flip(0)).reduce_mean()
+            loss = sum(smp.allgather(loss, smp.DP_GROUP)) / 2
+            losses = []
+            for half in batch.chunk(2):
+                for x, y in zip(half.chunk(2), half.flip(0).chunk(2), strict=True):
+                    losses.append(torch.nn.functional.mse_loss(forward(alone, x), y))
+            expected = torch.stack(losses).mean()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+            expected.backward()
+            if (number + 1) % passes == 0:
+                gradients = dict(alone.named_parameters())
+                for name, parameter in whole.local_named_parameters():
+                    if name.startswith("unused"):
+                        assert parameter.grad is None
+                        continue
+                    torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-11, atol=1e-15)
+                for each in (optimizer, reference):
+                    each.step()
+                    each.zero_grad()
+        del model, whole, optimizer, alone, reference
+        smp.shutdown()
+    return True
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
+def test_replicas_reduce_their_gradients(pipeline):
+    assert run_ranks(_replicas_body, 4, pipeline, timeout=290) == [True] * 4
+
+
+def _features_body():
+    import contextlib
+    import copy
+    import math
+    import resource
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch import exceptions
+
+    torch.set_default_dtype(torch.float64)
+    functional = nn.functional
+    config = {"partitions": 2, "microbatches": 4, **MANUAL}
+
+    # Arguments and results.
+    smp.init(config)
+    model = smp.DistributedModel(_chain(torch, smp, 2))
+    calls = []
+
+    class Sliced:
+        def smp_slice(self, num_mb, mb, axis):
+            calls.append((num_mb, mb, axis))
+            return mb
+
+    @smp.step(non_split_inputs=["table"], input_split_axes={"turned": 1})
+    def look(model, x, turned, table, piece, names=("a",), more=None):
+        output = model(x)
+        assert turned.shape == (6, 2)
+        assert table.shape == (3,)
+        assert more["deep"][0].shape[0] == 2
+        return {"output": output, "sum": [output.sum() + turned.sum()], "piece": piece, "nothing": None}, len(names)
+
+    x = torch.randn(8, 6)
+    found, count = look(model, x, x.T.contiguous(), torch.zeros(3), Sliced(), more={"deep": [x, "word"]})
+    assert (found["piece"], found["nothing"], count) == ([0, 1, 2, 3], None, [1, 1, 1, 1])
+    assert calls == [(4, mb, 0) for mb in range(4)]
+    assert isinstance(found["output"], smp.StepOutput)
+    assert found["output"].concat().shape == (8, 6)
+    assert found["output"].stack().shape == (4, 2, 6)
+    assert torch.equal(found["output"].merge(), torch.cat(list(found["output"])))
+    assert torch.equal(found["sum"][0].reduce_sum() / 4, found["sum"][0].accumulate())
+    assert len(found["output"]) == 4
+    assert not found["output"][0].requires_grad
+    with pytest.raises(ValueError, match="`x` has 6 rows"):
+        look(model, x[:6], x.T, torch.zeros(3), 0, more={"deep": [x]})
+    with pytest.raises(ValueError, match="non_split_inputs"):
+        look(model, torch.tensor(1.0), x.T, torch.zeros(3), 0, more={"deep": [x]})
+
+    # Without gradients, and outside of steps.
+    with torch.no_grad():
+        output, _ = look(model, x, x.T.contiguous(), torch.zeros(3), 0, more={"deep": [x]})
+    assert torch.equal(output["output"].concat(), found["output"].concat())
+    with pytest.raises(exceptions.SMPUsageError, match="inside of `smp"):
+        model(x)
+    leaked = []
+
+    @smp.step
+    def leak(model, x):
+        leaked.append(model(x))
+        with pytest.raises(exceptions.SMPUsageError, match="call `model"):
+            leaked[-1].sum().backward()
+        return leaked[-1].sum()
+
+    leak(model, x)
+    assert leaked[0].shape == (2, 6)
+    with pytest.raises(exceptions.SMPUsageError, match="StepOutput"):
+        leaked[0].sum()
+    with pytest.raises(exceptions.SMPUsageError, match="there is a"):
+        smp.DistributedModel(nn.Linear(2, 2))
+
+    # What is here and what is not.
+    own = dict(model.local_named_parameters())
+    assert set(own) == (
+        {"0.weight", "0.bias", "1.weight", "1.bias"}
+        if smp.pp_rank() == 0
+        else {"2.weight", "2.bias", "3.weight", "3.bias"}
+    )
+    other = model.module[3 - 3 * smp.pp_rank()].weight
+    assert isinstance(other, nn.Parameter)
+    assert other.shape == (6, 6)
+    with pytest.raises(exceptions.SMPUsageError, match="partition"):
+        other.sum()
+    assert model.partition_of("2") == 1
+    assert model.partitioned
+
+    # Norms over partitions, the scaler, hooks.
+    @smp.step
+    def train(model, x, y, scaler=None):
+        output = model(x)
+        loss = functional.mse_loss(output, y)
+        model.backward(scaler.scale(loss) if scaler is not None else loss)
+        return loss
+
+    train(model, x, -x)
+    squares = sum(float(p.grad.square().sum()) for p in model.local_parameters())
+    expected = math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP)))
+    norm = smp.clip_grad_norm_(model.parameters(), 0.5 * expected)
+    assert math.isclose(norm, expected, rel_tol=1e-12)
+    squares = sum(float(p.grad.square().sum()) for p in model.local_parameters())
+    assert math.isclose(math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP))), 0.5 * expected, rel_tol=1e-5)
+    largest = max(smp.allgather(max(float(p.grad.abs().max()) for p in model.local_parameters()), smp.PP_GROUP))
+    assert math.isclose(smp.clip_grad_norm_(model.parameters(), 1e9, math.inf), largest)
+
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = smp.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.local_parameters()]
+    train(model, x, -x, scaler)
+    if smp.pp_rank() == 0:
+        next(model.local_parameters()).grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.local_parameters(), strict=True))
+    assert scaler.get_scale() == 512.0
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    seen = []
+    model.register_post_partition_hook(lambda model, optimizer: seen.append((model, optimizer)))
+    assert seen == [(model, optimizer)]
+    smp.shutdown()
+
+    # Automatic division, hooks before it, an optimizer from before it, activation checkpointing.
+    smp.init({"partitions": 2, "microbatches": 2})
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    alone = copy.deepcopy(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(plain.parameters(), lr=0.01))
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    model = smp.DistributedModel(plain)
+    smp.set_activation_checkpointing(plain, strategy="group_2")
+    assert not model.partitioned
+    seen.clear()
+    removed = model.register_post_partition_hook(lambda: seen.append("removed"))
+    model.register_post_partition_hook(lambda model: seen.append(model.partitioned))
+    removed.remove()
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        loss = train(model, x, x).reduce_mean()
+        expected = functional.mse_loss(alone(x), x)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert seen == [True]
+    assert len(dict(model.local_named_parameters())) == 6
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+    smp.shutdown()
+
+    # bf16 autocast around the step and inside of it.
+    for inside in (False, True):
+        smp.init(config)
+        torch.manual_seed(3)
+        model = smp.DistributedModel(_chain(torch, smp, 2).float())
+        torch.manual_seed(3)
+        alone = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).float()
+
+        @smp.step
+        def mixed(model, x, inside=inside):
+            with torch.autocast("cpu", torch.bfloat16) if inside else contextlib.nullcontext():
+                output = model(x)
+                loss = output.float().square().mean()
+            model.backward(loss)
+            return loss, output
+
+        x = torch.randn(8, 6, dtype=torch.float32)
+        with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
+            loss, output = mixed(model, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = torch.cat([alone(piece) for piece in x.chunk(4)])
+        assert output.concat().dtype == torch.bfloat16
+        assert torch.equal(output.concat(), expected)
+        smp.shutdown()
+
+    # A model that never exists as a whole.
+    smp.init({**config, "microbatches": 2})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with smp.model_creation(dtype=torch.float32):
+        layers = [nn.Linear(2048, 2048) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    for place, layer in enumerate(layers):
+        smp.set_partition(layer, place // 4)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = smp.DistributedModel(model)
+
+    @smp.step
+    def forward(model, x):
+        return model(x)
+
+    with torch.no_grad():
+        output = forward(model, torch.randn(2, 2048, dtype=torch.float32)).concat()
+    assert torch.isfinite(output).all()
+    own = sum(p.numel() * 4 for p in model.local_parameters())
+    assert own == whole // 2
+    assert len(optimizer.param_groups[0]["params"]) == 8
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 0.75 * whole, f"{grown} of {whole} bytes"
+    smp.shutdown()
+    return True
+
+
+@pytest.mark.timeout(300)
+def test_features_of_steps_models_and_optimizers():
+    assert run_ranks(_features_body, 2, timeout=290) == [True, True]
+
+
+def _mismatch_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    model = smp.DistributedModel(_chain(torch, smp, 2))
+    texts = []
+
+    @smp.step
+    def other(model, x):
+        output = model(x)
+        output = torch.tanh(output) if smp.rank() == 0 else torch.sigmoid(output)
+        return output.sum()
+
+    @smp.step
+    def asks(model, x):
+        output = model(x).sum()
+        if smp.rank() == 1:
+            output.item()
+        return output
+
+    for step in (other, asks):
+        with pytest.raises(smp.exceptions.SMPMismatchError) as error:
+            step(model, torch.ones(4, 6))
+        texts.append(str(error.value))
+
+    # The pipeline goes on.
+    @smp.step
+    def right(model, x):
+        output = model(x).square().mean()
+        model.backward(output)
+        return output
+
+    assert torch.isfinite(right(model, torch.ones(4, 6)).reduce_mean())
+    return texts
+
+
+@pytest.mark.timeout(300)
+def test_different_steps_show_the_first_task_that_differs():
+    first, second = run_ranks(_mismatch_body, 2, timeout=290)
+    assert first == second
+    assert "task 4 of microbatch 0 is `tanh` on partition 1" in first[0]
+    assert "`sigmoid` on partition 1" in first[0]
+    assert "asking for numbers in microbatch 0" in first[1] or "nothing more" in first[1] or "differ" in first[1]
