@@ -15,14 +15,24 @@ from smdistributed._common import errors
 STUB = Path(_core.__file__).with_name("_core.pyi")
 
 
+def stub_nodes(kind, body=None):
+    nodes = ast.parse(STUB.read_text()).body if body is None else body
+    return {node.name: node for node in nodes if isinstance(node, kind)}
+
+
 def stub_functions():
-    functions = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {function.name: function for function in functions}
+    return stub_nodes(ast.FunctionDef)
 
 
 def test_the_stub_lists_what_the_module_has():
     public = {name for name in dir(_core) if not name.startswith("_")}
-    assert set(stub_functions()) == public
+    assert set(stub_nodes((ast.FunctionDef, ast.ClassDef))) == public
+
+
+@pytest.mark.parametrize("name", sorted(stub_nodes(ast.ClassDef)))
+def test_the_stub_lists_what_a_class_has(name):
+    public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
+    assert set(stub_nodes(ast.FunctionDef, stub_nodes(ast.ClassDef)[name].body)) - {"__init__"} == public
 
 
 @pytest.mark.parametrize("name", sorted(stub_functions()))
