@@ -215,9 +215,12 @@ at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
 std::vector<TensorView> TensorOperation::split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const {
   const int64_t parts = static_cast<int64_t>(group_size(core.group));
   TORCH_CHECK_VALUE(dense.dim() > 0, "the ", what, " has no dimension 0 to split into ", parts, " parts");
-  const int64_t height = dense.size(0);
+  // SyncBatchNorm's have a dimension of size 1 in front.
+  int64_t first = 0;
+  while (rows.empty() && first + 1 < dense.dim() && dense.size(first) == 1) ++first;
+  const int64_t height = dense.size(first);
   if (rows.empty()) {
-    TORCH_CHECK_VALUE(height % parts == 0, "dimension 0 of the ", what, ", of size ", height,
+    TORCH_CHECK_VALUE(height % parts == 0, "dimension ", first, " of the ", what, ", of size ", height,
                       ", cannot be split into equal parts for ", parts, " ranks");
   } else {
     int64_t sum = 0;

@@ -148,6 +148,10 @@ def movements():
             stacked = torch.empty(size, elems, dtype=dtype)
             dist.all_gather_into_tensor(stacked, inputs[rank])
             assert torch.equal(stacked, torch.stack(inputs))
+            # As torch's SyncBatchNorm does.
+            flat = torch.empty(1, size * elems, dtype=dtype)
+            dist.all_gather_into_tensor(flat, inputs[rank][None])
+            assert torch.equal(flat[0], together)
         root = size - 1
         inputs = [_input(torch, dtype, 10 + r, r) for r in range(size)]
         outputs = [torch.empty_like(value) for value in inputs]
