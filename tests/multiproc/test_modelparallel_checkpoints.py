@@ -1,0 +1,229 @@
+"""What ranks of one layout save, ranks of any other load, bitwise; and plain PyTorch as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import run_ranks
+
+# The first test pays for what is loaded as well.
+pytestmark = pytest.mark.timeout(300)
+
+
+def _model(torch):
+    """Shared parameters, BatchNorm's buffers, and rows that do not divide evenly."""
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(1001, 300)
+            self.blocks = nn.Sequential(
+                *(nn.Sequential(nn.Linear(300, 301), nn.GELU(), nn.Linear(301, 300)) for _ in range(4))
+            )
+            self.norm = nn.BatchNorm1d(300)
+            self.head = nn.Linear(300, 1001, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.norm(self.blocks(self.embedding(tokens).mean(1))))
+
+    torch.manual_seed(1)
+    return Model()
+
+
+def _prepared(smp, torch, partitions):
+    import torch.nn.functional as F
+
+    smp.init({"partitions": partitions, "microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(_model(torch))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    @smp.step
+    def step(model, tokens):
+        loss = F.cross_entropy(model(tokens), tokens[:, 0])
+        model.backward(loss)
+        return loss
+
+    def train(seed):
+        tokens = torch.randint(0, 1001, (8, 5), generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss = step(model, tokens).reduce_mean()
+        optimizer.step()
+        return loss
+
+    return model, optimizer, train
+
+
+def _finish(smp, torch):
+    smp.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _whole(model, optimizer):
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+
+
+def _save(folder, partitions):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    model, optimizer, train = _prepared(smp, torch, partitions)
+    for seed in range(3):
+        train(seed)
+    content = {"epoch": 3, "seen": [1, 2.5, None], (1, "a"): {"mean": torch.arange(3)}, "name": b"\x00x"}
+    whole = _whole(model, optimizer)
+    with smp.CheckpointManager(f"{folder}/sharded", keep=2) as manager:
+        assert manager.latest() is None
+        for step in (1, 2, 3):
+            manager.save(step, content)
+        with pytest.raises(smp.exceptions.SMPCheckpointError, match="is a builtins"):
+            manager.save(4, object()) if smp.rank() == 0 else _raise(smp)
+    smp.save_checkpoint(f"{folder}/files", "t", model=model, optimizer=optimizer, user_content={"epoch": 3})
+    smp.save_checkpoint(f"{folder}/full", "t", partial=False, model=model, user_content={"epoch": 3})
+    smp.save_checkpoint(f"{folder}/other", "t", model=model, optimizer=optimizer, format="sharded")
+    if smp.dp_rank() == 0:
+        smp.save({"m": model.local_state_dict(), "o": optimizer.local_state_dict()}, f"{folder}/object.pt")
+    # Goes on, for the comparison.
+    after = train(7)
+    if smp.rank() == 0:
+        torch.save(whole, f"{folder}/expected.pt")
+    smp.barrier()
+    _finish(smp, torch)
+    return float(after)
+
+
+def _raise(smp):
+    raise smp.exceptions.SMPCheckpointError("`user_content` is a builtins.object")
+
+
+def _same(torch, found, expected, where):
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            _same(torch, found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _same(torch, one, other, f"{where}[{at}]")
+    else:
+        assert found == expected, where
+
+
+def _load(folder, partitions, kind, before):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    model, optimizer, train = _prepared(smp, torch, partitions)
+    if not before:
+        train(100)
+    if kind == "sharded":
+        content = smp.CheckpointManager(f"{folder}/sharded").load()
+        assert content["seen"] == [1, 2.5, None]
+        assert content["name"] == b"\x00x"
+        assert torch.equal(content[1, "a"]["mean"], torch.arange(3))
+    elif kind == "other":
+        assert smp.resume_from_checkpoint(f"{folder}/other") == {}
+    else:
+        assert smp.resume_from_checkpoint(f"{folder}/{kind}")["epoch"] == 3
+    if before:
+        # A step without consequences divides the model, and then it is loaded.
+        model.eval()
+        with torch.no_grad():
+            _divide(smp, torch, model)
+        model.train()
+    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
+    found = _whole(model, optimizer)
+    _same(torch, found["model"], expected["model"], "model")
+    if kind != "full":
+        _same(torch, found["optimizer"], expected["optimizer"], "optimizer")
+    loss = train(7)
+    _finish(smp, torch)
+    return float(loss)
+
+
+def _divide(smp, torch, model):
+    @smp.step
+    def look(model, tokens):
+        return model(tokens)
+
+    look(model, torch.zeros(8, 5, dtype=torch.long))
+
+
+def _plain(folder):
+    """In a process without this library: torch alone reads the files."""
+    import torch
+
+    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
+    model = _model(torch)
+    model.load_state_dict(torch.load(f"{folder}/full/t", weights_only=True))
+    _same(torch, dict(model.state_dict()), expected["model"], "full")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    optimizer.load_state_dict(expected["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    for index in range(2):
+        part = torch.load(f"{folder}/files/t_partial/model_{index}_0.pt", weights_only=True)
+        assert part.pop("_smp_is_partial") is True
+        for name, tensor in part.items():
+            assert torch.equal(tensor, expected["model"][name])
+        assert torch.load(f"{folder}/object.pt_{index}", weights_only=True)["o"]["_smp_is_partial"] is True
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder, and the loss of the next step."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, run_ranks(_save, 4, str(folder), 2, timeout=110)
+
+
+# Before and after the model is divided.
+@pytest.mark.parametrize(
+    ("partitions", "kind", "before"),
+    [(4, "sharded", True), (1, "sharded", False), (4, "files", False), (2, "other", True), (1, "full", True)],
+)
+def test_layouts_load_into_each_other(saved, partitions, kind, before):
+    folder, after = saved
+    losses = run_ranks(_load, 4, str(folder), partitions, kind, before, timeout=110)
+    assert losses == pytest.approx(after, rel=1e-5)
+
+
+def test_files_are_for_other_tools_too(saved):
+    folder, _ = saved
+    assert sorted(os.listdir(folder / "sharded")) == ["newest", "step-2", "step-3"]
+    manifest = json.loads((folder / "sharded/step-3/manifest.json").read_text())["manifest"]
+    assert (manifest["world"], manifest["layout"]["pp"], manifest["layout"]["rdp"]) == (4, 2, 2)
+    _plain(folder)
+    merged = folder / "merged.safetensors"
+    _smdrun("verify", folder / "sharded")
+    _smdrun("merge", folder / "sharded", merged)
+    text = _smdrun("inspect", folder / "sharded/step-2")
+    assert "step-2: step 2, " in text
+    assert "model/embedding.weight  F32 [1001, 300]" in text
+    _merged_is_the_model(merged, folder)
+
+
+def _smdrun(*words):
+    command = [sys.executable, "-m", "smdistributed", "checkpoint", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _merged_is_the_model(merged: Path, folder: Path):
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = _model(torch)
+    model.load_state_dict(safetensors.load_file(merged))
+    expected = torch.load(folder / "expected.pt", weights_only=True)["model"]
+    _same(torch, dict(model.state_dict()), expected, "merged")
