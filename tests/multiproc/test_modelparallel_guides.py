@@ -21,8 +21,8 @@ RESNET = {
 }
 
 CASES = {
-    "guide, automatic": (GUIDE.format(layers=AUTOMATIC), 2, {"partitions": 2, "microbatches": 4}, "torchrun", 84),
-    "guide, manual": (GUIDE.format(layers=MANUAL), 4, {**HAND, "ddp": True}, "smdrun", 42),
+    "guide, automatic": (GUIDE.replace("{layers}", AUTOMATIC), 2, {"partitions": 2, "microbatches": 4}, "torchrun", 84),
+    "guide, manual": (GUIDE.replace("{layers}", MANUAL), 4, {**HAND, "ddp": True}, "smdrun", 42),
     "notebook": (NOTEBOOK, 4, RESNET, "mpirun", 9),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: Of the guide to changing a PyTorch script; `{layers}` differs between automatic and manual partitions.
 GUIDE = """
+import pathlib
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -99,7 +101,7 @@ MANUAL = """
 
 #: The steps of the notebook that trains ResNet-18: phases, a criterion as an argument, a sampler.
 NOTEBOOK = """
-import sys
+import pathlib
 
 import torch
 import torch.nn as nn
