@@ -55,7 +55,6 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
         ({"auto_partition": False, "default_partition": 2, "partitions": 2}, "there are 2"),
         ({"memory_weight": 1.5}, "from 0.0 to 1.0"),
         ({"ddp_port": 5}, "without `ddp`"),
-        ({"ddp": True, "horovod": True}, "one of them"),
         ({"partition_file": 3}, "a str"),
     ],
 )
@@ -73,6 +72,9 @@ def test_bad_values_are_named(given, text):
         {"fp16": True},
         {"shard_optimizer_state": True},
         {"offload_activations": True},
+        {"bf16": True},
+        {"horovod": True},
+        {"delayed_parameter_initialization": True},
     ],
 )
 def test_what_is_not_there_yet_says_so(given):

@@ -63,7 +63,7 @@ KEYS: dict[str, Key] = {
     "auto_partition": _flag(True),
     "default_partition": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
     "contiguous": _flag(True),
-    "horovod": _flag(),
+    "horovod": _flag(only=False),
     "ddp": _flag(),
     "memory_weight": Key(
         None,
@@ -77,7 +77,7 @@ KEYS: dict[str, Key] = {
     "tensor_parallel_degree": _positive(1, only=1),
     "fp16": _flag(only=False),
     "fp16_params": _flag(only=False),
-    "bf16": _flag(),
+    "bf16": _flag(only=False),
     "shard_optimizer_state": _flag(only=False),
     "prescaled_batch": _flag(),
     "skip_tracing": _flag(),
@@ -91,7 +91,7 @@ KEYS: dict[str, Key] = {
     "ddp_port": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
     "load_partition": _flag(None),
     "partition_file": Key(None, lambda value: isinstance(value, str), "a str"),
-    "delayed_parameter_initialization": _flag(),
+    "delayed_parameter_initialization": _flag(only=False),
     "static_mode": _flag(),
     "fast_mode": _flag(),
 }
@@ -193,7 +193,7 @@ def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
         if key.only is not None and value != key.only:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
-                "parallelism, FP16 master weights and offloading are not there yet"
+                "parallelism, 16-bit master weights, offloading, Horovod and delayed parameters by key are not there yet"
             )
         values[name] = value
     return values
@@ -201,8 +201,6 @@ def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """With defaults, and with what follows from one key for another."""
-    if values.get("horovod") and values.get("ddp"):
-        raise SMPConfigError("`horovod` and `ddp` are both true: expected one of them")
     for name in ("ddp_port", "ddp_dist_backend"):
         if name in values and "ddp" not in values:
             raise SMPConfigError(f"`{name}` is given without `ddp`")

@@ -12,7 +12,7 @@ use super::{MANIFEST, damaged, failed};
 use crate::error::{Error, Result};
 
 /// The file that names the newest checkpoint.
-const NEWEST: &str = "newest";
+pub(super) const NEWEST: &str = "newest";
 
 /// The folder in which an attempt writes (CKPT-2).
 pub(super) fn hidden(directory: &Path, tag: &str, attempt: u64) -> PathBuf {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::commit::{check_tag, commit, hidden, note_name, put, retain};
+use super::commit::{NEWEST, check_tag, commit, hidden, note_name, put, retain};
 use super::manifest::Manifest;
 use super::staging::Staging;
 use super::write::{Job, Note, write};
@@ -207,7 +207,9 @@ fn follow(options: &Options, name: &Name, folder: &Path, look: &mut dyn FnMut() 
             }
             // Rank 0 removes notes when it has them all, shortly before the manifest has its place.
             let ours = fs::read(&manifest).ok().and_then(|bytes| Manifest::parse(&bytes).ok());
-            if ours.is_some_and(|found| found.attempt == name.attempt) {
+            // It is done when it is the newest: who goes on may read it at once.
+            let named = || fs::read_to_string(options.directory.join(NEWEST)).is_ok_and(|text| text == name.tag);
+            if ours.is_some_and(|found| found.attempt == name.attempt) && named() {
                 return Ok(true);
             }
             others_failed(folder, &during).map(|()| false)

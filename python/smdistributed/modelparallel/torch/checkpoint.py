@@ -146,7 +146,7 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
             others = [other for other in root.glob(f"*{_PARTIAL}") if other.is_dir() and other != place]
             others.sort(key=lambda other: other.stat().st_mtime_ns, reverse=True)
             for other in others[max(keep, 1) - 1 :]:
-                away = root / f".{other.name}.old"
+                away = root / f".{other.name}.gone"
                 other.rename(away)
                 shutil.rmtree(away)
     barrier()
@@ -163,6 +163,8 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
         root.mkdir(parents=True, exist_ok=True)
         if user_content is not None:
             _put(user_content, root / f"user_content_{tag}")
+        else:
+            (root / f"user_content_{tag}").unlink(missing_ok=True)
         _put_text(tag, root / _NEWEST)
     barrier()
 
@@ -213,6 +215,10 @@ def resume_from_checkpoint(
         found = manager.load(tag, strict=strict, load_optimizer=load_optimizer)
         return {} if found is None else found
     folder = root / (tag.removesuffix(_PARTIAL) + _PARTIAL)
+    old = root / f".{folder.name}.old"
+    if not folder.is_dir() and old.is_dir():
+        # Whoever saved was killed between two names: its successor was about to take its place.
+        folder = old
     if (partial or tag.endswith(_PARTIAL)) and folder.is_dir():
         return _resume_partial(folder, model, optimizer, strict)
     if not (root / tag).is_file():

@@ -90,6 +90,10 @@ def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
     known: dict[Any, list[nn.Module]] = sequential.__dict__.setdefault("_smp_rows", {})
     key = (limit, None if recording is None else id(recording.pipeline))
     if key in known:
+        for row in known[key]:
+            if isinstance(row, _Row):
+                # Its own mode only: children may be frozen.
+                row.training = sequential.training
         return known[key]
     place = None if recording is None else recording.pipeline.placement
     rows: list[list[tuple[nn.Module, int | None]]] = []
@@ -106,7 +110,7 @@ def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
             found.append(row[0][0])
             continue
         container = _Row(*[child for child, _ in row])
-        container.train(sequential.training)
+        container.training = sequential.training
         if recording is not None and place is not None:
             first = recording.pipeline.paths[id(row[0][0])]
             recording.pipeline.paths[id(container)] = f"{first} to {recording.pipeline.paths[id(row[-1][0])]}"

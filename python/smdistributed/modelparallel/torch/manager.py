@@ -6,10 +6,12 @@ see ``rust-core/src/checkpoint``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,8 @@ from smdistributed.modelparallel.torch.state import state
 
 #: Tensors of fewer bytes are written by one replica.
 _SPLIT_BYTES = 1 << 20
+#: Saves of this process, all managers' together.
+_SAVES = itertools.count(1)
 _MODEL, _OPTIMIZER, _USER = "model/", "optimizer/", "user/"
 #: Python's numbers in an optimizer's state: tensors with these endings of their names.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
@@ -85,7 +89,6 @@ class CheckpointManager:
         self.path, self.asynchronous = os.fspath(path), asynchronous
         cores = len(os.sched_getaffinity(0)) // _core.local_size()
         self.threads = threads or max(1, min(8, cores))
-        self._saves = 0
         # Memory of copies from devices, kept from one save to the next.
         self._pinned: dict[str, torch.Tensor] = {}
         with errors.translated(_CLASSES):
@@ -134,9 +137,8 @@ class CheckpointManager:
             "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
             "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
         }
-        self._saves += 1
         # The same on all ranks, and never twice.
-        attempt = (_core.session_id() + self._saves * 0x9E3779B97F4A7C15) % (1 << 64)
+        attempt = (_core.session_id() + next(_SAVES) * 0x9E3779B97F4A7C15) % (1 << 64)
         name = tag or f"step-{step}"
         with errors.translated(_CLASSES):
             self._saver.save(name, step, attempt, json.dumps(layout), text, places, self.asynchronous)
@@ -153,12 +155,17 @@ class CheckpointManager:
             self._saver.wait()
 
     def latest(self) -> str | None:
-        """The name of the newest complete checkpoint, if there is one."""
+        """
+        The name of the newest complete checkpoint, if there is one.
+
+        Raises:
+            SMPCheckpointError: there is one, and it cannot be read.
+        """
         self.wait()
-        try:
-            return _core.CheckpointReader(self.path).tag
-        except errors.SmdistributedError:
+        if not any(Path(self.path).glob("[!.]*/manifest.json")):
             return None
+        with errors.translated(_CLASSES):
+            return _core.CheckpointReader(self.path).tag
 
     def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
         """
@@ -202,7 +209,8 @@ class CheckpointManager:
         entries = state_dicts.model_entries(model)
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
-        missing = sorted(name for name in local if stored[name] not in found)
+        # Of all partitions, so that all ranks come to the same verdict.
+        missing = sorted(name for name in entries if stored[name] not in found)
         known = set(stored.values())
         extra = sorted(name.removeprefix(_MODEL) for name in found if name.startswith(_MODEL) and name not in known)
         if strict and (missing or extra):

@@ -111,6 +111,8 @@ class DistributedModel(nn.Module):
         self._scale = 1.0
         self._has_backward = False
         self._randomness: torch.Tensor | None = None
+        #: This rank's own state of random numbers, while that of the body is in force.
+        self._own_randomness: torch.Tensor | None = None
         self._deferred: list[Callable[[], None]] = []
         reduces = cfg.ddp and state.groups.data is not None
         self._reducer = (
@@ -173,6 +175,8 @@ class DistributedModel(nn.Module):
             if self.trace_execution_times:
                 # Everybody measures other times: those of the first rank count.
                 found = communication.allgather(found, communication.CommGroup.WORLD)[0]
+                if cfg.partition_file and not cfg.load_partition and state.groups.rank == 0:
+                    partitioning.save(found, cfg.partition_file)
             # What the script said wins, for modules inside as well.
             assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
         self._settle(Placement(self.module, assignment))
@@ -230,7 +234,8 @@ class DistributedModel(nn.Module):
             if not self.in_step:
                 raise SMPUsageError("with several partitions, the model is called inside of `smp.step` functions")
             if self.pipeline is None:
-                self._divide(args, kwargs)
+                with self.own_randomness():
+                    self._divide(args, kwargs)
                 begin, self.when_divided = self.when_divided, None
                 assert begin is not None
                 begin()
@@ -303,7 +308,7 @@ class DistributedModel(nn.Module):
     def glue_randomness(self) -> Iterator[None]:
         """Random numbers that the body draws outside of modules: the same on all ranks, which draw different numbers
         inside of their modules."""
-        mine = torch.get_rng_state()
+        self._own_randomness = torch.get_rng_state()
         if self._randomness is None:
             seed = torch.randint(1 << 62, ())
             assert state.groups.pipe is not None
@@ -315,7 +320,22 @@ class DistributedModel(nn.Module):
             yield
         finally:
             self._randomness = torch.get_rng_state()
-            torch.set_rng_state(mine)
+            torch.set_rng_state(self._own_randomness)
+            self._own_randomness = None
+
+    @contextlib.contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Inside of :meth:`glue_randomness`: this rank's random numbers again, for what runs while the body is recorded."""
+        if self._own_randomness is None:
+            yield
+            return
+        shared = torch.get_rng_state()
+        torch.set_rng_state(self._own_randomness)
+        try:
+            yield
+        finally:
+            self._own_randomness = torch.get_rng_state()
+            torch.set_rng_state(shared)
 
     # What is here.
 

@@ -53,6 +53,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.model is not None and state.model.is_partitioned:
             self.localize({})
 
+    #: A scaler would leave the scale here, where a fused optimizer inside does not look.
+    _step_supports_amp_scaling = False
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)

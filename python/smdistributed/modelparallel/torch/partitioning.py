@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,12 @@ def _automatic(
 
 
 def save(found: dict[str, int], file: str) -> None:
-    """Writes a partition file."""
+    """Writes a partition file; ranks may do so at once."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_core.partition_to_json(found))
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    whole.write_text(_core.partition_to_json(found))
+    whole.replace(path)
 
 
 def load(module: nn.Module, file: str, partitions: int) -> dict[str, int]:

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.recording import Recording, Task, Value, active, digest_of
+from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.transfers import Transfers
 
 #: Plans and digests that are remembered.
@@ -167,7 +168,7 @@ class Pipeline:
                 elif stage.rank == self.rank:
                     executor.receive_forward(mb, number, maker)()
             if stage.rank == self.rank:
-                with _alone():
+                with _alone(), state.model.own_randomness():
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()

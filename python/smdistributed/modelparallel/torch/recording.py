@@ -357,6 +357,8 @@ class Recording(TorchFunctionMode):
         self.done = len(self.tasks)
         self.base_level = self._levels + 1
         self._levels = self.base_level
+        # What follows makes stages of its own: plans, and the other replicas, must see that.
+        self.digest = _chain(self.digest, digest_of(("asked", self.done)))
 
 
 class _Encoder:

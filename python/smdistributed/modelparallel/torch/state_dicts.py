@@ -69,7 +69,9 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
         found = {name: tensor for part in parts for name, tensor in part.items()}
     entries = model_entries(model)
     local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
-    missing, unexpected = sorted(local.keys() - found.keys()), sorted(found.keys() - entries.keys())
+    # All ranks come to the same verdict, if all have the whole state.
+    wanted = local if same_partition_load else entries
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - entries.keys())
     if strict and (missing or unexpected):
         raise SMPCheckpointError(
             f"the state does not fit the model: missing {_some(missing)}; not in the model {_some(unexpected)}"
@@ -134,7 +136,14 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
     ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
     if ids and isinstance(ids[0], int):
         # One of torch's own, which counts parameters in the order of its groups.
-        names = dict(zip(ids, parameter_names(model), strict=True))
+        own = {**local_optimizer(model, optimizer), "state": {}}
+        whole = merge_optimizers(model, allgather(own, CommGroup.PP_GROUP))["param_groups"]
+        sizes = [len(group["params"]) for group in found["param_groups"]]
+        if sizes != [len(group["params"]) for group in whole]:
+            raise SMPCheckpointError(
+                f"the state's groups have {sizes} parameters, and the optimizer's {[len(group['params']) for group in whole]}"
+            )
+        names = dict(zip(ids, (name for group in whole for name in group["params"]), strict=True))
     else:
         names = {name: name for name in ids}
     entries = {names[key]: content for key, content in found["state"].items()}
