@@ -65,7 +65,8 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   const bool learn = context_->num_inputs() == 1;
   auto lease = plan_.take_slot(param, made, learn);
   TensorView gradient = describe(input, place_);
-  if (lease->ptr() != nullptr && input.NumElements() > 0) {
+  // A gradient that a plan for the CPU finds on a device is an error that the core tells.
+  if (place_.device == DeviceKind::Cpu && lease->ptr() != nullptr && input.NumElements() > 0) {
     gradient.ptr = lease->ptr();
     lease->fill(made);
   } else {

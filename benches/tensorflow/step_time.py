@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="one GPU for each process")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each mode in a round")
-    parser.add_argument("--inter-op", type=int, default=2, help="inter-op threads; intra-op is always 1")
+    parser.add_argument("--inter-op", type=int, default=2, help="inter-op threads, intra-op is always 1; on CPUs")
     parser.add_argument("--memory-steps", type=int, default=0, help="instead: resident size over so many eager steps")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
@@ -58,6 +58,10 @@ def main() -> None:
         )
     if {"mwms", "mirrored"} <= set(arguments.modes):
         parser.error("the first process drives one GPU in `mwms` and all of them in `mirrored`: one run for each")
+    if arguments.gpu and any(mode.startswith("torch") for mode in arguments.modes):
+        parser.error("PyTorch's modes are for CPUs")
+    if not arguments.gpu and "mirrored" in arguments.modes:
+        parser.error("`mirrored` is for GPUs")
     sdp.init()
     if arguments.gpu:
         gpus = tf.config.list_physical_devices("GPU")

@@ -1,7 +1,7 @@
 """Horovod's API over OpenSMD: scripts written for Horovod run unchanged.
 
-``horovod.torch`` is here; ``docs/from-horovod.md`` says of every public name whether it is. What is missing raises an
-``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
+``horovod.torch`` is here; ``docs/from-horovod.md`` says of every public name whether it is. Importing a
+module that is missing raises an ``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
 """
 
 from __future__ import annotations

@@ -420,7 +420,6 @@ def optimizers():
     before = net[0].bias.detach().clone()
     for _ in range(2):
         net(torch.ones(1, 4) * (rank + 1)).sum().backward()
-    own = net[0].bias.grad.clone()
     if size > 1:
         raises(
             AssertionError,
@@ -432,7 +431,24 @@ def optimizers():
     with optimizer.skip_synchronize():
         optimizer.step()
     assert torch.allclose(before - net[0].bias, net[0].bias.grad)
-    del own
+    alone = model()
+    for other in range(size):
+        (alone(torch.ones(1, 4) * (other + 1)).sum() * 2 / size).backward()
+    assert torch.allclose(net[0].bias.grad, alone[0].bias.grad)
+    assert torch.allclose(net[0].weight.grad, alone[0].weight.grad)
+    # Parameters that come later, and frozen ones in a group.
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([net[0].weight, net[0].bias], lr=1.0, weight_decay=0.1), groups=1
+    )
+    optimizer.add_param_group({"params": [net[2].weight]})
+    net[0].bias.requires_grad_(False)
+    frozen = net[0].bias.detach().clone()
+    net(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    optimizer.step()
+    assert torch.equal(net[0].bias, frozen)
+    for weight in (net[0].weight, net[2].weight):
+        assert len(set(hvd.allgather_object(tuple(weight.detach().flatten().tolist())))) == 1
     # A parameter without a gradient on some ranks.
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())

@@ -171,7 +171,9 @@ class Job:
             self.pipes.append(os.fdopen(read))
         answers = self._answers(START_SECONDS)
         if any(answer is None for answer in answers):
-            sys.exit(f"the ranks of the suite did not start: {self.log.read_text()[-3000:]}")
+            text = self.log.read_text()[-3000:]
+            self.stop()
+            raise RuntimeError(f"the ranks of the suite did not start: {text}")
         return answers[0]["names"]
 
     def run(self, name: str) -> tuple[str, str]:
@@ -246,11 +248,23 @@ def run(backend: str, arguments: argparse.Namespace) -> dict[str, tuple[str, str
         if job.processes:
             job.stop()
 
-    threads = [threading.Thread(target=serve, args=(at,)) for at in range(arguments.jobs)]
+    troubles: list[BaseException] = []
+
+    def guarded(at: int) -> None:
+        try:
+            serve(at)
+        except BaseException as error:
+            troubles.append(error)
+        finally:
+            named.set()
+
+    threads = [threading.Thread(target=guarded, args=(at,)) for at in range(arguments.jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if troubles:
+        raise troubles[0]
     return found
 
 
@@ -274,6 +288,8 @@ def main() -> None:
         import torch
 
         arguments.devices = torch.cuda.device_count()
+    if arguments.devices < arguments.ranks:
+        parser.error(f"{arguments.ranks} ranks need as many GPUs: there are {arguments.devices}")
     found = {}
     for backend in arguments.backends.split(","):
         start = time.monotonic()

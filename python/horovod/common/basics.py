@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import warnings
 from collections.abc import Callable
@@ -66,14 +67,16 @@ class HorovodBasics:
         ranks = _world_ranks(comm)
         environment.check()
         sets = list(sets or [])
-        if any(one.mpi_comm is not None for one in sets) and not _is_communicator(comm):
-            raise NotImplementedError("process sets from communicators need `init(comm=<communicator>)`")
+        if any(one.mpi_comm is not None for one in sets):
+            raise NotImplementedError("process sets from communicators are not available yet: give their ranks")
         try:
             if not _core.is_initialized():
                 lifecycle.init()
+            first = not _has_world()
             _core.start_world(ranks)
-            if sets:
-                _core.register_process_sets([_set_ranks(one) for one in sets])
+            # The first time all ranks compare their sets, those without any as well.
+            if sets or first:
+                _core.register_process_sets([one.ranks or [] for one in sets])
             # So that a rank which never calls a collective is missed by name.
             _core.start_negotiation()
         except RuntimeError as error:
@@ -270,18 +273,12 @@ def _world_ranks(comm: Any) -> list[int] | None:
     if _is_communicator(comm):
         return _communicator_ranks(comm)
     if isinstance(comm, (list, tuple, range)):
-        if not all(isinstance(rank, int) for rank in comm):
+        if not all(isinstance(rank, numbers.Integral) and rank >= 0 for rank in comm):
             raise ValueError(f"Invalid type of argument comm: {comm!r} is no list of ranks")
-        return list(comm) or None
+        return [int(rank) for rank in comm] or None
     if hasattr(comm, "Get_rank"):
         raise ValueError("Horovod has not been built with MPI support for communicators that are not mpi4py's")
     raise ValueError(f"Invalid type of argument comm: {type(comm).__name__}")
-
-
-def _set_ranks(process_set: ProcessSet) -> list[int]:
-    if process_set.mpi_comm is not None:
-        process_set.ranks = sorted(_communicator_ranks(process_set.mpi_comm))
-    return process_set.ranks or []
 
 
 def warn_once(text: str) -> None:

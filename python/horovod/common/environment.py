@@ -13,7 +13,6 @@ _KNOWN = {
     "CACHE_CAPACITY", "DYNAMIC_PROCESS_SETS", "TIMELINE", "AUTOTUNE", "STALL_CHECK_TIME_SECONDS",
     "STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "CONTROLLER", "CPU_OPERATIONS", "START_TIMEOUT", "ELASTIC",
 }  # fmt: skip
-# Hints about machinery that is not here, or that choose what is always so.
 # Read by the builds of the original.
 _BUILD = ("WITH_", "WITHOUT_", "GPU_", "NCCL_", "CUDA_", "BUILD_", "CMAKE", "SPARK_")
 
@@ -35,8 +34,11 @@ def check() -> None:
             f"Horovod initialization failed: `HOROVOD_CPU_OPERATIONS` is `{operations}`: expected gloo or mpi; both mean the "
             "transports of OpenSMD"
         )
+    chosen = {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": operations}
     global _warned
     ignored = [name for name in sorted(os.environ) if name.startswith("HOROVOD_") and _is_ignored(name[8:])]
+    # A job is one of MPI's if mpirun starts it.
+    ignored += [f"{name}={value}" for name, value in chosen.items() if value.lower() == "mpi"]
     if ignored and not _warned:
         _warned = True
         warnings.warn(f"these settings have no effect in OpenSMD: {', '.join(ignored)}", stacklevel=4)

@@ -44,6 +44,10 @@ class ProcessSet:
         if not all(isinstance(rank, numbers.Integral) and not isinstance(rank, bool) for rank in ranks):
             raise ValueError(f"{ranks} is no list of process ranks or an mpi4py Comm object")
         self.ranks = sorted(int(rank) for rank in ranks)
+        if self.ranks and self.ranks[0] < 0:
+            raise ValueError(
+                f"{ranks} is no list of process ranks or an mpi4py Comm object: {self.ranks[0]} is negative"
+            )
 
     def size(self) -> int | None:
         """Number of members; ``None`` until it is registered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -34,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("-v", "--version", action="version", version=horovod.__version__)
     add("-np", "--num-proc", dest="num_proc", type=int, help="processes to start")
     add("-cb", "--check-build", action="store_true", help="says what there is, and ends")
-    add("--verbose", action="store_true", help="says more")
+    add("--verbose", action="store_true", help="accepted; what goes wrong is said in any case")
     add("--disable-cache", action="store_true", help="accepted; nothing is kept")
     add("--start-timeout", type=int, help="seconds until all processes must have joined")
     add(
@@ -77,7 +78,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         dest="no_stall_check",
         action="store_true",
         default=None,
-        help="never warns of ranks that are missing",
+        help="accepted; warnings stay",
     )
     add("--stall-check", dest="no_stall_check", action="store_false", help="warns of them; the default")
     add("--stall-check-warning-time-seconds", type=int, help="after this time")
@@ -259,8 +260,9 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("elastic jobs are not available yet: leave out --min-np, --max-np and --host-discovery-script")
     hosts = parse_hosts(args)
     set_env_from_args(os.environ, args)
-    if args.start_timeout:
-        os.environ.setdefault("SMD_INIT_TIMEOUT_SECONDS", str(args.start_timeout))
+    timeout = args.start_timeout or os.environ.get("HOROVOD_START_TIMEOUT")
+    if timeout:
+        os.environ.setdefault("SMD_INIT_TIMEOUT_SECONDS", str(timeout))
     if args.mpi:
         return _mpirun(args, hosts)
     elsewhere = [host for host, _ in hosts if not _is_here(host)]
@@ -295,7 +297,9 @@ def _mpirun(args: argparse.Namespace, hosts: list[tuple[str, int]]) -> int:
     for name in sorted(os.environ):
         if name.startswith(("HOROVOD_", "SMD_")) or name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
             command += ["-x", name]
-    command += (args.mpi_args or "").split()
+    if args.output_filename:
+        command += ["--output-filename", args.output_filename]
+    command += shlex.split(args.mpi_args or "")
     sys.stdout.flush()
     os.execv(mpirun, [*command, *args.command])
 

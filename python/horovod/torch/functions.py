@@ -58,7 +58,8 @@ def broadcast_object(
         name: Matches ranks' calls.
         process_set: Whose ranks.
     """
-    name = name or type(obj).__name__
+    # Not the type's name: others need not pass an object of it.
+    name = name or "broadcast_object"
     if rank() == root_rank:
         pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         length = torch.tensor([pickled.numel()], dtype=torch.int64)
@@ -73,7 +74,7 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The objects of all ranks, pickled on the way, in the order of ranks."""
-    name = name or type(obj).__name__
+    name = name or "allgather_object"
     pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([pickled.numel()]), f"{name}.sz", process_set)
     everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.torch.compression import Compression
@@ -60,7 +61,8 @@ class _DistributedOptimizer:
         self._group_of: dict[torch.Tensor, int] = {}
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
-        self._active = process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        # `size` comes first: it says so if `init` has not been called.
+        self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
         if self._active:
             self._register_groups(groups)
             self._register_hooks()
@@ -88,10 +90,14 @@ class _DistributedOptimizer:
         return self.process_set.process_set_id == 0
 
     def _register_hooks(self) -> None:
-        for parameter in self._parameters():
-            if parameter.requires_grad and parameter not in self._requires_update:
-                self._requires_update.add(parameter)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook()))
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._requires_update:
+                    # It may have come with `add_param_group`.
+                    self._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
+                    self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
+                    self._requires_update.add(parameter)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook()))
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -162,6 +168,9 @@ class _DistributedOptimizer:
         dense, small, ctxs = [], [], []
         with torch.no_grad():
             for parameter in self._groups[number]:
+                if not parameter.requires_grad:
+                    # It is frozen, and keeps whatever gradient it has.
+                    continue
                 grad = self._gradient(parameter)
                 if grad.is_sparse:
                     # Its size is not known to the others.
@@ -204,10 +213,22 @@ class _DistributedOptimizer:
         super().load_state_dict(*args, **kwargs)
 
     def _give_up(self) -> None:
-        for finish in self._handles.values():
-            if finish is not None:
-                finish()
-        self._reset()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits for all, also after one has failed: none is under way any more then."""
+        failure: Exception | None = None
+        try:
+            for finish in list(self._handles.values()):
+                try:
+                    if finish is not None:
+                        finish()
+                except HorovodInternalError as error:
+                    failure = failure or error
+        finally:
+            self._reset()
+        if failure is not None:
+            raise failure
 
     def _reset(self) -> None:
         self._handles.clear()
@@ -227,18 +248,13 @@ class _DistributedOptimizer:
             missing = parameter.requires_grad and parameter not in self._handles
             if missing and parameter in self._requires_update:
                 self._start(parameter)
-        try:
-            with torch.no_grad():
-                for number, arrived in self._arrived.items():
-                    if arrived:
-                        # Some of the group are frozen.
-                        arrived.clear()
-                        self._reduce_group(number)
-                for finish in list(self._handles.values()):
-                    if finish is not None:
-                        finish()
-        finally:
-            self._reset()
+        with torch.no_grad():
+            for number, arrived in self._arrived.items():
+                if arrived:
+                    # Some of the group are frozen.
+                    arrived.clear()
+                    self._reduce_group(number)
+            self._finish()
         self._synchronized = True
 
     @contextmanager

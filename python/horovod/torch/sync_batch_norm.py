@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from horovod.common import basics
 from horovod.torch.mpi_ops import Sum, allgather_async, allreduce_async, size, synchronize
 
 _calls = itertools.count()
+
+
+def _restart() -> None:
+    """Ranks count from the beginning in a new session: after a failure they may have come to different places."""
+    global _calls
+    _calls = itertools.count()
+
+
+basics._cleanups.append(_restart)
 
 
 class SyncBatchNorm(_BatchNorm):

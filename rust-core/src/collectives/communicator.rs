@@ -231,7 +231,7 @@ impl Communicator {
     }
 
     /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this
-    /// member fails with `reason`. The others' wait for this member until their time limit, or until it is gone.
+    /// member fails with `reason`. What the others have under way ends with this member's name about a second later (CUDA-4).
     pub fn end_devices(&self, reason: Error) {
         self.shared.cuda.end(reason);
     }

@@ -280,9 +280,18 @@ impl Shared {
         // Also after an error: some of it may be queued.
         match held.then(|| self.communicator.flying("the reduction of gradients", &self.stream)) {
             Some(Ok(flying)) => flying.then(Box::new(move |landed| launched(outcome.and(landed.map(drop))))),
-            Some(Err(error)) => launched(outcome.and(Err(error))),
+            Some(Err(error)) => {
+                // Whoever hears of it settles this launcher, on this thread.
+                self.free();
+                launched(outcome.and(Err(error)));
+                return;
+            }
             None => launched(outcome),
         }
+        self.free();
+    }
+
+    fn free(&self) {
         self.state.lock().busy = false;
         self.changed.notify_all();
     }

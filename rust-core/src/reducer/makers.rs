@@ -69,8 +69,11 @@ impl Makers {
             // The guess was right; somebody still had the slot.
             return;
         }
-        if self.is_wrong(gradient, bytes)
-            && let (Some(maker), Some(class)) = (maker, self.classes.get_mut(&bytes))
+        // Another trace of the function has other operations: what those make stays known.
+        let wrong = self.wrong.entry(gradient).or_default();
+        *wrong = wrong.saturating_add(1).min(PATIENCE);
+        if *wrong < PATIENCE
+            && let Some(maker) = maker
         {
             class.makes.insert(maker, gradient);
         }
