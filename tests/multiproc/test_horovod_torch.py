@@ -171,6 +171,7 @@ def moving():
     raises(hvd.HorovodInternalError, "only supports AVERAGE and SUM", lambda: hvd.reducescatter(mine, op=hvd.Max))
     # Objects.
     assert hvd.broadcast_object({"rank": rank}, size - 1) == {"rank": size - 1}
+    assert hvd.broadcast_object([1.5] if rank == 0 else None) == [1.5]
     assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
     hvd.barrier()
 
@@ -357,6 +358,9 @@ def process_sets():
     hvd.shutdown()
     raises(ValueError, "has not been initialized; use hvd.init", hvd.rank)
     raises(hvd.HorovodInternalError, "has not been initialized; use hvd.init", lambda: hvd.allreduce(torch.ones(1)))
+    some = [hvd.ProcessSet([0])] if rank == 0 else None
+    raises(ValueError, "ranks ask for different process sets", lambda: hvd.init(process_sets=some))
+    hvd.shutdown()
     sets = [hvd.ProcessSet([0]), hvd.ProcessSet([0, 1])]
     if size > 2:
         hvd.init(process_sets=sets)
