@@ -337,6 +337,30 @@ def _features_body():
         assert torch.equal(output.concat(), expected)
         smp.shutdown()
 
+    # Numbers that the body asks for now and then, and random numbers of the body beside.
+    smp.init(config)
+    torch.manual_seed(3)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 1)))
+    smp.set_partition(model.module[2], 1)
+    asked, x = [], x.double()
+
+    @smp.step
+    def now_and_then(model, x, ask):
+        loss = model(x).square().mean()
+        if ask:
+            asked.append(loss.item())
+        model.backward(loss / 2)
+        return torch.rand(3)
+
+    drawn = [now_and_then(model, x, ask).concat() for ask in (False, True, False, True)]
+    assert len(asked) == 8
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.local_parameters())
+    before = [parameter.grad.clone() for parameter in model.local_parameters()]
+    drawn.append(now_and_then(model, x, True).concat())
+    assert all(not torch.equal(a, p.grad) for a, p in zip(before, model.local_parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*smp.allgather(drawn), strict=True))
+    smp.shutdown()
+
     # A model that never exists as a whole.
     smp.init({**config, "microbatches": 2})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
