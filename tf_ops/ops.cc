@@ -77,6 +77,13 @@ absl::Status unchanged_shapes(InferenceContext* context) {
   return absl::OkStatus();
 }
 
+absl::Status received_shape(InferenceContext* context) {
+  ShapeHandle output;
+  TF_RETURN_IF_ERROR(context->MakeShapeFromShapeTensor(0, &output));
+  context->set_output(0, output);
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 REGISTER_OP("SmdRank")
@@ -217,6 +224,43 @@ REGISTER_OP("SmdBarrier")
     .SetIsDistributedCommunication()
     .SetShapeFn(NoOutputs)
     .Doc("Completes when every member has called it.");
+
+// Messages between two members. They have no order with collectives nor among themselves: what was sent to a member
+// under a tag is received under it, in order. Stateful, so that nothing removes one; graphs order them by values.
+
+REGISTER_OP("SmdSend")
+    .Attr(kType)
+    .Attr("peer: int")
+    .Attr("tag: int")
+    .Attr("group: int = 0")
+    .Input("tensor: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(NoOutputs)
+    .Doc(R"(
+Gives the tensor to another member; completes when it has it.
+
+peer: Rank inside the group.
+tag: As the other member receives it.
+)");
+
+REGISTER_OP("SmdRecv")
+    .Attr(kType)
+    .Attr("peer: int")
+    .Attr("tag: int")
+    .Attr("group: int = 0")
+    .Input("shape: int32")
+    .Output("tensor: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(received_shape)
+    .Doc(R"(
+tensor = what another member sends.
+
+shape: The shape it sends.
+peer: Rank inside the group.
+tag: As the other member sends it.
+)");
 
 REGISTER_OP("SmdReduceGradients")
     .Attr(kNumbers)

@@ -30,6 +30,8 @@ class Key:
     expected: str
     #: The only value that this version can work with, where it cannot work with all of them yet.
     only: Any = None
+    #: The framework that has the others all the same.
+    but_for: str | None = None
 
 
 def _is_int(value: Any) -> bool:
@@ -63,7 +65,7 @@ KEYS: dict[str, Key] = {
     "auto_partition": _flag(True),
     "default_partition": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
     "contiguous": _flag(True),
-    "horovod": _flag(only=False),
+    "horovod": _flag(only=False, but_for="tensorflow"),
     "ddp": _flag(),
     "memory_weight": Key(
         None,
@@ -129,8 +131,12 @@ class Config(Mapping[str, Any]):
         return f"Config({self._values!r})"
 
 
-def read(given: Mapping[str, Any] | None = None) -> Config:
+def read(given: Mapping[str, Any] | None = None, framework: str = "torch") -> Config:
     """The configuration that the environment and the argument of ``smp.init`` describe.
+
+    Args:
+        given: The argument of ``smp.init``.
+        framework: Whose ``smp`` asks.
 
     Raises:
         SMPConfigError: a value is not acceptable.
@@ -139,7 +145,7 @@ def read(given: Mapping[str, Any] | None = None) -> Config:
     channels = [("smp.init", dict(given or {})), *_from_environment()]
     values: dict[str, Any] = {}
     for source, channel in channels:
-        values.update(_checked(channel, source))
+        values.update(_checked(channel, source, framework))
     return Config(_complete(values))
 
 
@@ -170,7 +176,7 @@ def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
     return channel
 
 
-def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
+def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, Any]:
     channel = dict(channel)
     if "partitions" in channel:
         partitions = channel.pop("partitions")
@@ -190,7 +196,7 @@ def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
             continue
         if not key.accepts(value):
             raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected {key.expected}")
-        if key.only is not None and value != key.only:
+        if key.only is not None and value != key.only and framework != key.but_for:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
                 "parallelism, 16-bit master weights, offloading, Horovod and delayed parameters by key are not there yet"
@@ -204,6 +210,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("ddp_port", "ddp_dist_backend"):
         if name in values and "ddp" not in values:
             raise SMPConfigError(f"`{name}` is given without `ddp`")
+    if values.get("ddp") and values.get("horovod"):
+        raise SMPConfigError("`ddp` and `horovod` are both true: one of them reduces the gradients of replicas")
     degree = values.get("pipeline_parallel_degree", 1)
     default_partition = values.get("default_partition")
     if not values.get("auto_partition", True) and default_partition is None:

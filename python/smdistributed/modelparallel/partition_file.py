@@ -1,0 +1,26 @@
+"""The file of a partition decision: paths of modules or layers, and their partitions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES
+
+
+def write(file: str, partitions: Mapping[str, int]) -> None:
+    """Writes it; ranks may do so at once."""
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    whole.write_text(_core.partition_to_json(dict(partitions)))
+    whole.replace(path)
+
+
+def read(file: str, partitions: int) -> dict[str, int]:
+    """Reads it."""
+    with errors.translated(CLASSES):
+        return dict(_core.partition_from_json(file, Path(file).read_text(), partitions))

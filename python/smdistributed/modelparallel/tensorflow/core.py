@@ -1,0 +1,13 @@
+"""A name that clients of the original read: ``smp.core.initialized``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smdistributed.modelparallel.tensorflow.state import state
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialized":
+        return state.initialized
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,119 @@
+"""Gradients in a step: Keras' optimizers get the calls that the original's scripts use, and a step finds the gradients among
+what its body returns."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.tensorflow.state import state
+
+
+def get_gradients(loss: tf.Tensor, params: Any) -> list[Any]:
+    """The gradients of ``loss`` with respect to ``params``; ``None`` for those that it does not depend on."""
+    return tf.gradients(loss, [underlying(variable) for variable in tf.nest.flatten(params)])
+
+
+def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) -> list[tuple[Any, Any]]:
+    """Pairs of gradients and variables."""
+    if var_list is None:
+        if state.model is None:
+            raise SMPUsageError("`compute_gradients` needs `var_list`: there is no `smp.DistributedModel`")
+        var_list = state.model.trainable_variables
+    variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+    loss = loss() if callable(loss) else loss
+    found = tf.gradients(loss, [underlying(variable) for variable in variables], grad_ys=grad_loss)
+    return list(zip(found, variables, strict=True))
+
+
+def install() -> None:
+    """Puts the calls into the Keras packages that this process has imported; does nothing the second time."""
+    for package in ("keras", "tf_keras"):
+        if hasattr(sys.modules.get(package), "optimizers"):
+            _adapt(package)
+
+
+@functools.cache
+def _adapt(package: str) -> None:
+    base = sys.modules[package].optimizers.Optimizer
+    for cls in reversed(base.__mro__):
+        for name, ours in (("get_gradients", get_gradients), ("compute_gradients", compute_gradients)):
+            if name in vars(cls) and cls is not base:
+                setattr(cls, name, _in_steps(vars(cls)[name], ours))
+    for name, ours in (("get_gradients", get_gradients), ("compute_gradients", compute_gradients)):
+        setattr(base, name, _in_steps(getattr(base, name, None), ours))
+
+
+def _in_steps(plain: Any, ours: Any) -> Any:
+    """Ours in the body of a step, which nothing else has recorded; elsewhere what was there."""
+
+    @functools.wraps(plain or ours)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if plain is None or (state.trace is not None and state.trace.is_current() and kwargs.get("tape") is None):
+            kwargs.pop("tape", None)
+            return ours(*args, **kwargs)
+        return plain(self, *args, **kwargs)
+
+    return either
+
+
+def are_gradients(values: Any, variables: Sequence[Any]) -> bool:
+    """Whether a part of what a body returns is the gradients of the model: a list or tuple with one for each of its
+    trainable variables, of its shape and type, or ``None``."""
+    if type(values) not in (list, tuple) or len(values) != len(variables):
+        return False
+    if all(value is None for value in values):
+        return False
+    for value, variable in zip(values, variables, strict=True):
+        if value is None:
+            continue
+        if not isinstance(value, tf.Tensor | tf.IndexedSlices) or value.dtype != underlying(variable).dtype:
+            return False
+        if isinstance(value, tf.Tensor) and not value.shape.is_compatible_with(underlying(variable).shape):
+            return False
+    return True
+
+
+def mean_over_replicas(value: Any) -> Any:
+    """The mean of a gradient over the replicas of the model."""
+    group, size = state.groups.data, len(state.groups.members["dp"])
+    if isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    del size
+    return core_ops.smd_all_reduce(tensor=value, op="average", group=group)
+
+
+def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
+    """As ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions. All ranks call it, outside of steps.
+
+    Args:
+        gradients: This rank's, ``None`` among them or not.
+        clip_norm: The largest norm that is left as it is.
+
+    Returns:
+        The clipped gradients, and the norm over all partitions.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in present]
+    squares = [tf.reduce_sum(tf.square(tf.cast(value, tf.float64))) for value in values]
+    total = tf.add_n(squares) if squares else tf.zeros([], tf.float64)
+    if state.groups.pipe is not None:
+        total = core_ops.smd_all_reduce(tensor=total, op="sum", group=state.groups.pipe)
+    norm = tf.sqrt(total)
+    scale = tf.cast(clip_norm, tf.float64) / tf.maximum(norm, tf.cast(clip_norm, tf.float64))
+
+    def clipped(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(clipped(value.values), value.indices, value.dense_shape)
+        return value * tf.cast(scale, value.dtype)
+
+    return [clipped(gradient) for gradient in gradients], tf.cast(norm, present[0].dtype if present else tf.float32)

@@ -1,0 +1,34 @@
+"""Layers tell the step that is traced when they are called."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from smdistributed.modelparallel.tensorflow.state import state
+
+
+def install() -> None:
+    """Puts the notice into the Keras packages that this process has imported; does nothing the second time."""
+    for package in ("keras", "tf_keras"):
+        module = sys.modules.get(package)
+        if module is not None and hasattr(module, "layers"):
+            _adapt(package)
+
+
+@functools.cache
+def _adapt(package: str) -> None:
+    module = sys.modules[package]
+    base, model = module.layers.Layer, module.Model
+    plain = base.__call__
+
+    @functools.wraps(plain)
+    def noticed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = state.trace
+        if trace is None or not trace.is_current():
+            return plain(self, *args, **kwargs)
+        with trace.in_layer(self, isinstance(self, model)):
+            return plain(self, *args, **kwargs)
+
+    base.__call__ = noticed

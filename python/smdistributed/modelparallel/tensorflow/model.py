@@ -1,0 +1,224 @@
+"""The model that is divided: which of its variables are here, and what it may be called from."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.tensorflow import communication, layers
+from smdistributed.modelparallel.tensorflow.placement import Homes
+from smdistributed.modelparallel.tensorflow.state import state
+
+# The Keras that `tf.keras` stands for.
+_Model = tf.keras.Model
+layers.install()
+
+_hooks: list[Callable[[], Any]] = []
+
+
+class DistributedModel(_Model):
+    """A Keras model to subclass: its layers are divided over the ranks when it is called in a ``smp.step`` function for
+    the first time.
+
+    Until then, all variables are here. Afterwards ``variables``, ``trainable_variables`` and so on are those of this
+    rank's partition, and those that every rank has; inside of a step's body they are all variables of the model.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DistributedModel:
+        state.groups  # noqa: B018 - refuses before `init`
+        return super().__new__(cls, *args, **kwargs)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether it has been divided."""
+        return self.__dict__.get("_smp_homes") is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Only in the body of a ``smp.step`` function."""
+        if "training" in kwargs and not _takes(self.call, "training"):
+            # As the Keras of the original did.
+            kwargs.pop("training")
+        trace = state.trace
+        if trace is None or not trace.is_current():
+            if self.__dict__.get("_smp_plain"):
+                return super().__call__(*args, **kwargs)
+            raise SMPUsageError("a `smp.DistributedModel` is called in the body of a `smp.step` function only")
+        if state.model is None:
+            state.model = self
+        elif state.model is not self:
+            raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
+        with trace.in_model():
+            results = super().__call__(*args, **kwargs)
+        with trace.out_of_model():
+            return tf.nest.map_structure(_handed_out, results)
+
+    # Variables.
+
+    def _smp_here(self, variables: list[Any]) -> list[Any]:
+        homes = self.__dict__.get("_smp_homes")
+        if homes is None or state.trace is not None or self.__dict__.get("_smp_whole"):
+            return variables
+        rank = state.groups.rank_in("pp")
+        found = [each for each in variables if homes.variables.get(id(underlying(each).handle), rank) == rank]
+        return type(variables)(found)
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables of this rank."""
+        return self._smp_here(super().variables)
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """Variables of this rank with gradients; the steps' gradients are in their order."""
+        return self._smp_here(super().trainable_variables)
+
+    @property
+    def non_trainable_variables(self) -> list[Any]:
+        """The others of this rank."""
+        return self._smp_here(super().non_trainable_variables)
+
+    @property
+    def weights(self) -> list[Any]:
+        """As ``variables``, without the states of metrics and random generators."""
+        return self._smp_here(super().weights)
+
+    @property
+    def trainable_weights(self) -> list[Any]:
+        """As ``trainable_variables``."""
+        return self._smp_here(super().trainable_weights)
+
+    @property
+    def non_trainable_weights(self) -> list[Any]:
+        """As ``non_trainable_variables``, without the states of metrics and random generators."""
+        return self._smp_here(super().non_trainable_weights)
+
+    def count_params(self) -> int:
+        """Numbers in the weights of the whole model."""
+        with self._smp_as_whole():
+            return super().count_params()
+
+    def summary(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the whole model."""
+        with self._smp_as_whole():
+            return super().summary(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _smp_as_whole(self) -> Iterator[None]:
+        before = self.__dict__.get("_smp_whole", False)
+        self.__dict__["_smp_whole"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["_smp_whole"] = before
+
+    # Being divided.
+
+    def _smp_divide(self, homes: Homes) -> None:
+        """The partition is decided: frees what belongs to others, and runs the hooks."""
+        self.__dict__["_smp_homes"] = homes
+        self._smp_free()
+        with tf.init_scope():
+            for hook in _hooks:
+                hook()
+
+    def _smp_elsewhere(self) -> list[tuple[int, Any]]:
+        """Variables of other partitions, with these."""
+        homes, rank = self.__dict__["_smp_homes"], state.groups.rank_in("pp")
+        with self._smp_as_whole():
+            found = [(homes.variables.get(id(underlying(each).handle), rank), each) for each in self.variables]
+        return [(home, each) for home, each in found if home != rank]
+
+    def _smp_free(self) -> None:
+        with tf.init_scope():
+            for _, variable in self._smp_elsewhere():
+                inner = underlying(variable)
+                # The variable stays, and takes no memory; TensorFlow's own ways would not let it have another shape.
+                tf.raw_ops.AssignVariableOp(resource=inner.handle, value=tf.zeros([0], inner.dtype))
+
+    def save_model(self, save_path: str = "/opt/ml/model") -> None:
+        """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes."""
+        if not self.is_partitioned:
+            raise SMPUsageError("`save_model` comes after the first step, which builds and divides the model")
+        groups = state.groups
+        homes = self.__dict__["_smp_homes"].variables
+        rank = groups.rank_in("pp")
+        if groups.rank_in("dp") == 0:
+            with self._smp_as_whole():
+                variables = list(self.variables)
+            mine = {
+                place: underlying(each).numpy()
+                for place, each in enumerate(variables)
+                if homes.get(id(underlying(each).handle), rank) == rank
+            }
+            whole = communication.allgather(mine if rank else {}, communication.CommGroup.MP_GROUP)
+            if groups.rank_in("mp") == 0:
+                for values in whole[1:]:
+                    for place, value in values.items():
+                        inner = underlying(variables[place])
+                        if homes.get(id(inner.handle), rank) != rank:
+                            tf.raw_ops.AssignVariableOp(resource=inner.handle, value=value)
+                self.__dict__["_smp_plain"] = True
+                try:
+                    with self._smp_as_whole():
+                        tf.saved_model.save(self, save_path, signatures=self._smp_signatures())
+                finally:
+                    self.__dict__["_smp_plain"] = False
+                    self._smp_free()
+        communication.barrier()
+
+    def _smp_signatures(self) -> Any:
+        given = self.__dict__.get("_smp_example")
+        if given is None:
+            raise SMPUnsupportedError("`save_model` needs a model that is called with one tensor")
+
+        def serve(inputs: tf.Tensor) -> Any:
+            return self(inputs)
+
+        free = tf.TensorSpec([None, *given.shape[1:]], given.dtype, name="inputs")
+        return {"serving_default": tf.function(serve, input_signature=[free])}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _handed_out(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor):
+        return value
+    out = tf.identity(value)
+    if hasattr(value, "_keras_mask"):
+        out._keras_mask = value._keras_mask
+    return out
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Operations that are made inside, in the model's ``call``, go to partition ``index``; the innermost context wins.
+
+    Has no effect under ``auto_partition``.
+    """
+    partitions = state.cfg.partitions
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < partitions:
+        raise SMPPartitionError(f"partition {index!r} does not exist: there are {partitions}")
+    trace = state.trace
+    if trace is None or state.cfg.auto_partition:
+        yield
+        return
+    with trace.in_partition(index):
+        yield
+
+
+def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
+    """Has ``hook`` called once, when the model has been divided and before its first forward; at once if it has been."""
+    _hooks.append(hook)
+    if state.model is not None and state.model.is_partitioned:
+        with tf.init_scope():
+            hook()
+    return hook

@@ -1,0 +1,115 @@
+"""What a step returns: the tensors of all microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.exceptions import SMPValidationError
+
+Value = Any  # tf.Tensor or tf.IndexedSlices
+
+
+class StepOutput:
+    """One tensor that the body of the step returns, for each microbatch.
+
+    Attributes:
+        outputs: The tensors, in the order of the microbatches. Indexing, ``len`` and iteration go to them.
+    """
+
+    def __init__(self, outputs: Sequence[Value], reduce: Callable[[Value], Value] | None = None) -> None:
+        self.outputs = list(outputs)
+        # Over the replicas of the model, where that is the configuration's wish.
+        self._reduce = reduce
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self, index: int) -> Value:
+        return self.outputs[index]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self.outputs!r})"
+
+    # What TensorFlow asks of a class whose objects functions take and return.
+
+    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (self._reduce,), tuple(self.outputs)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Any) -> StepOutput:
+        return cls(components, metadata[0])
+
+    def reduce_mean(self) -> Value:
+        """Their mean."""
+        return self._reduced(_scaled(_sum(self.outputs), len(self.outputs)))
+
+    def reduce_sum(self) -> Value:
+        """Their sum."""
+        return self._reduced(_sum(self.outputs))
+
+    def concat(self) -> tf.Tensor:
+        """All rows of axis 0, one microbatch after the other; of numbers, a tensor of them."""
+        return self.stack() if self.outputs[0].shape.rank == 0 else tf.concat(self.outputs, 0)
+
+    def merge(self) -> tf.Tensor:
+        """:meth:`concat`, the name for predictions."""
+        return self.concat()
+
+    def stack(self) -> tf.Tensor:
+        """With a new axis 0, of the microbatches."""
+        return tf.stack(self.outputs)
+
+    def accumulate(self, method: str = "variable", var: tf.Variable | None = None) -> Value:
+        """Their mean, as :meth:`reduce_mean`; with ``"variable"``, each of them is added when it is there, and its memory
+        is free again.
+
+        Args:
+            method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``, which waits for all of them.
+            var: Where ``"variable"`` adds them up, anew in each step; none by default: a running sum needs none.
+
+        Raises:
+            SMPValidationError: there is no such method, or ``var`` comes with another one.
+        """
+        if method not in ("variable", "accumulate_n", "add_n"):
+            raise SMPValidationError(f"`method` is {method!r}: expected 'variable', 'accumulate_n' or 'add_n'")
+        if var is not None and method != "variable":
+            raise SMPValidationError(f"`var` is only for the method 'variable', not for {method!r}")
+        if any(isinstance(output, tf.IndexedSlices) for output in self.outputs):
+            return self.reduce_mean()
+        count = len(self.outputs)
+        if method == "add_n":
+            return self._reduced(_scaled(tf.add_n(self.outputs), count))
+        if var is None:
+            return self._reduced(_scaled(_sum(self.outputs), count))
+        var.assign(self.outputs[0])
+        for output in self.outputs[1:]:
+            var.assign_add(output)
+        return self._reduced(_scaled(var.read_value(), count))
+
+    def _reduced(self, value: Value) -> Value:
+        return value if self._reduce is None else self._reduce(value)
+
+
+def _sum(outputs: Sequence[Value]) -> Value:
+    """In the order of the microbatches, one at a time."""
+    if all(isinstance(output, tf.IndexedSlices) for output in outputs):
+        indices = tf.concat([output.indices for output in outputs], 0)
+        values = tf.concat([output.values for output in outputs], 0)
+        return tf.IndexedSlices(values, indices, outputs[0].dense_shape)
+    total = tf.convert_to_tensor(outputs[0])
+    for output in outputs[1:]:
+        total = total + tf.convert_to_tensor(output)
+    return total
+
+
+def _scaled(value: Value, count: int) -> Value:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_scaled(value.values, count), value.indices, value.dense_shape)
+    # As `tf.reduce_mean`: the mean of integers is one.
+    return value // count if value.dtype.is_integer else value / tf.cast(count, value.dtype)

@@ -1,0 +1,57 @@
+"""What this process knows of its job: one configuration, one place in it, at most one model, the step that is traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.exceptions import SMPNotInitializedError
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.tensorflow.job import Groups
+    from smdistributed.modelparallel.tensorflow.model import DistributedModel
+    from smdistributed.modelparallel.tensorflow.tracing import Trace
+
+
+class State:
+    """See the module's text; ``smp.state`` is the only one.
+
+    Attributes:
+        initialized: Whether ``smp.init`` has been called.
+        model: The distributed model, if there is one.
+        trace: What is being traced, inside of the body of a step.
+        next_tag: The first number of messages that no step has taken.
+    """
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.model: DistributedModel | None = None
+        self.trace: Trace | None = None
+        self.next_tag = 1
+        self._cfg: Config | None = None
+        self._groups: Groups | None = None
+
+    def enter(self, cfg: Config, groups: Groups) -> None:
+        """From now on, the job is this one."""
+        self._cfg, self._groups, self.initialized = cfg, groups, True
+
+    def leave(self) -> None:
+        """From now on, there is no job."""
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def cfg(self) -> Config:
+        """The configuration in force."""
+        return self._cfg if self._cfg is not None else _refuse()
+
+    @property
+    def groups(self) -> Groups:
+        """Ranks and groups."""
+        return self._groups if self._groups is not None else _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise SMPNotInitializedError("this call needs `smp.init()` first")
+
+
+state = State()

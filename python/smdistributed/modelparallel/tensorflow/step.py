@@ -1,0 +1,268 @@
+"""``@smp.step``: a function that runs once for each microbatch, over all partitions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
+from smdistributed.modelparallel.tensorflow import gradients, layers, placement
+from smdistributed.modelparallel.tensorflow.layout import Layout
+from smdistributed.modelparallel.tensorflow.output import StepOutput
+from smdistributed.modelparallel.tensorflow.program import Program
+from smdistributed.modelparallel.tensorflow.split import check_names, split
+from smdistributed.modelparallel.tensorflow.state import state
+from smdistributed.modelparallel.tensorflow.tracing import Trace, trace
+
+
+class StepFunction:
+    """A decorated function; methods bind as functions do.
+
+    Args:
+        function: The body.
+        non_split_inputs: Names of parameters that every microbatch gets whole.
+        input_split_axes: The batch's axis, by name of the parameter; 0 for others.
+        options: Arguments of ``tf.function``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Sequence[str],
+        input_split_axes: Mapping[str, int],
+        options: Mapping[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._signature = inspect.signature(function)
+        self._whole, self._axes = set(non_split_inputs), dict(input_split_axes)
+        check_names(self._whole, self._signature.parameters, "non_split_inputs")
+        check_names(self._axes, self._signature.parameters, "input_split_axes")
+        options = dict(options)
+        for name in ("experimental_compile", "jit_compile"):
+            if options.pop(name, None):
+                warnings.warn(
+                    f"`{name}` is ignored: a step is not one piece; layers may be compiled, or all of it by "
+                    "`tf.config.optimizer.set_jit(True)`",
+                    stacklevel=4,
+                )
+        autograph = options.pop("autograph", True)
+        extra = options.pop("experimental_autograph_options", None)
+        self._body = function
+        if autograph:
+            self._body = tf.__internal__.autograph.tf_convert(
+                function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=None), user_requested=True
+            )
+        del extra
+
+        @functools.wraps(function)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            return self._build(args, kwargs)
+
+        self._function = tf.function(build, autograph=False, **options)
+        self._bound: dict[int, StepFunction] = {}
+        self._options = (non_split_inputs, input_split_axes, options)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the body for each microbatch of the batch; on all ranks of the job."""
+        state.groups  # noqa: B018 - refuses before `init`
+        layers.install()
+        gradients.install()
+        if state.trace is not None:
+            raise SMPUsageError("a `smp.step` function was called inside of another one")
+        try:
+            with errors.translated(CLASSES):
+                return self._function(*args, **kwargs)
+        except tf.errors.OpError as error:
+            translation = errors.from_report(error.message, CLASSES)
+            if translation is not None:
+                raise translation from None
+            if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1:
+                # The others wait for what this rank does in a step.
+                _core.report_failure(f"{type(error).__name__}: {error.message}")
+            raise
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.function``'s. Collective: it compares nothing yet, but the first one divides the model."""
+        return self._function.get_concrete_function(*args, **kwargs)
+
+    # While TensorFlow traces.
+
+    def _build(self, args: Any, kwargs: Any) -> Any:
+        cfg, groups = state.cfg, state.groups
+        rank, size = groups.rank_in("pp"), len(groups.members["pp"])
+        calls = self._calls(args, kwargs, cfg.microbatches)
+        traced, given = trace(self._body, *calls[0])
+        if not traced.called:
+            raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
+        model = state.model
+        assert model is not None, "the model was called"
+        homes = model.__dict__.get("_smp_homes")
+        is_first = homes is None
+        if is_first:
+            homes = placement.decide(traced, cfg)
+        places = placement.Placement(traced, homes, cfg)
+        template, wanted = self._wanted(traced, places, homes, size)
+        _check_dependence(traced, wanted)
+        layout = Layout(traced, places, wanted, size)
+        if cfg.pipeline == "zero_bubble":
+            layout.split_backwards()
+        orders = layout.plan(cfg.microbatches, cfg.pipeline, cfg.active_microbatches)
+        if is_first:
+            model._smp_divide(homes)
+        rows = [given, *(_tensors(each) for each in calls[1:])]
+        program = Program(traced, places, layout, rows, orders, rank, groups.pipe)
+        results = program.build()
+        return _filled(template[rank], results)
+
+    def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        bound = self._signature.bind(*args, **kwargs)
+        pieces: dict[str, list[Any]] = {}
+        for name, value in bound.arguments.items():
+            pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
+        calls = []
+        for index in range(microbatches):
+            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})  # type: ignore[arg-type]
+            calls.append((each.args, each.kwargs))
+        return calls
+
+    def _wanted(
+        self, traced: Trace, places: placement.Placement, homes: placement.Homes, size: int
+    ) -> tuple[list[Any], list[list[tf.Tensor]]]:
+        """For each rank what the step returns there, in its structure, and the tensors in it."""
+        before, state.trace = state.trace, traced
+        try:
+            variables = list(state.model.trainable_variables) if state.model is not None else []
+        finally:
+            state.trace = before
+        del places
+
+        def on(rank: int, value: Any) -> Any:
+            if gradients.are_gradients(value, variables):
+                here = [
+                    each
+                    for each, variable in zip(value, variables, strict=True)
+                    if homes.variables.get(id(underlying(variable).handle), rank) == rank
+                ]
+                return type(value)(None if each is None else _Gradient(each) for each in here)
+            if isinstance(value, dict):
+                return {key: on(rank, item) for key, item in value.items()}
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*(on(rank, item) for item in value))
+            if isinstance(value, tuple | list):
+                return type(value)(on(rank, item) for item in value)
+            return value
+
+        templates = [on(rank, traced.returned) for rank in range(size)]
+        return templates, [_leaves(template) for template in templates]
+
+
+class _Gradient:
+    """A gradient among what a body returns."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _parts(value: Any) -> list[tf.Tensor]:
+    if isinstance(value, _Gradient):
+        return _parts(value.value)
+    if isinstance(value, tf.IndexedSlices):
+        return [each for each in (value.values, value.indices, value.dense_shape) if each is not None]
+    return [value] if isinstance(value, tf.Tensor) else []
+
+
+def _leaves(value: Any) -> list[tf.Tensor]:
+    if isinstance(value, dict):
+        return [each for item in value.values() for each in _leaves(item)]
+    if isinstance(value, tuple | list):
+        return [each for item in value for each in _leaves(item)]
+    return _parts(value)
+
+
+def _tensors(call: tuple[Any, Any]) -> list[tf.Tensor]:
+    args, kwargs = call
+    return [each for each in tf.nest.flatten((list(args), dict(kwargs))) if isinstance(each, tf.Tensor)]
+
+
+def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]]) -> Any:
+    """``template`` with what the microbatches have made."""
+    if isinstance(template, dict):
+        return {key: _filled(item, results) for key, item in template.items()}
+    if isinstance(template, tuple) and hasattr(template, "_fields"):
+        return type(template)(*(_filled(item, results) for item in template))
+    if isinstance(template, tuple | list):
+        return type(template)(_filled(item, results) for item in template)
+    if not _parts(template):
+        return template
+    reduce = None
+    if isinstance(template, _Gradient):
+        template = template.value
+        if state.cfg.ddp and state.groups.data is not None:
+            reduce = gradients.mean_over_replicas
+
+    def one(values: Mapping[str, tf.Tensor]) -> Any:
+        if isinstance(template, tf.IndexedSlices):
+            shape = template.dense_shape
+            return tf.IndexedSlices(
+                values[template.values.name],
+                values[template.indices.name],
+                None if shape is None else values[shape.name],
+            )
+        return values[template.name]
+
+    return StepOutput([one(values) for values in results], reduce)
+
+
+def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> None:
+    """Refuses a step whose results do not come from the model."""
+    pending = [tensor.op for tensors in wanted for tensor in tensors]
+    seen: set[str] = set()
+    while pending:
+        op = pending.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        label = traced.labels[op.name]
+        if label.inside or label.output:
+            return
+        pending += [tensor.op for tensor in op.inputs]
+    raise SMPUsageError("what a `smp.step` function returns must depend on the result of its `smp.DistributedModel`")
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a function one that runs over microbatches and partitions: ``@smp.step`` or ``@smp.step(..)``.
+
+    It is a ``tf.function``, traced as one and callable from eager code and from other ``tf.function``. Inside, the model is
+    called, and gradients are computed by ``optimizer.get_gradients``, ``optimizer.compute_gradients``, ``tf.gradients`` or
+    a ``tf.GradientTape``. Tensors that it returns become :class:`StepOutput` on every rank. A list or tuple with a
+    gradient for each of ``model.trainable_variables`` becomes one with those of this rank's variables.
+
+    Args:
+        function: The body.
+        non_split_inputs: Names of parameters that are not split, which tensors without a batch axis need.
+        input_split_axes: The batch's axis, by name of the parameter; 0 for others.
+        **options: Arguments of ``tf.function``.
+    """
+
+    def decorate(body: Callable[..., Any]) -> StepFunction:
+        return StepFunction(body, non_split_inputs, input_split_axes or {}, options)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,208 @@
+"""The body of a step as one graph: every operation of one microbatch, and where the script or a layer made it.
+
+Every rank traces the whole body, the layers of all partitions and the gradients included, into a graph that is never
+run. Nothing is computed for it, and shapes and gradients are TensorFlow's own. What is run is cut out of it
+(``layout.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import backprop
+from tensorflow.python.framework import func_graph as func_graph_lib
+
+from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
+from smdistributed.modelparallel.tensorflow.state import state
+
+
+@dataclass(frozen=True)
+class Label:
+    """Where an operation was made.
+
+    Attributes:
+        inside: Whether in a call of the model.
+        unit: The layer, by its number among those that were called: the outermost one that is no model.
+        call: The number of that layer's call.
+        partition: That of the innermost ``smp.partition``.
+        output: Whether it hands out what the model returns.
+    """
+
+    inside: bool = False
+    unit: int | None = None
+    call: int = -1
+    partition: int | None = None
+    output: bool = False
+
+
+class TraceGraph(func_graph_lib.FuncGraph):
+    """Notes the label of each operation."""
+
+    def __init__(self, name: str, trace: Trace) -> None:
+        super().__init__(name)
+        self._trace = trace
+
+    def _create_op_internal(self, *args: Any, **kwargs: Any) -> tf.Operation:
+        op = super()._create_op_internal(*args, **kwargs)
+        self._trace.note(op)
+        return op
+
+
+class Trace:
+    """What is known of a body.
+
+    Attributes:
+        graph: The operations.
+        labels: Of each, by name.
+        units: The layers that were called, in the order of their first calls, with their paths.
+        inputs: Placeholders of the body's arguments.
+        returned: What the body returned.
+    """
+
+    def __init__(self) -> None:
+        self.graph = TraceGraph("smp_body", self)
+        self.labels: dict[str, Label] = {}
+        self.units: list[Any] = []
+        self.paths: list[str] = []
+        self.returned: Any = None
+        self.inputs: list[tf.Tensor] = []
+        self.called = False
+        self._numbers: dict[int, int] = {}
+        self._label = Label()
+        self._models: list[Any] = []
+        self._calls = 0
+
+    def note(self, op: tf.Operation) -> None:
+        """An operation has been made."""
+        self.labels[op.name] = self._label
+
+    def is_current(self) -> bool:
+        """Whether operations are made for this graph now, at least for a branch or a loop of it."""
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if graph is self.graph:
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
+
+    @contextmanager
+    def _labelled(self, label: Label) -> Iterator[None]:
+        before, self._label = self._label, label
+        try:
+            yield
+        finally:
+            self._label = before
+
+    def in_model(self) -> Any:
+        """The call of the model."""
+        if self._label.inside:
+            raise SMPUsageError("the `smp.DistributedModel` was called inside of its own call")
+        self.called = True
+        return self._labelled(Label(inside=True))
+
+    def out_of_model(self) -> Any:
+        """Where the model's results are handed out."""
+        return self._labelled(Label(output=True))
+
+    @contextmanager
+    def in_layer(self, layer: Any, is_model: bool) -> Iterator[None]:
+        """The call of a layer."""
+        label = self._label
+        if not label.inside or label.unit is not None:
+            yield
+            return
+        if is_model:
+            self._models.append(layer)
+            try:
+                yield
+            finally:
+                self._models.pop()
+            return
+        number = self._numbers.get(id(layer))
+        if number is None:
+            number = self._numbers[id(layer)] = len(self.units)
+            self.units.append(layer)
+            self.paths.append("/".join([*(each.name for each in self._models[1:]), layer.name]))
+        self._calls += 1
+        with self._labelled(Label(True, number, self._calls, label.partition)):
+            yield
+
+    @contextmanager
+    def in_partition(self, index: int) -> Iterator[None]:
+        """Inside of ``smp.partition``."""
+        label = self._label
+        if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
+            raise SMPPartitionError(
+                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the context goes "
+                "around it"
+            )
+        with self._labelled(Label(label.inside, label.unit, label.call, index)):
+            yield
+
+
+def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Trace, list[tf.Tensor]]:
+    """Traces ``body``.
+
+    Args:
+        body: Converted by AutoGraph already, if it is to be.
+        args, kwargs: Those of one microbatch.
+
+    Returns:
+        The trace, and the tensors of ``args`` and ``kwargs`` that the inputs of its graph stand for, in their order.
+    """
+    found = Trace()
+    before, state.trace = state.trace, found
+    given: list[tf.Tensor] = []
+    try:
+        with found.graph.as_default():
+
+            def placeholder(value: Any) -> Any:
+                if not isinstance(value, tf.Tensor):
+                    return value
+                given.append(value)
+                inside = tf.compat.v1.placeholder(value.dtype, value.shape)
+                if hasattr(value, "_keras_mask"):
+                    inside._keras_mask = value._keras_mask
+                return inside
+
+            placed_args, placed_kwargs = tf.nest.map_structure(placeholder, (list(args), dict(kwargs)))
+            found.inputs = [op.outputs[0] for op in found.graph.get_operations() if op.type == "Placeholder"]
+            with _tapes_remember():
+                found.returned = body(*placed_args, **placed_kwargs)
+            found.returned = tf.nest.map_structure(_as_tensor, found.returned)
+    finally:
+        state.trace = before
+    return found, given
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, tf.Variable) or type(value).__name__ == "KerasVariable" or hasattr(value, "assign"):
+        return tf.convert_to_tensor(value)
+    return value
+
+
+@contextmanager
+def _tapes_remember() -> Iterator[None]:
+    """Tapes inside tell which operation's gradient is being computed, as ``tf.gradients`` does by itself."""
+    plain = backprop._gradient_function
+
+    @functools.wraps(plain)
+    def remembering(op_name: Any, attrs: Any, count: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        # What a gradient does not need is left out.
+        known = [each for each in outputs or () if isinstance(each, tf.Tensor) and hasattr(each, "graph")]
+        if isinstance(graph, TraceGraph) and known and known[0].graph is graph:
+            with graph._original_op(known[0].op):
+                return plain(op_name, attrs, count, inputs, outputs, *rest)
+        return plain(op_name, attrs, count, inputs, outputs, *rest)
+
+    backprop.pywrap_tfe.TFE_Py_RegisterGradientFunction(remembering)
+    try:
+        yield
+    finally:
+        backprop.pywrap_tfe.TFE_Py_RegisterGradientFunction(plain)

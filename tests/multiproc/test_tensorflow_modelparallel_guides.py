@@ -1,0 +1,192 @@
+"""The TensorFlow scripts of the original's guide to model parallelism run as they stand, and learn as one process does.
+
+The guide leaves out the layers and what `call` does with them. The test puts them in and changes nothing else; MNIST is
+scikit-learn's digits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import missing, run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"),
+    pytest.mark.timeout(200),
+]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_ENV["CUDA_VISIBLE_DEVICES"] = ""
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+EPOCHS = 5
+MICROBATCHES = 4
+
+LAYERS = """
+        self.layer0, self.layer1 = layers()
+"""
+CALL = """
+        return self.layer1(self.layer0(x))
+"""
+
+
+def digits():
+    """In the form of MNIST."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images * (255 / 16)).astype("float32").reshape(-1, 8, 8)
+    return (images[:1536], labels[:1536].astype("int64")), (images[1536:], labels[1536:].astype("int64"))
+
+
+def layers():
+    """Two halves with the same weights on every rank, as in one process."""
+    import tensorflow as tf
+
+    keras = tf.keras
+
+    def start(seed):
+        return keras.initializers.GlorotUniform(seed=seed)
+
+    first = [
+        keras.layers.Conv2D(8, 3, activation="relu", kernel_initializer=start(1)),
+        keras.layers.Flatten(),
+    ]
+    second = [
+        keras.layers.Dense(64, activation="relu", kernel_initializer=start(2)),
+        keras.layers.Dense(10, kernel_initializer=start(3)),
+    ]
+    return keras.Sequential(first), keras.Sequential(second)
+
+
+def filled(name, text):
+    """The script with its gaps closed."""
+    if name == "manual":
+        # Keras wants the base's constructor first; the guide's script leaves that to the gap.
+        gap = "         # define layers\n"
+        assert gap in text
+        return text.replace(gap, "         super().__init__()\n         self.layer0, self.layer1 = layers()\n")
+    text, first = re.subn(r"^ +# defin\w* layers\n", LAYERS.lstrip("\n"), text, flags=re.MULTILINE)
+    text, second = re.subn(r"^ +# define forward pass .*\n", CALL.lstrip("\n"), text, flags=re.MULTILINE)
+    assert (first, second) == (1, 1)
+    return text
+
+
+def expected(replicas):
+    """The losses at the end of each epoch of plain TensorFlow in one process, for each replica's batches."""
+    import tensorflow as tf
+
+    (images, labels), _ = digits()
+    images = (images / 255.0)[..., None]
+    whole = tf.data.Dataset.from_tensor_slices((images, labels))
+    datasets = [whole.shuffle(10000, seed=seed).batch(256, drop_remainder=True) for seed in range(replicas)]
+    model = tf.keras.Sequential(layers())
+    loss_object = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = tf.keras.optimizers.Adam()
+
+    @tf.function
+    def step(batches):
+        losses, total = [], None
+        for batch_images, batch_labels in batches:
+            with tf.GradientTape() as tape:
+                loss = loss_object(batch_labels, model(batch_images, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            losses.append(loss)
+            total = gradients if total is None else [one + other for one, other in zip(total, gradients, strict=True)]
+        mean = [gradient / replicas for gradient in total]
+        optimizer.apply_gradients(zip(mean, model.trainable_variables, strict=True))
+        return losses
+
+    ends = []
+    for _ in range(EPOCHS):
+        for batches in zip(*datasets, strict=True):
+            losses = step(batches)
+        ends.append([float(loss) for loss in losses])
+    return ends
+
+
+def guide(name, folder, replicas):
+    """Runs the script; returns the losses at the ends of its epochs, what it was, and what is expected."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    # A file, since TensorFlow reads the source of a tf.function.
+    script = Path(folder) / f"{name}.py"
+    tf.keras.datasets.mnist.load_data = lambda path: digits()
+    losses = []
+
+    def epochs(count):
+        assert count == EPOCHS
+        yield from (_note(epoch) for epoch in range(count))
+        losses.append(float(sys._getframe(1).f_globals["loss"]))
+
+    def _note(epoch):
+        if epoch:
+            losses.append(float(sys._getframe(3).f_globals["loss"]))
+        return epoch
+
+    given = {"layers": layers, "range": epochs}
+    script_globals = runpy.run_path(str(script), init_globals=given, run_name="__main__")
+    kind = script_globals["optimizer"].__module__.split(".")[0]
+    accuracy = float(script_globals["train_accuracy"].result())
+    variables = len(script_globals["model"].trainable_variables)
+    plain = expected(replicas) if smp.rank() == 0 else None
+    return losses, kind, accuracy, smp.dp_rank(), variables, plain
+
+
+#: Script, ranks, configuration, launcher and Keras.
+CASES = [
+    ("automatic", 2, {"partitions": 2}, "smdrun", "keras"),
+    ("manual", 2, {"partitions": 2, "auto_partition": False, "default_partition": 0}, "mpirun", "tf_keras"),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "parameters", "launcher", "keras"), CASES, ids=[case[0] for case in CASES])
+def test_the_guides_scripts(name, size, parameters, launcher, keras, tmp_path):
+    check(name, size, parameters, launcher, keras, tmp_path)
+
+
+def check(name, size, parameters, launcher, keras, folder):
+    """One script under one launcher."""
+    import numpy as np
+
+    if importlib.util.find_spec(keras) is None:
+        pytest.skip(f"{keras} is not installed")
+    if reason := missing(launcher):
+        pytest.skip(reason)
+    text = (GOLDENS / f"modelparallel_guide_tensorflow_{name}.py.txt").read_text()
+    (Path(folder) / f"{name}.py").write_text(filled(name, text))
+    env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
+    env["SM_HP_MP_PARAMETERS"] = json.dumps({"microbatches": MICROBATCHES, **parameters})
+    replicas = size // parameters["partitions"]
+    ranks = run_ranks(guide, size, name, str(folder), replicas, launcher=launcher, env=env, timeout=190)
+    plain = np.array(ranks[0][5])
+    assert plain[-1].mean() < plain[0].mean() - 0.3
+    for losses, kind, accuracy, dp_rank, _, _ in ranks:
+        assert kind == keras
+        assert accuracy > 0.5
+        np.testing.assert_allclose(losses, plain[:, dp_rank], rtol=0, atol=1e-4)
+    # Each partition has some of the six.
+    by_replica = [sum(rank[4] for rank in ranks if rank[3] == replica) for replica in range(replicas)]
+    assert by_replica == [6] * replicas
+    assert all(rank[4] > 0 for rank in ranks)
+
+
+def document():
+    """The guide itself, where it lies beside the checkout."""
+    return sorted((Path(__file__).parents[3] / "shared" / "seeds").glob("000_*.txt"))
+
+
+@pytest.mark.skipif(not document(), reason="the guide is not here")
+def test_the_scripts_are_those_of_the_guide():
+    blocks = re.findall(r"^```\n(.*?)^```", document()[0].read_text(), re.DOTALL | re.MULTILINE)
+    names = ("automatic", "hybrid", "manual")
+    assert blocks == [(GOLDENS / f"modelparallel_guide_tensorflow_{name}.py.txt").read_text() for name in names]
