@@ -5,14 +5,15 @@
 - EXE-2: gradients of a value are added up in the order of the stages that took it, whatever came first.
 - EXE-3: a tensor that a task changes in place is the stage's own: what came from elsewhere, or is needed elsewhere, is
   copied before.
+- EXE-4: parameters do not change during a step, so what autocast makes of them serves all microbatches of a program.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -98,8 +99,16 @@ class Executor:
                 leaves[value] = leaf
         env = dict(leaves)
         tasks = mb.recording.tasks
-        for task_number in stage.tasks:
-            self._run_task(tasks[task_number], env, stage, leaves)
+        with _Contexts() as contexts:
+            for task_number in stage.tasks:
+                task = tasks[task_number]
+                contexts.enter(task.context)
+                if task.simple is None:
+                    task.simple = Simple.of(task)
+                if task.simple is False:
+                    self._run_task(task, env, stage, leaves)
+                else:
+                    task.simple.run(task, env)
         # Of a stage that runs early, nobody knows yet what is needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if not stage.trains and not self._early:
@@ -138,29 +147,15 @@ class Executor:
             return tensor
 
         args, kwargs = structure.transform((task.args, task.kwargs), leaf)
-        with applied(task.context):
-            result = task.call(*args, **kwargs)
+        result = task.call(*args, **kwargs)
         if task.outcome is None:
             self.unknown = result
             return
         outputs = structure.tensors_of(result)
-        self._check(task, outputs)
+        _check(task, outputs)
         tensors = [*outputs, *(changes[place] for place in changed)]
         for value, tensor in zip(task.outputs, tensors, strict=True):
             env[value.index] = tensor
-
-    def _check(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
-        metas = task.outcome.metas
-        same = len(outputs) == len(metas) and all(
-            output.shape == meta.shape and output.dtype == meta.dtype
-            for output, meta in zip(outputs, metas, strict=True)
-        )
-        if not same:
-            found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
-            raise SMPError(
-                f"{task} came out as ({found}): what a module on one partition returns may depend on the shapes and the "
-                "types of its arguments, and on nothing else"
-            )
 
     def backward(self, mb: Microbatch, number: int) -> None:
         """The backward of a stage: its parameters' gradients are added up, its leaves' are ready to go."""
@@ -299,6 +294,15 @@ class Executor:
         done: Callable[[int], None],
     ) -> None:
         """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
+        with _casts_are_kept():
+            self._run(program, microbatches, done)
+
+    def _run(
+        self,
+        program: Sequence[tuple[str, int, int, int | None]],
+        microbatches: Sequence[Microbatch],
+        done: Callable[[int], None],
+    ) -> None:
         receives = deque(
             (place, action)
             for place, action in enumerate(program)
@@ -345,20 +349,92 @@ class Executor:
         return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
 
 
-@contextlib.contextmanager
-def _entered(context: Context) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(context.grad))
+def _check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
+    metas = task.outcome.metas
+    same = len(outputs) == len(metas) and all(
+        output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
+    )
+    if not same:
+        found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
+        raise SMPError(
+            f"{task} came out as ({found}): what a module on one partition returns may depend on the shapes and the "
+            "types of its arguments, and on nothing else"
+        )
+
+
+class Simple:
+    """How a task is run whose arguments are values and constants side by side, which changes nothing in place and whose
+    result is one tensor: most are such."""
+
+    __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
+
+    def __init__(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = list(args), dict(kwargs)
+        self._placed = [(place, item.index) for place, item in enumerate(args) if type(item) is Value]
+        self._named = [(name, item.index) for name, item in kwargs.items() if type(item) is Value]
+        self._output = task.outputs[0].index
+
+    @classmethod
+    def of(cls, task: Task) -> Simple | Literal[False]:
+        """``False`` if the task is none of those."""
+        outcome = task.outcome
+        kwargs = task.kwargs or {}
+        items = [*task.args, *kwargs.values()]
+        flat = all(type(item) in structure.ATOMS or (type(item) is Value and item.parameter is None) for item in items)
+        if not flat or outcome is None or outcome.mutated or type(outcome.template) is not structure.Slot:
+            return False
+        return cls(task, task.args, kwargs)
+
+    def run(self, task: Task, env: dict[int, torch.Tensor]) -> None:
+        """Adds its result to ``env``."""
+        args, kwargs = self._args.copy(), self._kwargs
+        for place, index in self._placed:
+            args[place] = env[index]
+        if self._named:
+            kwargs = kwargs | {name: env[index] for name, index in self._named}
+        result = task.call(*args, **kwargs)
+        meta = task.outcome.metas[0]
+        if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
+            _check(task, structure.tensors_of(result))
+        env[self._output] = result
+
+
+class _Contexts:
+    """PyTorch's state as it was when the body called a task; what is the same for the next task stays."""
+
+    def __init__(self) -> None:
+        self._stack: contextlib.ExitStack | None = None
+        self._entered: Context | None = None
+
+    def __enter__(self) -> _Contexts:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        if self._stack is not None:
+            self._stack.close()
+
+    def enter(self, context: Context) -> None:
+        """From now on, this one."""
+        entered = self._entered
+        if entered is context or (entered is not None and entered.same(context)):
+            return
+        if self._stack is not None:
+            self._stack.close()
+        self._entered, self._stack = context, contextlib.ExitStack()
+        if context.grad is not torch.is_grad_enabled():
+            self._stack.enter_context(torch.set_grad_enabled(context.grad))
         for device, enabled, dtype, cache in context.autocast:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            # What was cast without gradients must not serve where they are wanted.
+            cache = cache and context.grad
+            self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+
+
+@contextlib.contextmanager
+def _casts_are_kept() -> Iterator[None]:
+    """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
+    torch.autocast_increment_nesting()
+    try:
         yield
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def applied(context: Context) -> Any:
-    """PyTorch's state as it was when the body called a task."""
-    if not context.autocast and context.grad == torch.is_grad_enabled():
-        return _NOTHING
-    return _entered(context)
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

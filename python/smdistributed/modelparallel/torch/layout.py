@@ -119,6 +119,13 @@ class Layout:
             )
             stage.trains = reached or bool(stage.seeds)
 
+    def edges(self, stages: Iterable[int]) -> list[tuple[int, int]]:
+        """Ranks between which the inputs of these stages go: the maker's and the taker's."""
+        pairs = (
+            (self.stages[maker].rank, self.stages[taker].rank) for taker in stages for maker in self.stages[taker].takes
+        )
+        return sorted(set(pairs))
+
     def gradients(self, maker: int, taker: int) -> list[int]:
         """Values of an edge whose gradients come back."""
         if not self.stages[taker].trains:

@@ -110,9 +110,10 @@ class DistributedModel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._scale = 1.0
         self._has_backward = False
-        self._randomness: torch.Tensor | None = None
-        #: This rank's own state of random numbers, while that of the body is in force.
-        self._own_randomness: torch.Tensor | None = None
+        #: States of the generators of this process and its device, for what the body itself draws.
+        self._randomness: list[torch.Tensor] | None = None
+        #: This rank's own, while those of the body are in force.
+        self._own_randomness: list[torch.Tensor] | None = None
         self._deferred: list[Callable[[], None]] = []
         reduces = cfg.ddp and state.groups.data is not None
         self._reducer = (
@@ -196,10 +197,7 @@ class DistributedModel(nn.Module):
             with errors.translated(CLASSES):
                 materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
         if groups.pipe is not None:
-            pipeline = Pipeline(self.module, placement, groups, cfg.pipeline, cfg.active_microbatches)
-            with errors.translated(CLASSES):
-                pipeline.transfers.prepare(device)
-            self.pipeline = pipeline
+            self.pipeline = Pipeline(self.module, placement, groups, cfg.pipeline, cfg.active_microbatches, device)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
 
@@ -308,19 +306,20 @@ class DistributedModel(nn.Module):
     def glue_randomness(self) -> Iterator[None]:
         """Random numbers that the body draws outside of modules: the same on all ranks, which draw different numbers
         inside of their modules."""
-        self._own_randomness = torch.get_rng_state()
+        self._own_randomness = _random_states()
         if self._randomness is None:
             seed = torch.randint(1 << 62, ())
             assert state.groups.pipe is not None
             dist.broadcast(seed, state.groups.members["pp"][0], state.groups.pipe)
-            generator = torch.Generator().manual_seed(int(seed))
-            self._randomness = generator.get_state()
-        torch.set_rng_state(self._randomness)
+            self._randomness = [
+                torch.Generator(each.device).manual_seed(int(seed)).get_state() for each in _generators()
+            ]
+        _set_random_states(self._randomness)
         try:
             yield
         finally:
-            self._randomness = torch.get_rng_state()
-            torch.set_rng_state(self._own_randomness)
+            self._randomness = _random_states()
+            _set_random_states(self._own_randomness)
             self._own_randomness = None
 
     @contextlib.contextmanager
@@ -329,13 +328,13 @@ class DistributedModel(nn.Module):
         if self._own_randomness is None:
             yield
             return
-        shared = torch.get_rng_state()
-        torch.set_rng_state(self._own_randomness)
+        shared = _random_states()
+        _set_random_states(self._own_randomness)
         try:
             yield
         finally:
-            self._own_randomness = torch.get_rng_state()
-            torch.set_rng_state(shared)
+            self._own_randomness = _random_states()
+            _set_random_states(shared)
 
     # What is here.
 
@@ -476,6 +475,24 @@ def current_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _generators() -> list[torch.Generator]:
+    """Where random numbers come from: that of CPUs, and that of this rank's device."""
+    device = current_device()
+    if device.type == "cuda":
+        torch.cuda.init()
+        return [torch.default_generator, torch.cuda.default_generators[device.index]]
+    return [torch.default_generator]
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators()]
+
+
+def _set_random_states(states: Sequence[torch.Tensor]) -> None:
+    for generator, before in zip(_generators(), states, strict=True):
+        generator.set_state(before)
 
 
 def _nearest(path: str, manual: dict[str, int]) -> int | None:

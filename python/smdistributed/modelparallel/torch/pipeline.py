@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.recording import Recording, Task, Value, active, digest_of
+from smdistributed.modelparallel.torch.replay import Call
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.transfers import Transfers
 
@@ -36,13 +38,15 @@ class Pipeline:
         version: Changes whenever some parameter begins or ceases to require a gradient.
     """
 
-    def __init__(self, root: nn.Module, placement: Placement, groups: Groups, schedule: str, active: int) -> None:
+    def __init__(
+        self, root: nn.Module, placement: Placement, groups: Groups, schedule: str, active: int, device: torch.device
+    ) -> None:
         assert groups.pipe is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._active = schedule, active
         self.outcomes = Outcomes()
-        self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank)
+        self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
@@ -52,6 +56,9 @@ class Pipeline:
         for module in root.modules():
             kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
             self.callers.update(kind for kind in kinds if "__call__" in vars(kind))
+        #: Calls of the last microbatch of each step function.
+        self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
+        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, Meta]] = []
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._layouts: dict[Any, Layout] = {}
@@ -61,11 +68,17 @@ class Pipeline:
 
     def refresh(self) -> None:
         """Looks at the parameters as they are now; before each step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._seen and all(_is_as_it_was(*each) for each in self._seen):
+                return
         located: dict[int, Value] = {}
         flags = []
+        self._seen.clear()
+        self.calls.clear()
         for path, module in self.root.named_modules():
             rank = self.placement.of(module)
-            for _, name, tensor in own_tensors(module):
+            for table, name, tensor in own_tensors(module):
+                self._seen.append((table, name, tensor, Meta.of(tensor)))
                 full = f"{path}.{name}" if path else name
                 flags.append(tensor.requires_grad)
                 value = located.get(id(tensor))
@@ -158,7 +171,9 @@ class Pipeline:
         recording = mb.recording
         layout = mb.layout
         executor = self.executor(1.0, early=True)
-        for number in layout.extend(recording.tasks, recording.done, early=True):
+        new = layout.extend(recording.tasks, recording.done, early=True)
+        self.transfers.open(layout.edges(new))
+        for number in new:
             stage = layout.stages[number]
             for maker in stage.takes:
                 if layout.stages[maker].rank == stage.rank:
@@ -266,6 +281,8 @@ class Pipeline:
             with errors.translated(CLASSES):
                 program = _core.plan_pipeline(self.rank, self.size, len(part), rows, schedule, self._active)
             self._plans[key] = program
+            layout = part[0].layout
+            self.transfers.open(layout.edges(range(len(layout.stages))))
         return program
 
     def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
@@ -294,6 +311,15 @@ class Pipeline:
                     tensor = microbatches[place].results[index]
                 results[place][index] = tensor
         return results
+
+
+def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: Meta) -> bool:
+    return (
+        table.get(name) is tensor
+        and tensor.requires_grad is meta.requires_grad
+        and tensor.dtype is meta.dtype
+        and tensor.shape == meta.shape
+    )
 
 
 @contextlib.contextmanager

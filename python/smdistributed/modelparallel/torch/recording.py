@@ -16,7 +16,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -26,9 +26,10 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.handle import METADATA, Handle, Meta
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
+from smdistributed.modelparallel.torch.replay import Call, Replay
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.executor import Microbatch
+    from smdistributed.modelparallel.torch.executor import Microbatch, Simple
     from smdistributed.modelparallel.torch.pipeline import Pipeline
 
 
@@ -77,6 +78,10 @@ class Context:
         """Equal for equal contexts."""
         return (self.grad, self.autocast)
 
+    def same(self, other: Context) -> bool:
+        """Whether a task cannot tell them apart."""
+        return self.grad is other.grad and self.autocast == other.autocast
+
 
 class Task:
     """What is to be computed on one partition.
@@ -95,7 +100,7 @@ class Task:
 
     __slots__ = (
         "args", "call", "context", "copies", "digest", "inputs", "kwargs", "level", "module", "mutated", "name",
-        "outcome", "outputs", "rank",
+        "outcome", "outputs", "rank", "simple",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -107,6 +112,8 @@ class Task:
         #: Places among all leaves of the tensors that are changed and need a copy of their own for that.
         self.copies: frozenset[int] = frozenset()
         self.outcome: Outcome | None = None
+        #: How the executor runs it, once it has looked.
+        self.simple: Simple | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
@@ -142,7 +149,7 @@ active = Active()
 class Recording(TorchFunctionMode):
     """The tasks of one microbatch; a context around the body."""
 
-    def __init__(self, pipeline: Pipeline, microbatch: int) -> None:
+    def __init__(self, pipeline: Pipeline, microbatch: int, before: list[Call] | None = None) -> None:
         super().__init__()
         self.pipeline, self.microbatch = pipeline, microbatch
         self.tasks: list[Task] = []
@@ -158,6 +165,9 @@ class Recording(TorchFunctionMode):
         self._kept: list[torch.Tensor] = []
         self._count = 0
         self._levels = 0
+        #: What was called, for the microbatches after this one.
+        self.calls: list[Call] = []
+        self._replay = Replay(before, self._located) if before else None
 
     def __enter__(self) -> Recording:
         active.recording = self
@@ -184,6 +194,12 @@ class Recording(TorchFunctionMode):
         return type(tensor) is Handle or id(tensor) in self._located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._replay is not None:
+            tensors: list[torch.Tensor] = []
+            call = self._replay.find(func, False, args, kwargs, tensors)
+            task = None if call is None else self._replay.task(call, Context.current(), args, kwargs)
+            if task is not None:
+                return self._again(call, task, tensors)
         encoder = _Encoder(self._located)
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
@@ -200,18 +216,47 @@ class Recording(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             name = f"{getattr(func.__self__, '__name__', '')}.{name}"
         task = Task(name, func, new_args, new_kwargs, encoder.inputs)
-        return self._add(task, encoder, func, None)
+        return self._new(Call(func, False, task, new_args, new_kwargs), task, encoder, func, None)
 
     def call_module(
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """A call of a module that is wholly on one partition; ``call`` is what is done there instead, if given."""
+        what = call or module
+        if self._replay is not None:
+            tensors: list[torch.Tensor] = []
+            known = self._replay.find(what, module.training, args, kwargs, tensors)
+            again = None if known is None else self._replay.task(known, Context.current(), args, kwargs)
+            if again is not None:
+                return self._again(known, again, tensors)
         encoder = _Encoder(self._located)
-        task = Task(
-            path or type(module).__name__, call or module, encoder.encode(args), encoder.encode(kwargs), encoder.inputs
-        )
+        task = Task(path or type(module).__name__, what, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
         task.module = module
-        return self._add(task, encoder, (id(module), module.training, self.pipeline.version), rank)
+        key = (id(module), module.training, self.pipeline.version)
+        return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
+
+    def _again(self, call: Call, task: Task, tensors: list[torch.Tensor]) -> Any:
+        """A call that the microbatch before has made (RPL-1)."""
+        assert self._replay is not None
+        self._replay.place += 1
+        self.calls.append(call)
+        if call.before:
+            self.tasks += call.before
+        self.tasks.append(task)
+        self.digest, self._levels, self._count = call.after
+        outcome = task.outcome
+        if type(outcome.template) is structure.Slot and not outcome.mutated:
+            return Handle(task.outputs[outcome.template.index])
+        return self._values(task, tensors)
+
+    def _new(self, call: Call, task: Task, encoder: _Encoder, key: Any, rank: int | None) -> Any:
+        """A call that the microbatch before has not made, nor any after it (RPL-2)."""
+        self._replay = None
+        first = len(self.tasks)
+        result = self._add(task, encoder, key, rank)
+        call.settle(task, self.tasks[first:-1], (self.digest, self._levels, self._count))
+        self.calls.append(call)
+        return result
 
     def _add(self, task: Task, encoder: _Encoder, what: Any, rank: int | None) -> Any:
         task.context = Context.current()
@@ -303,9 +348,14 @@ class Recording(TorchFunctionMode):
             inputs = tuple(value.parameter or value.index for value in task.inputs)
             task.digest = self.pipeline.digest(key, inputs)
             self.digest = _chain(self.digest, task.digest)
+        return self._values(task, encoder.tensors)
+
+    def _values(self, task: Task, tensors: list[torch.Tensor]) -> Any:
+        """What the body gets of a task that was called with these tensors."""
+        outcome = task.outcome
         for place, new in zip(outcome.mutated, task.outputs[len(outcome.metas) :], strict=True):
             # The tensor that the body holds is that value from now on.
-            tensor = encoder.tensors[place]
+            tensor = tensors[place]
             if type(tensor) is Handle:
                 tensor.value = new
             else:
@@ -313,7 +363,7 @@ class Recording(TorchFunctionMode):
                 self._located[id(tensor)] = new
         results = []
         for place, value in zip(outcome.aliases, task.outputs, strict=False):
-            results.append(encoder.tensors[place] if place is not None and place in outcome.mutated else Handle(value))
+            results.append(tensors[place] if place is not None and place in outcome.mutated else Handle(value))
         return structure.filled(outcome.template, results)
 
     # What the body asks for itself.
@@ -355,6 +405,7 @@ class Recording(TorchFunctionMode):
     def close_level(self) -> None:
         """Tasks from now on come after all so far."""
         self.done = len(self.tasks)
+        self._replay = None
         self.base_level = self._levels + 1
         self._levels = self.base_level
         # What follows makes stages of its own: plans, and the other replicas, must see that.

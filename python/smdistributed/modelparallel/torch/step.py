@@ -122,7 +122,7 @@ class StepFunction:
                 if not recordings:
                     pipeline.refresh()
                     calls_are_recorded.enter_context(intercepted(pipeline))
-                recording = model.recording = Recording(pipeline, len(recordings))
+                recording = model.recording = Recording(pipeline, len(recordings), pipeline.calls.get(self))
                 recordings.append(recording)
                 stack.callback(model.end_recording)
                 stack.enter_context(recording)
@@ -132,7 +132,10 @@ class StepFunction:
                 model.when_divided = begin
             else:
                 begin()
-            return self._function(*args, **kwargs)
+            output = self._function(*args, **kwargs)
+        if model.pipeline is not None and recordings:
+            model.pipeline.calls[self] = recordings[-1].calls if recordings[-1].begun is None else []
+        return output
 
 
 def _refuse_parameters(values: Sequence[Value]) -> None:

@@ -1,14 +1,14 @@
 """Tensors between the ranks of a pipeline.
 
 What is sent to whom in which order follows from the program, so a message has no header (PIPE-2). On devices, each
-direction of each pair of ranks is a communicator of its own: NCCL runs the operations of one in order, and two ranks that
-send to each other first would wait for each other.
+direction of each pair of ranks that needs one is a communicator of its own (a channel): NCCL runs the operations of one in
+order, and two ranks that send to each other first would wait for each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,19 +19,27 @@ from smdistributed.modelparallel.torch.handle import Meta
 class Transfers:
     """Sends and receives of one rank."""
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int) -> None:
-        self._group, self._members, self._place = group, list(members), place
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
+        self._group, self._members, self._place, self._device = group, list(members), place, device
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
-    def prepare(self, device: torch.device) -> None:
-        """Makes what transfers between devices need. Collective."""
-        if device.type != "cuda" or self._channels:
+    def open(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Makes the channels, both ways, of pairs of ranks between which tensors will go; all ranks of the pipeline call
+        it with the same pairs. A channel is used once here, since its two ranks wait for each other then, and in a
+        program somebody else might wait for one of them."""
+        if self._device.type != "cuda":
             return
-        for source in range(len(self._members)):
-            for target in range(len(self._members)):
-                if source != target and self._place in (source, target):
-                    self._channels[source, target] = dist.new_group([self._members[source], self._members[target]])
+        for source, target in sorted({(a, b) for a, b in edges if a != b} | {(b, a) for a, b in edges if a != b}):
+            if self._place not in (source, target) or (source, target) in self._channels:
+                continue
+            members = [self._members[source], self._members[target]]
+            channel = self._channels[source, target] = dist.new_group(members)
+            number = torch.zeros(1, device=self._device)
+            if self._place == source:
+                dist.send(number, members[1], channel)
+            else:
+                dist.recv(number, members[0], channel)
 
     def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
         return self._channels[source, target] if device.type == "cuda" else self._group

@@ -1,0 +1,85 @@
+"""A GPT of equal blocks, which can be cut between any two of them; its pieces are the same for every library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model."""
+
+    width: int = 2048
+    blocks: int = 32
+    heads: int = 16
+    vocabulary: int = 50_304
+    context: int = 1024
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Parameter(torch.zeros(shape.context, shape.width))
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        return self.tokens(tokens_BT) + self.positions[: tokens_BT.shape[1]]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x_BTC.shape
+        heads = self.attention(self.norm_1(x_BTC)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x_BTC = x_BTC + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x_BTC + self.down(functional.gelu(self.up(self.norm_2(x_BTC)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """A norm and the logits."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.width)
+        self.logits = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.norm(x_BTC))
+
+
+def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """The mean loss of predicting each next token."""
+    return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def build(shape: Shape, device: str | torch.device = "cpu") -> nn.Sequential:
+    """Embedding, blocks, head; parameters follow torch's seed."""
+    with torch.device(device):
+        model = nn.Sequential(Embedding(shape), *(Block(shape) for _ in range(shape.blocks)), Head(shape))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def chunk_of(place: int, shape: Shape, chunks: int) -> int:
+    """Which of ``chunks`` equal pieces the model's module at ``place`` belongs to."""
+    block = min(max(place - 1, 0), shape.blocks - 1)
+    return block * chunks // shape.blocks

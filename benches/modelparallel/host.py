@@ -1,0 +1,152 @@
+"""What a pipelined step costs the host beside the modules' own work, for each microbatch.
+
+    OMP_NUM_THREADS=1 smdrun -n 4 benches/modelparallel/host.py
+
+The model is a GPT of 32 blocks that compute next to nothing, called module by module, so that a microbatch records 36
+tasks on every rank. Times are medians over steps: of the body (*record*), of the comparison and the plan (*agree*), and of
+the rank's own part without the modules' forwards, autograd's backward and waits for other ranks (*execute*). Ranks
+need a core each. ``--profile`` also prints where the body's time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from blocks import Shape, build, chunk_of, loss_of
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch import executor, pipeline, transfers
+
+
+class Clock:
+    """Adds up the time of calls of some functions."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def around(self, owner: Any, name: str, key: str) -> None:
+        """From now on, ``owner.name`` counts for ``key``."""
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        """What there is; from now on, nothing."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    smp.init(
+        {
+            "partitions": int(os.environ["WORLD_SIZE"]),
+            "microbatches": arguments.microbatches,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    shape = Shape(width=8, blocks=arguments.blocks, heads=2, vocabulary=16, context=8)
+    model = build(shape)
+    for place, module in enumerate(model):
+        smp.set_partition(module, chunk_of(place, shape, smp.pp_size()))
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    spent = Clock()
+
+    @smp.step
+    def step(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(tokens), targets)
+        model.backward(loss)
+        return loss
+
+    body = step._function
+
+    def timed_body(*args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return body(*args)
+        finally:
+            spent.seconds["record"] = spent.seconds.get("record", 0.0) + time.perf_counter() - start
+
+    profile = cProfile.Profile()
+    tokens = torch.zeros(2 * arguments.microbatches, shape.context, dtype=torch.long)
+    figures: list[dict[str, float]] = []
+    for number in range(arguments.steps + 3):
+        if number == 3:
+            # The first steps divide the model and find out what comes out of its modules.
+            step._function = timed_body
+            spent.around(pipeline.Pipeline, "agree", "agree")
+            spent.around(executor.Executor, "run", "run")
+            spent.around(torch.autograd, "backward", "backward")
+            spent.around(transfers.Arriving, "here", "wait")
+            spent.around(pipeline.Pipeline, "refresh", "refresh")
+            _count_modules(model.module, spent)
+        if number >= 3 and arguments.profile:
+            profile.enable()
+        optimizer.zero_grad()
+        step(model, tokens, tokens)
+        profile.disable()
+        if number >= 3:
+            figures.append(spent.take())
+    report(figures, arguments, profile)
+
+
+def _count_modules(model: torch.nn.Module, spent: Clock) -> None:
+    for child in model:
+        if not any(type(p).__name__ == "Absent" for p in child.parameters()):
+            original: Callable[..., Any] = child.forward
+
+            def timed(*args: Any, original: Callable[..., Any] = original) -> Any:
+                start = time.perf_counter()
+                try:
+                    return original(*args)
+                finally:
+                    spent.seconds["forward"] = spent.seconds.get("forward", 0.0) + time.perf_counter() - start
+
+            child.forward = timed
+
+
+def report(figures: list[dict[str, float]], arguments: argparse.Namespace, profile: cProfile.Profile) -> None:
+    """Prints the table of all ranks, by the first."""
+    medians = {}
+    for key in ("record", "refresh", "agree", "run", "wait", "forward", "backward"):
+        medians[key] = 1e3 * statistics.median(each.get(key, 0.0) for each in figures) / arguments.microbatches
+    medians["execute"] = medians["run"] - medians["forward"] - medians["backward"] - medians["wait"]
+    rows = smp.allgather(medians, smp.WORLD)
+    if smp.rank() == 0:
+        tasks = arguments.blocks + 4
+        print(f"milliseconds for each of {arguments.microbatches} microbatches, {tasks} tasks")
+        print("rank  record  refresh   agree  execute  (modules' forward, backward; waits)")
+        for rank, row in enumerate(rows):
+            print(
+                f"{rank:4}  {row['record']:6.3f}  {row['refresh']:7.3f}  {row['agree']:6.3f}  {row['execute']:7.3f}  "
+                f"({row['forward']:.3f}, {row['backward']:.3f}; {row['wait']:.3f})"
+            )
+        if arguments.profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+
+
+if __name__ == "__main__":
+    main()

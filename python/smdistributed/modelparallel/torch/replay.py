@@ -1,0 +1,153 @@
+"""Microbatches that do what one before them did: they take its tasks over, instead of recording them again.
+
+- RPL-1: a call is taken over if the same is called, with the same values at the same places, in the same context. The
+  numbers of replicated tensors are no part of that: a task that has some gets those of its own microbatch.
+- RPL-2: so were all calls before it, so that values are the same objects. From the first other call on, a microbatch
+  is recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.handle import Handle, Meta
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.recording import Context, Task, Value
+
+
+class Replicated:
+    """The place of a replicated tensor in what a call was called with."""
+
+    _smp_leaf = True
+    __slots__ = ("meta",)
+
+    def __init__(self, meta: Meta) -> None:
+        self.meta = meta
+
+
+class Call:
+    """What one call of the body left.
+
+    Attributes:
+        what: What was called; of a module, also whether it was training.
+        args, kwargs: With values and :class:`Replicated` instead of tensors.
+        task: Its task, without replicated tensors.
+        before: Tasks in front of it that it brought along.
+        after: Of the recording, what its digest, its levels and its number of values were then.
+        plain: Whether there are no replicated tensors.
+    """
+
+    __slots__ = ("after", "args", "before", "kwargs", "plain", "task", "training", "what")
+
+    def __init__(self, what: Any, training: bool, task: Task, args: Any, kwargs: Any) -> None:
+        self.what, self.training = what, training
+        self.plain = True
+
+        def leaf(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                self.plain = False
+                return Replicated(Meta.of(item))
+            return item
+
+        self.args, self.kwargs = structure.transform(args, leaf), structure.transform(kwargs, leaf)
+        self.task = task
+        self.before: list[Task] = []
+        self.after: tuple[int, int, int] = (0, 0, 0)
+
+    def settle(self, task: Task, before: list[Task], after: tuple[int, int, int]) -> None:
+        """Takes note of what became of it."""
+        self.before, self.after = before, after
+        if not self.plain:
+            # The numbers of this microbatch are not kept for the next one.
+            self.task = copy.copy(task)
+            self.task.args, self.task.kwargs = self.args, self.kwargs
+
+
+class Replay:
+    """The calls of a microbatch before, as far as they are made again.
+
+    Args:
+        calls: They.
+        located: Values of parameters and buffers, by the identity of what stands for them.
+    """
+
+    __slots__ = ("_calls", "_located", "place")
+
+    def __init__(self, calls: list[Call], located: Mapping[int, Value]) -> None:
+        self._calls, self._located, self.place = calls, located, 0
+
+    def find(self, what: Any, training: bool, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call | None:
+        """The next call, if it was this one; then ``tensors`` gets those that it is called with."""
+        if self.place >= len(self._calls):
+            return None
+        call = self._calls[self.place]
+        if call.what is not what and not _same_partial(call.what, what):
+            return None
+        if call.training is not training or not self._same(call.args, args, tensors):
+            return None
+        if (call.kwargs or kwargs) and not self._same(call.kwargs, kwargs, tensors):
+            return None
+        return call
+
+    def _same(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
+        kind = type(value)
+        if kind is Handle:
+            tensors.append(value)
+            return value.value is known
+        if kind is tuple or kind is list:
+            return (
+                type(known) is kind
+                and len(known) == len(value)
+                and all(self._same(a, b, tensors) for a, b in zip(known, value, strict=True))
+            )
+        if kind is dict:
+            return (
+                type(known) is kind
+                and list(known) == list(value)
+                and all(self._same(a, b, tensors) for a, b in zip(known.values(), value.values(), strict=True))
+            )
+        if kind in structure.ATOMS:
+            # Of numbers that are equal, 0.0 and -0.0 are not the same.
+            return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            located = self._located.get(id(value))
+            if located is not None:
+                return located is known
+            return type(known) is Replicated and value.layout == torch.strided and known.meta == Meta.of(value)
+        return known is value and callable(value)
+
+    def task(self, call: Call, context: Context, args: Any, kwargs: Any) -> Task | None:
+        """The task of a call that :meth:`find` has found, for this microbatch; ``None`` if it must be recorded."""
+        known = call.task
+        if not known.context.same(context):
+            return None
+        if call.plain:
+            return known
+        if call.before:
+            return None
+        task = copy.copy(known)
+        task.args, task.kwargs = structure.transform((args, kwargs or {}), self._leaf)
+        return task
+
+    def _leaf(self, tensor: Any) -> Any:
+        return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
+
+
+def _same_partial(known: Any, what: Any) -> bool:
+    """Whether two functions are the same with the same arguments, as checkpointed modules are."""
+    return (
+        type(known) is functools.partial
+        and type(what) is functools.partial
+        and known.func is what.func
+        and len(known.args) == len(what.args)
+        and all(a is b for a, b in zip(known.args, what.args, strict=True))
+        and known.keywords == what.keywords
+    )
