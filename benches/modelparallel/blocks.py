@@ -28,6 +28,10 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Parameter(torch.zeros(shape.context, shape.width))
 
+    def reset_parameters(self) -> None:
+        """What the positions start with."""
+        nn.init.zeros_(self.positions)
+
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         return self.tokens(tokens_BT) + self.positions[: tokens_BT.shape[1]]
 

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.recording import Context, Recording, Task
 from smdistributed.modelparallel.torch.split_backward import WeightPart, run_input_part
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
 
-#: Receives that wait for their messages ahead of the program.
+#: Receives on CPUs that wait for their messages ahead of the program.
 _AHEAD = 4
 
 
@@ -308,10 +308,11 @@ class Executor:
             for place, action in enumerate(program)
             if action[0] in ("RF", "RB") and self._real(action, microbatches)
         )
+        ahead = self._transfers.ahead(_AHEAD)
         waiting: deque[tuple[int, Callable[[], None]]] = deque()
         last = len(microbatches) - 1
         for place, action in enumerate(program):
-            while receives and len(waiting) < _AHEAD:
+            while receives and (len(waiting) < ahead or receives[0][0] == place):
                 at, (kind, number, index, peer) = receives.popleft()
                 begin = self.receive_forward if kind == "RF" else self.receive_backward
                 assert peer is not None

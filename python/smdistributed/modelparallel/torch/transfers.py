@@ -41,6 +41,12 @@ class Transfers:
             else:
                 dist.recv(number, members[0], channel)
 
+    def ahead(self, messages: int) -> int:
+        """How many receives may be begun before their places in the program: on devices none. A receive there is a kernel
+        that runs until its message comes, and what is launched for the first time may have to wait for such kernels,
+        while the message waits for what is launched."""
+        return 0 if self._device.type == "cuda" else messages
+
     def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
         return self._channels[source, target] if device.type == "cuda" else self._group
 

@@ -1,0 +1,308 @@
+"""Tokens per second of pipelines, beside those of torch.distributed.pipelining on the same model.
+
+    smdrun -n 4 benches/modelparallel/pipelining.py --microbatch 2
+
+One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
+machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
+lets both libraries cast a weight once a step. Equal blocks go to each piece (``even``), or as `auto_partition` finds it (``auto``).
+
+``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from blocks import Shape, build, chunk_of, loss_of
+from torch import nn
+from torch.distributed import pipelining
+
+import smdistributed.modelparallel.torch as smp
+
+#: Pipelines of ours: the schedule, pieces for each rank (0: `auto_partition` decides).
+OURS = {
+    "ours 1F1B": ("interleaved", 1),
+    "ours GPipe": ("simple", 1),
+    "ours ZB": ("zero_bubble", 1),
+    "ours 1F1B x2": ("interleaved", 2),
+    "ours 1F1B auto": ("interleaved", 0),
+    "ours ZB auto": ("zero_bubble", 0),
+}
+#: Theirs: the schedule, pieces for each rank.
+THEIRS = {
+    "torch 1F1B": (pipelining.Schedule1F1B, 1),
+    "torch GPipe": (pipelining.ScheduleGPipe, 1),
+    "torch 1F1B x2": (pipelining.ScheduleInterleaved1F1B, 2),
+    "torch ZB x2": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    "torch ZBV": (pipelining.ScheduleZBVZeroBubble, 2),
+    # With the blocks as our `auto_partition` cuts them.
+    "torch 1F1B auto": (pipelining.Schedule1F1B, 0),
+}
+
+
+@dataclass
+class Trained:
+    """A pipeline: what makes one step of it, the last loss, and the bytes that it keeps between steps."""
+
+    step: Callable[[torch.Tensor, torch.Tensor], Any]
+    optimizer: torch.optim.Optimizer
+    parameters: list[torch.Tensor]
+
+    def kept(self) -> int:
+        states = self.optimizer.state.values()
+        tensors = [item for state in states for item in state.values() if isinstance(item, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in [*self.parameters, *tensors])
+
+
+class Bench:
+    """The pipelines of this process."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device = torch.device(
+            arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None
+        )
+        self.shape = Shape(arguments.width, arguments.blocks, arguments.heads, arguments.vocabulary, arguments.sequence)
+        self.ranks = int(os.environ["WORLD_SIZE"])
+        self.contexts: dict[str, dict[str, Any]] = {}
+        self.cuts: list[int] = []
+
+    def ours(self, name: str) -> Trained:
+        """One of ours. A script has one configuration and one model; what `smp` knows of each is put aside here."""
+        schedule, pieces = OURS[name]
+        smp.state.__dict__ = {}
+        smp.state.__init__()
+        config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": schedule}
+        smp.init({**config, "auto_partition": not pieces, "default_partition": 0, "memory_weight": 0.0})
+        self.seed()
+        with smp.delay_param_initialization():
+            model = build_meta(self.shape)
+        for place, module in enumerate(model if pieces else ()):
+            smp.set_partition(module, chunk_of(place, self.shape, pieces * self.ranks) % self.ranks)
+        model = smp.DistributedModel(model)
+        trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
+
+        @smp.step
+        def step(model: Any, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = loss_of(model(tokens_BT), targets_BT)
+            model.backward(loss)
+            return loss
+
+        def train(tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
+            smp.state.__dict__ = self.contexts[name]
+            loss = step(model, tokens_BT, targets_BT)
+            if trained.optimizer is None:
+                self.fill(model.module)
+                trained.parameters = list(model.local_parameters())
+                trained.optimizer = self.adam(trained.parameters)
+                if not pieces:
+                    self.cuts = [model.partition_of(str(place)) for place in range(self.shape.blocks + 2)]
+            else:
+                trained.optimizer.step()
+            trained.optimizer.zero_grad()
+            return loss.reduce_mean()
+
+        trained.step = train
+        self.contexts[name] = smp.state.__dict__
+        return trained
+
+    def theirs(self, name: str) -> Trained:
+        """One of theirs."""
+        schedule, pieces = THEIRS[name]
+        rank, chunks = c10d.get_rank(), (pieces or 1) * self.ranks
+        if pieces == 0 and not self.cuts:
+            raise SystemExit(f"`{name}` needs a pipeline `auto` of ours before it")
+        chunk = [chunk_of(p, self.shape, chunks) for p in range(self.shape.blocks + 2)] if pieces else self.cuts
+        v_form = schedule is pipelining.ScheduleZBVZeroBubble
+        mine = [rank, 2 * self.ranks - 1 - rank] if v_form else list(range(rank, chunks, self.ranks))
+        whole = build_meta(self.shape)
+        modules = []
+        for index in mine:
+            module = nn.Sequential(*(each for each, at in zip(whole, chunk, strict=True) if at == index))
+            modules.append(module.to_empty(device=self.device))
+            self.fill(modules[-1])
+        rows, length = self.arguments.microbatch, self.shape.context
+        tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
+        between = torch.empty(rows, length, self.shape.width, device="meta")
+        logits = torch.empty(rows, length, self.shape.vocabulary, dtype=torch.bfloat16, device="meta")
+        stages = [
+            pipelining.PipelineStage(
+                module,
+                index,
+                chunks,
+                self.device,
+                input_args=tokens if index == 0 else between,
+                output_args=logits if index == chunks - 1 else between,
+            )
+            for index, module in zip(mine, modules, strict=True)
+        ]
+        options = {"n_microbatches": self.arguments.microbatches, "loss_fn": loss_of}
+        plan = schedule(stages[0] if len(stages) == 1 and pieces < 2 else stages, **options)
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        optimizer = self.adam(parameters)
+        first, last = 0 in mine, chunks - 1 in mine
+
+        def train(tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
+            losses: list[torch.Tensor] = []
+            with torch.autocast(self.device.type, torch.bfloat16):
+                plan.step(
+                    *([tokens_BT] if first else []),
+                    target=targets_BT if last else None,
+                    losses=losses if last else None,
+                    return_outputs=False,
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack(losses).detach().mean() if last else None
+
+        return Trained(train, optimizer, parameters)
+
+    def adam(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
+
+    def seed(self) -> None:
+        torch.manual_seed(0)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module) -> None:
+        """The same numbers for each kind of parameter, whoever holds it."""
+        for name, parameter in module.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                continue
+            if parameter.dim() > 1:
+                kind = name.partition(".")[2]
+                generator = torch.Generator(self.device).manual_seed(sum(map(ord, kind)))
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+
+    def barrier(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        c10d.barrier()
+
+
+def build_meta(shape: Shape) -> nn.Sequential:
+    """The model without numbers."""
+    return build(shape, "meta")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=[*OURS, *THEIRS], default=["ours 1F1B", "torch 1F1B"])
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatch", type=int, default=2, help="sequences in each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of each pipeline in a round, after one that does not count"
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    for name, value in (("width", 2048), ("blocks", 32), ("heads", 16), ("vocabulary", 50_304), ("sequence", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
+    rank, ranks = smp.rank(), smp.size()
+    # Torch's own group: `smdrun` gives no place to meet, so the ranks agree on one.
+    backend = "nccl" if arguments.device == "cuda" else "gloo"
+    port = smp.allgather(_free_port(), smp.WORLD)[0]
+    store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    c10d.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
+    bench = Bench(arguments)
+    rows = arguments.microbatches * arguments.microbatch
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT, targets_BT = (
+        torch.randint(arguments.vocabulary, (rows, arguments.sequence), generator=generator).to(bench.device)
+        for _ in range(2)
+    )
+    trained: dict[str, Trained] = {}
+    losses: dict[str, float] = {}
+    for name in arguments.modes:
+        start = time.perf_counter()
+        trained[name] = (bench.ours if name in OURS else bench.theirs)(name)
+        # In the first step of ours, parameters have no memory yet.
+        for _ in range(3 + (name in OURS)):
+            loss = trained[name].step(tokens_BT, targets_BT)
+        losses[name] = float(loss) if loss is not None else float("nan")
+        bench.barrier()
+        if rank == ranks - 1:
+            print(f"{name}: ready after {time.perf_counter() - start:.1f} s, loss {losses[name]:.5f}", flush=True)
+    gc.collect()
+    times: dict[str, list[float]] = {name: [] for name in trained}
+    peaks: dict[str, int] = dict.fromkeys(trained, 0)
+    for _ in range(arguments.rounds):
+        for name, each in trained.items():
+            others = sum(other.kept() for other in trained.values() if other is not each)
+            if bench.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            each.step(tokens_BT, targets_BT)
+            bench.barrier()
+            start = time.perf_counter()
+            for _ in range(arguments.steps):
+                each.step(tokens_BT, targets_BT)
+            bench.barrier()
+            times[name].append((time.perf_counter() - start) / arguments.steps)
+            if bench.device.type == "cuda":
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
+    every = [None] * ranks
+    c10d.all_gather_object(every, peaks)
+    if rank == 0:
+        tokens = rows * arguments.sequence
+        print(
+            f"{ranks} ranks, {arguments.microbatches} microbatches of {arguments.microbatch} x {arguments.sequence}, {arguments.rounds} rounds"
+        )
+        print("pipeline             tokens/s  (worst .. best round)     ms    memory of each rank, GiB")
+        for name, found in times.items():
+            rates = sorted(tokens / seconds for seconds in found)
+            memory = " ".join(f"{each[name] / 2**30:.2f}" for each in every)
+            middle = statistics.median(found)
+            print(
+                f"{name:18} {tokens / middle:10,.0f}  ({rates[0]:,.0f} .. {rates[-1]:,.0f})  {1e3 * middle:7.1f}  {memory}"
+            )
+        print("JSON", json.dumps(times))
+        if bench.cuts:
+            print("auto:", [bench.cuts.count(index) for index in range(ranks)], "modules on each rank")
+    if arguments.profile:
+        _profile(trained[arguments.profile], tokens_BT, targets_BT, rank)
+    bench.barrier()
+    c10d.destroy_process_group()
+
+
+def _profile(trained: Trained, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, rank: int) -> None:
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(5):
+        trained.step(tokens_BT, targets_BT)
+    profile.disable()
+    if rank == 0:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

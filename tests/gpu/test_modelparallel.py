@@ -1,0 +1,193 @@
+"""Pipelines on GPUs: gradients are those of one process, whatever the schedule and the number of replicas; random numbers of
+the body are shared; a rank that dies ends the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import run_ranks, start_ranks
+from support.devices import NUM_RANKS, needs_two
+from support.rank_main import announce
+
+pytestmark = [pytest.mark.timeout(280), needs_two]
+
+MODELS = ("mlp", "nested", "skip", "tied", "two_by_two", "dictionaries", "batch_norm", "in_place", "asking", "gpt2")
+#: Partitions, microbatches, schedule, several stages a rank; as many ranks as there are.
+ROWS = (
+    (2, 4, "interleaved", False),
+    (2, 4, "simple", False),
+    (2, 8, "zero_bubble", False),
+    (2, 8, "interleaved", True),
+    (4, 8, "interleaved", False),
+    (4, 8, "zero_bubble", False),
+)
+
+
+def _device():
+    import os
+
+    import torch
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _case(smp, torch, name, partitions, microbatches, pipeline, looped, device):
+    """Three steps of one row; returns what is wrong."""
+    import copy
+
+    from support.models import MODELS
+
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": microbatches,
+            "pipeline": pipeline,
+            "ddp": True,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    torch.manual_seed(7)
+    case = MODELS[name]()
+    alone = copy.deepcopy(case.model).to(device)
+    rows = partitions * (2 if looped and len(case.pieces) >= 2 * partitions else 1)
+    for place, piece in enumerate(case.pieces):
+        place = case.together[0] if place in case.together else place
+        smp.set_partition(piece, place * rows // len(case.pieces) % partitions)
+    model = smp.DistributedModel(case.model)
+    optimizers = [
+        smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01)),
+        torch.optim.Adam(alone.parameters(), lr=0.01),
+    ]
+
+    @smp.step
+    def step(model, *batch):
+        outputs = case.body(model, *batch)
+        model.backward(outputs[0])
+        return outputs[0]
+
+    worst, replicas = 0.0, smp.dp_size()
+    for number in range(3):
+        batches = [tuple(each.to(device) for each in case.batch(number * 8 + replica)) for replica in range(replicas)]
+        losses = step(model, *batches[smp.dp_rank()])
+        for replica, batch in enumerate(batches):
+            for place, piece in enumerate(zip(*(each.chunk(microbatches) for each in batch), strict=True)):
+                loss = case.body(alone, *piece)[0]
+                (loss / microbatches / replicas).backward()
+                if replica == smp.dp_rank():
+                    worst = max(worst, (losses[place] - loss).abs().item())
+        reference = dict(alone.named_parameters())
+        for path, parameter in model.local_named_parameters():
+            theirs = reference[path].grad
+            if (parameter.grad is None) != (theirs is None):
+                return f"step {number}: gradient of `{path}`"
+            if theirs is not None:
+                scale = max(theirs.abs().max().item(), 1e-3)
+                worst = max(worst, (parameter.grad - theirs).abs().max().item() / scale)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for path, parameter in model.local_named_parameters():
+        worst = max(worst, (parameter - reference[path]).abs().max().item())
+    return f"off by {worst:.1e}" if worst > 1e-8 else None
+
+
+def _equality_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    device = _device()
+    torch.set_default_dtype(torch.float64)
+    failed = []
+    for row in ROWS:
+        if row[0] > NUM_RANKS:
+            continue
+        for name in MODELS:
+            # Buffers follow the first replica, so with several of them statistics are not those of one process.
+            if name == "batch_norm" and row[0] < NUM_RANKS:
+                continue
+            wrong = _case(smp, torch, name, *row, device)
+            if wrong is not None:
+                failed.append(f"{name}, {row}: {wrong}")
+            smp.shutdown()
+    return failed
+
+
+def test_pipelines_equal_one_process():
+    pytest.importorskip("transformers")
+    assert run_ranks(_equality_body, NUM_RANKS, timeout=240) == [[]] * NUM_RANKS
+
+
+def _random_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    device = _device()
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(smp.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 64))
+    smp.set_partition(model[2], 1)
+    model = smp.DistributedModel(model)
+
+    @smp.step
+    def step(model, x):
+        noise = torch.rand(4, device=x.device)
+        loss = (model(x) * noise.sum()).square().mean()
+        model.backward(loss)
+        return loss, noise, torch.rand(2)
+
+    own = [torch.cuda.get_rng_state(), torch.get_rng_state()]
+    found = [step(model, torch.ones(4, 64, device=device)) for _ in range(2)]
+    drawn = [tensor.cpu() for _, *outputs in found for output in outputs for tensor in output]
+    everybody = smp.allgather(drawn, smp.PP_GROUP)
+    assert all(torch.equal(a, b) for a, b in zip(*everybody, strict=True))
+    assert len({tuple(tensor.tolist()) for tensor in drawn}) == len(drawn)
+    if smp.pp_rank() == 1:
+        # Nothing in it draws.
+        assert torch.equal(own[0], torch.cuda.get_rng_state())
+        assert torch.equal(own[1], torch.get_rng_state())
+
+
+def test_random_numbers_of_the_body_are_shared():
+    run_ranks(_random_body, 2, timeout=120)
+
+
+def _kill_body(victim):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    device = _device()
+    smp.init({"partitions": NUM_RANKS, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+    layers = [torch.nn.Linear(256, 256) for _ in range(smp.size())]
+    for place, layer in enumerate(layers):
+        smp.set_partition(layer, place)
+    model = smp.DistributedModel(torch.nn.Sequential(*layers))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.ones(8, 256, device=device)
+    for number in range(1 << 30):
+        step(model, x).reduce_mean().item()
+        if number == 20 and smp.rank() == victim:
+            announce("training")
+
+
+@pytest.mark.parametrize("victim", [0, NUM_RANKS - 1])
+def test_a_killed_rank_ends_the_others(victim):
+    with start_ranks(_kill_body, NUM_RANKS, victim, timeout=120) as job:
+        job.wait_for("training")
+        killed = job.kill(victim)
+        outcome = job.wait()
+    assert not outcome.timed_out, outcome.describe()
+    for rank in outcome.ranks:
+        if rank.rank != victim:
+            assert f"rank {victim} " in (rank.error or ""), outcome.describe()
+            assert rank.ended_at - killed < 10.0, outcome.describe()
