@@ -386,7 +386,7 @@ class InPlace(nn.Module):
         before = self.parts[1](x)
         # What the second part left of its input.
         after = self.parts[2](x)
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=x.device)
         total += before.sum()
         after[:, 0] = 2.0
         before.relu_()

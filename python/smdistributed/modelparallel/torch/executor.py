@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
@@ -35,7 +36,9 @@ class _Run:
     __slots__ = ("exports", "gradients", "leaves", "takers", "weights")
 
     def __init__(self, leaves: dict[int, torch.Tensor], exports: dict[int, torch.Tensor]) -> None:
-        self.leaves, self.exports = leaves, exports
+        self.leaves = leaves
+        #: Values for others; once they have them, only where their backward begins.
+        self.exports: dict[int, torch.Tensor | GradientEdge | None] = dict(exports)
         #: Gradients of exports, by value and the stage that they come from.
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         #: Stages that have taken their values.
@@ -62,11 +65,17 @@ class Microbatch:
                 self.results[value] = exports[value].detach() if self._detach else exports[value]
 
     def taken(self, number: int) -> None:
-        """One more stage has what it takes of this one. Without a backward, nobody needs it after the last."""
+        """One more stage has what it takes of this one. After the last, nobody needs the numbers."""
         stage, run = self.layout.stages[number], self.runs[number]
         run.takers += 1
-        if run.takers == len(stage.gives) and not stage.trains and not stage.early:
+        if run.takers < len(stage.gives) or stage.early:
+            return
+        if not stage.trains:
             del self.runs[number]
+            return
+        for value, tensor in run.exports.items():
+            if value not in stage.seeds and isinstance(tensor, torch.Tensor):
+                run.exports[value] = get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 class Executor:
@@ -192,8 +201,11 @@ class Executor:
                 weights.run()
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
-    def _roots(self, mb: Microbatch, stage: Stage, run: _Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        roots, gradients = [], []
+    def _roots(
+        self, mb: Microbatch, stage: Stage, run: _Run
+    ) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor]]:
+        roots: list[torch.Tensor | GradientEdge] = []
+        gradients: list[torch.Tensor] = []
         seeds: dict[int, torch.Tensor] = {}
         for value, gradient in mb.recording.seeds:
             if value.index in stage.seeds:
@@ -203,8 +215,8 @@ class Executor:
                 before = seeds.get(value.index)
                 seeds[value.index] = gradient if before is None else before + gradient
         for value in stage.exports:
-            tensor = run.exports[value]
-            if not tensor.requires_grad:
+            root = run.exports[value]
+            if root is None or (isinstance(root, torch.Tensor) and not root.requires_grad):
                 continue
             # EXE-2
             parts = [gradient for _, gradient in sorted(run.gradients.get(value, {}).items())]
@@ -215,7 +227,7 @@ class Executor:
             gradient = parts[0]
             for part in parts[1:]:
                 gradient = gradient + part
-            roots.append(tensor)
+            roots.append(root)
             gradients.append(gradient)
         return roots, gradients
 

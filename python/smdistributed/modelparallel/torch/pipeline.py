@@ -315,7 +315,8 @@ class Pipeline:
 
 def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: Meta) -> bool:
     return (
-        table.get(name) is tensor
+        name in table
+        and table[name] is tensor
         and tensor.requires_grad is meta.requires_grad
         and tensor.dtype is meta.dtype
         and tensor.shape == meta.shape

@@ -46,7 +46,7 @@ class _Border:
 
 
 def run_input_part(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> WeightPart | None:
     """Runs the first part: afterwards the ``leaves`` have their gradients. Returns the second one, or ``None`` if the whole
     backward has run because it cannot be split."""
@@ -65,11 +65,12 @@ def run_input_part(
     return WeightPart(borders)
 
 
-def _borders(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[_Border] | None:
+def _borders(roots: Sequence[torch.Tensor | GradientEdge], leaves: Sequence[torch.Tensor]) -> list[_Border] | None:
     """The borders of a graph, or ``None`` if it has none, or cannot be split (SPL-1)."""
     inputs = {id(leaf) for leaf in leaves}
-    starts = [root.grad_fn for root in roots]
-    if any(start is None for start in starts):
+    starts = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    # A root may be a leaf itself.
+    if any(start is None or getattr(start, "variable", None) is not None for start in starts):
         return None
     # Of each node: whether an input lies before it, and the parameters before it.
     reaches: dict[Node, bool] = {}
