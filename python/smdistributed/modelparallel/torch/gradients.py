@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,49 @@ from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.recording import Recording
+
+
+class Bucket:
+    """Gradients that are reduced together, as communication hooks of PyTorch take them."""
+
+    def __init__(self, index: int, whole: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        self._index, self._whole, self._parameters = index, whole, list(parameters)
+
+    def index(self) -> int:
+        """Its number in this step."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, one after the other."""
+        return self._whole
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replaces them."""
+        self._whole = tensor
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whose gradients they are."""
+        return list(self._parameters)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Each gradient, as a view of the buffer."""
+        parts = self._whole.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
+
+    def is_last(self) -> bool:
+        """Whether none comes after it. Later stages are not known yet, so this never says so."""
+        return False
+
+
+class _Reduced:
+    """A reduction in place, as a future."""
+
+    def __init__(self, work: dist.Work, whole: torch.Tensor) -> None:
+        self._work, self._whole = work, whole
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._whole
 
 
 class GradientReducer:
@@ -33,7 +77,9 @@ class GradientReducer:
         self._left: dict[int, int] = {}
         self._parameters: list[torch.Tensor] = []
         self._stages: dict[int, list[torch.Tensor]] = {}
-        self._started: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        self._started: list[tuple[Any, list[torch.Tensor]]] = []
+        #: What the script has buckets reduced by, and its state.
+        self.hook: tuple[object, Callable[..., Any]] | None = None
         self._ready: set[int] = set()
         self._skips = False
 
@@ -89,6 +135,25 @@ class GradientReducer:
             self._start([parameter for parameter in self._parameters if id(parameter) not in self._ready])
             self._complete()
 
+    def stand_in(self, parameters: list[torch.Tensor], pipelined: bool) -> None:
+        """Takes part in what the other replicas reduce, with zeros; gradients here stay as they are."""
+        self._steps += 1
+        if self._steps % self._passes:
+            return
+        if pipelined and self._overlapping:
+            # Nobody has recorded this: all is reduced at the end (GRA-1).
+            everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
+            dist.all_gather_into_tensor(everybody, torch.tensor([-1]), self._group)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._started, self._ready = [], set()
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._start(self._parameters)
+        self._complete()
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient
+
     def reduce(self, parameters: list[torch.Tensor]) -> None:
         """All gradients, after a step without a pipeline."""
         self._steps += 1
@@ -116,9 +181,13 @@ class GradientReducer:
     def _start_bucket(self, bucket: list[torch.Tensor]) -> None:
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
-        work = dist.all_reduce(whole, ReduceOp.AVERAGE, self._group, async_op=True)
-        assert work is not None
-        self._started.append((work, whole, bucket))
+        if self.hook is None:
+            work = dist.all_reduce(whole, ReduceOp.AVERAGE, self._group, async_op=True)
+            assert work is not None
+            self._started.append((_Reduced(work, whole), bucket))
+        else:
+            state, hook = self.hook
+            self._started.append((hook(state, Bucket(len(self._started), whole, bucket)), bucket))
         self._ready.update(map(id, bucket))
 
     @torch.no_grad()
@@ -128,8 +197,9 @@ class GradientReducer:
         if len(has):
             dist.all_reduce(has, ReduceOp.MAX, self._group)
         used = {id(parameter) for parameter, flag in zip(self._parameters, has.tolist(), strict=True) if flag}
-        for work, whole, bucket in self._started:
-            work.wait()
+        for future, bucket in self._started:
+            whole = future.wait()
+            whole = whole[0] if isinstance(whole, list) else whole
             for parameter, part in zip(bucket, whole.split([each.numel() for each in bucket]), strict=True):
                 if id(parameter) not in used:
                     continue

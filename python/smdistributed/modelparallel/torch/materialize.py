@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,27 @@ def settle(
         if delayed:
             _initialize(root, module, path)
     return replaced
+
+
+def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Makes the model whole, on CPUs.
+
+    Args:
+        root: The model, with parameters that are :class:`Absent`.
+        parts: What each rank holds, by names in the model.
+    """
+    content = {name: tensor for part in parts for name, tensor in part.items()}
+    replaced: dict[int, torch.Tensor] = {}
+    for path, module in root.named_modules():
+        for table, name, tensor in own_tensors(module):
+            if not isinstance(tensor, Absent):
+                continue
+            if id(tensor) not in replaced:
+                whole = content[f"{path}.{name}" if path else name]
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+            table[name] = replaced[id(tensor)]
+    root.cpu()
 
 
 def _initialize(root: nn.Module, module: nn.Module, path: str) -> None:

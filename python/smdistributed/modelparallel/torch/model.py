@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch import communication, materialize, state_
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.join import Join
 from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.recording import Recording, Value
@@ -107,7 +108,11 @@ class DistributedModel(nn.Module):
         # That of a checkpoint, which wins.
         self._assignment: Mapping[str, int] | None = None
         self._average, self._passes = average_grads_across_microbatches, backward_passes_per_step
-        self._broadcast_buffers = broadcast_buffers
+        self._broadcast_buffers, self._overlapping = broadcast_buffers, overlapping_allreduce
+        #: Around steps of replicas with different numbers of batches.
+        self.joining: Join | None = None
+        #: Each rank has the whole model again.
+        self._is_whole = False
         self._scale = 1.0
         self._has_backward = False
         #: States of the generators of this process and its device, for what the body itself draws.
@@ -228,7 +233,10 @@ class DistributedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
-        if state.cfg.pipeline_parallel_degree > 1:
+        if self._is_whole:
+            if self.in_step:
+                raise SMPUsageError("the model is on CPUs, as a whole: there are no steps after `model.cpu()`")
+        elif state.cfg.pipeline_parallel_degree > 1:
             if not self.in_step:
                 raise SMPUsageError("with several partitions, the model is called inside of `smp.step` functions")
             if self.pipeline is None:
@@ -270,9 +278,7 @@ class DistributedModel(nn.Module):
         """Around a ``smp.step`` function's microbatches."""
         self.in_step, self._has_backward = True, False
         try:
-            if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and self.training:
-                buffers = list(self.local_buffers())
-                materialize.broadcast(buffers, state.groups.data, state.groups.members["dp"][0])
+            self.follow_buffers([True] if self.joining is None else self.joining.round(True))
             yield
         finally:
             self.in_step, self._scale, self.when_divided = False, 1.0, None
@@ -280,7 +286,9 @@ class DistributedModel(nn.Module):
     def begin_microbatch(self, index: int, count: int) -> None:
         """The body runs for a microbatch."""
         del index
-        self._scale = 1.0 / count if self._average else 1.0
+        # A communication hook averages over microbatches as well.
+        hooked = self._reducer is not None and self._reducer.hook is not None
+        self._scale = 1.0 / count if self._average and not hooked else 1.0
 
     def end_recording(self) -> None:
         """The body has run for a microbatch."""
@@ -288,19 +296,23 @@ class DistributedModel(nn.Module):
 
     def finish_alone(self) -> None:
         """All microbatches have run here."""
-        if self._reducer is not None and self._has_backward:
+        if self._reducer is not None and self._reduces():
             self._reducer.reduce(list(self.local_parameters()))
 
     def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
         """Runs what was recorded on all partitions; then the gradients are there, and reduced."""
         assert self.pipeline is not None
-        if self._reducer is None or not self._has_backward:
+        if self._reducer is None or not self._reduces():
             return self.pipeline.run(recordings, returned, self._scale, lambda stage, layout: None)
         reducer = self._reducer
         reducer.begin(self.pipeline, recordings, list(self.local_parameters()))
         microbatches = self.pipeline.run(recordings, returned, self._scale, reducer.stage_is_done)
         reducer.finish()
         return microbatches
+
+    def _reduces(self) -> bool:
+        """Whether the replicas reduce gradients in this step."""
+        return self._has_backward if self.joining is None else any(self.joining.round(self._has_backward))
 
     @contextlib.contextmanager
     def glue_randomness(self) -> Iterator[None]:
@@ -424,14 +436,59 @@ class DistributedModel(nn.Module):
         del device
         return self
 
-    def join(self) -> contextlib.AbstractContextManager[None]:
-        """For replicas with different numbers of batches."""
-        raise SMPUnsupportedError("`join()` is not there yet: give all replicas the same number of batches")
+    def cpu(self) -> DistributedModel:
+        """Gives every rank of a pipeline the whole model, on CPUs; all of them call it. Steps are over then."""
+        if self.pipeline is None:
+            self.module.cpu()
+            return self
+        materialize.gather(self.module, communication.allgather(self._content(), communication.CommGroup.PP_GROUP))
+        self.pipeline, self._is_whole = None, True
+        return self
+
+    def _content(self) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.detach().cpu()
+            for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers())
+        }
+
+    def join(self) -> Join:
+        """A context for replicas with different numbers of batches: around all steps, on all ranks. Who has no batch left
+        takes part in the reductions of the others with zeros, and has their parameters in the end."""
+        if not state.cfg.ddp:
+            raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
+        return Join(self, state.groups.data)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """For reductions of the script's own."""
-        del state, hook
-        raise SMPUnsupportedError("`register_comm_hook()` is not there yet")
+        """From now on, replicas reduce gradients by ``hook(state, bucket)``, whose future has the reduced buffer. It also
+        averages them: over replicas, and over microbatches.
+
+        Raises:
+            SMPUsageError: there is nothing to reduce, or gradients are not reduced as they get ready.
+        """
+        if self._reducer is None or not self._overlapping:
+            raise SMPUsageError(
+                "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and `overlapping_allreduce=True`"
+            )
+        if self._reducer.hook is not None:
+            raise SMPUsageError("a communication hook was registered before")
+        self._reducer.hook = (state, hook)
+
+    def follow_buffers(self, active: Sequence[bool]) -> None:
+        """Takes over the buffers of the first replica that is active, if it is time for that."""
+        if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and self.training:
+            source = state.groups.members["dp"][list(active).index(True)]
+            materialize.broadcast(list(self.local_buffers()), state.groups.data, source)
+
+    def follow(self, active: Sequence[bool]) -> None:
+        """Takes over all that the first replica that is active has."""
+        if any(active) and self.is_partitioned:
+            source = state.groups.members["dp"][list(active).index(True)]
+            materialize.broadcast(self._local_tensors(), state.groups.data, source)
+
+    def stand_in(self) -> None:
+        """Takes part in the reduction of the other replicas' gradients, without any."""
+        assert self._reducer is not None
+        self._reducer.stand_in(list(self.local_parameters()), self.pipeline is not None)
 
     _register_comm_hook = register_comm_hook
 
