@@ -37,12 +37,13 @@ class SlotBuffer final : public tensorflow::TensorBuffer {
 }  // namespace
 
 GradientCall::GradientCall(OpKernelContext* context, AsyncOpKernel::DoneCallback done, const GradientPlan& plan,
-                           const Execution& execution)
+                           const Execution& execution, bool whole)
     : context_(context),
       done_(std::move(done)),
       plan_(plan),
       place_(place_of(context)),
       execution_(execution),
+      whole_(whole),
       cancellation_(context->cancellation_manager()),
       pending_(static_cast<std::size_t>(context->num_inputs())) {}
 
@@ -61,9 +62,8 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   const auto index = static_cast<int>(position);
   const Tensor& input = context_->input(index);
   const auto* made = static_cast<const std::uint8_t*>(input.data());
-  // Gradients that a call gives at once are those of a step without a graph, where others see what goes in here.
-  const bool learn = context_->num_inputs() == 1;
-  auto lease = plan_.take_slot(param, made, learn);
+  // Outside of a graph no operation is the same from step to step, and others see what goes in here.
+  auto lease = plan_.take_slot(param, made, !whole_);
   TensorView gradient = describe(input, place_);
   // A gradient that a plan for the CPU finds on a device is an error that the core tells.
   if (place_.device == DeviceKind::Cpu && lease->ptr() != nullptr && input.NumElements() > 0) {
@@ -75,7 +75,7 @@ void GradientCall::give(std::size_t position, std::size_t param) {
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {
-      plan_.lent_in_vain(param);
+      if (!whole_) plan_.lent_in_vain(param);
       gradient = describe(*output, place_);
       status = checked([&] { copy(describe(input, place_), gradient); });
     }
@@ -152,7 +152,7 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
                                                   "` has ", input.TotalBytes(), " bytes: expected ", bytes_[i])),
           done);
     }
-    const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context));
+    const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context), whole_);
     OP_REQUIRES_ASYNC(context, call->watch(), absl::CancelledError("the execution has ended"), done);
     // Gradients are expected in about this order, so the first bucket is reduced while others are copied.
     for (std::size_t left = params_.size(); left > 0; --left) call->give(left - 1, params_[left - 1]);

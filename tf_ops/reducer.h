@@ -18,8 +18,9 @@ namespace smd::tf_ops {
 // kernel's `done` is called when the last one is back; no thread of TensorFlow waits.
 class GradientCall final : public Giver, public std::enable_shared_from_this<GradientCall> {
  public:
+  // `whole`: it gives all gradients of a step, which was made outside of a graph.
   GradientCall(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
-               const GradientPlan& plan, const Execution& execution);
+               const GradientPlan& plan, const Execution& execution, bool whole);
 
   // From now on the plan hears if the execution ends before the step; false if it has ended. The callback outlives this
   // call if the step does: other gradients of it may never come.
@@ -41,6 +42,7 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   const GradientPlan& plan_;
   Place place_;
   Execution execution_;
+  bool whole_;
   tensorflow::CancellationManager* cancellation_;
   tensorflow::CancellationToken token_ = tensorflow::CancellationManager::kInvalidToken;
   std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);

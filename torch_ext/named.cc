@@ -107,7 +107,7 @@ static Handle start(const Asked& asked, Group group) {
   named.num_dims = {num_dims.data(), num_dims.size()};
   named.dims = {dims.data(), dims.size()};
   auto work = c10::make_intrusive<NamedWork>();
-  ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(work, std::move(group)));
+  work->asked(ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(work, std::move(group))));
   return work;
 }
 
@@ -267,14 +267,25 @@ static Handle join() {
 }  // namespace named
 
 void NamedWork::wait() {
-  std::unique_lock lock(mutex_);
-  while (!completed_.wait_for(lock, named::kLookForSignals, [this] { return done_; })) {
-    // Without the mutex: to look for signals may take Python's lock.
-    lock.unlock();
+  while (!is_completed()) {
+    if (!drive()) {
+      std::unique_lock lock(mutex_);
+      completed_.wait_for(lock, named::kLookForSignals, [this] { return done_; });
+    }
+    if (is_completed()) break;
+    // Without the mutex: this may take Python's lock.
     checked([] { check_interrupt("wait for a collective with a name"); });
-    lock.lock();
   }
+  const std::lock_guard lock(mutex_);
   if (!error_.empty()) throw_report(error_);
+}
+
+// Without the mutex: this thread may be the one that completes it.
+bool NamedWork::drive() {
+  std::unique_lock lock(mutex_);
+  const auto asked = asked_;
+  lock.unlock();
+  return asked && (*asked)->drive();
 }
 
 bool NamedWork::is_completed() {
@@ -292,10 +303,16 @@ std::int64_t NamedWork::last() {
   return last_;
 }
 
+void NamedWork::asked(rust::Box<Asked> asked) {
+  const std::lock_guard lock(mutex_);
+  if (!done_) asked_ = std::make_shared<rust::Box<Asked>>(std::move(asked));
+}
+
 void NamedWork::complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept {
   {
     const std::lock_guard lock(mutex_);
     done_ = true;
+    asked_ = nullptr;
     error_ = std::move(error);
     results_ = std::move(results);
     last_ = last;

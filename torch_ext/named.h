@@ -5,11 +5,13 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "adapter.h"
+#include "smd/src/bridge.rs.h"
 
 namespace smd::torch_ext {
 
@@ -25,12 +27,18 @@ class NamedWork : public torch::CustomClassHolder {
   // Of a join: the rank that joined last.
   std::int64_t last();
 
+  // Lets `wait` bring it on.
+  void asked(rust::Box<Asked> asked);
   // Ends the operation; `error` is empty on success.
   void complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept;
 
  private:
+  bool drive();
+
   std::mutex mutex_;
   std::condition_variable completed_;
+  // Until it is done.
+  std::shared_ptr<rust::Box<Asked>> asked_;
   bool done_ = false;
   std::string error_;
   std::vector<at::Tensor> results_;

@@ -3,9 +3,9 @@
 pub use ffi::*;
 
 use crate::calls::{
-    ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size, process_set_group,
-    process_set_root, raise_later, rank, roll_call, run, run_batch, run_together, session_id, size, submit,
-    submit_batch, submit_named,
+    Asked, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size,
+    process_set_group, process_set_root, raise_later, rank, roll_call, run, run_batch, run_together, session_id, size,
+    submit, submit_batch, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -273,7 +273,11 @@ mod ffi {
         ///
         /// # Safety
         /// As `submit`.
-        unsafe fn ask(named: &NamedCall, calls: &[Call], done: UniquePtr<Completion>) -> Result<()>;
+        unsafe fn ask(named: &NamedCall, calls: &[Call], done: UniquePtr<Completion>) -> Result<Box<Asked>>;
+        type Asked;
+        /// Brings the operation on by this thread, which waits for it, for a moment; false if there is nothing that it
+        /// could do. `done` may be called in here.
+        fn drive(self: &Asked) -> bool;
 
         /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last.
         fn ask_join(group: u64, done: UniquePtr<Completion>) -> Result<()>;

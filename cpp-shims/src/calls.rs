@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
 use smd_core::collectives::{Communicator, Done, MakeOutputs, ReduceOp, Request};
 use smd_core::device::memory;
-use smd_core::negotiation::{Ask, Factors, Name};
+use smd_core::negotiation::{self, Ask, Factors, Name};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -128,7 +128,11 @@ pub unsafe fn submit_named(
 
 /// # Safety
 /// See the bridge.
-pub unsafe fn ask(named: &ffi::NamedCall, calls: &[ffi::Call], done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+pub unsafe fn ask(
+    named: &ffi::NamedCall,
+    calls: &[ffi::Call],
+    done: UniquePtr<ffi::Completion>,
+) -> Result<Box<Asked>, Report> {
     guard(|| {
         let first = calls.first().ok_or_else(|| Error::Internal("a shim passed an empty group".into()))?;
         let negotiator = session::current(self::name(first.collective))?.negotiator(first.group)?;
@@ -149,8 +153,19 @@ pub unsafe fn ask(named: &ffi::NamedCall, calls: &[ffi::Call], done: UniquePtr<f
             (name, true) => Name::Shared(format!("{}.{name}", named.kind)),
         };
         let factors = Factors { before: named.prescale, after: named.postscale };
-        negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, completing(completion))
+        let asked = negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, completing(completion))?;
+        Ok(Box::new(Asked(asked)))
     })
+}
+
+/// What was asked for by name, for whoever waits for it.
+pub struct Asked(negotiation::Asked);
+
+impl Asked {
+    pub fn drive(&self) -> bool {
+        // A panic ends the negotiation, and is told by the operation.
+        self.0.drive()
+    }
 }
 
 pub fn ask_join(group: u64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {

@@ -171,13 +171,18 @@ def keras3():
     assert_close(
         problem.fitted(keras, sdp.DistributedOptimizer(k.SGD(0.5)), True, **several), expected, "several steps"
     )
-    for more in (
-        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
-        {"gradient_accumulation_steps": 2},
-    ):
-        smooth = problem.trained(keras, k.SGD(0.5, **more), False, False)
-        got = problem.trained(keras, sdp.DistributedOptimizer(k.SGD(0.5, **more)), True, False)
-        assert_close(got, smooth, str(more))
+    more = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    smooth = problem.trained(keras, k.SGD(0.5, **more), False, False)
+    got = problem.trained(keras, sdp.DistributedOptimizer(k.SGD(0.5, **more)), True, False)
+    assert_close(got, smooth, "moving average")
+    # Once for each update, whatever ranks have accumulated, and before it is clipped.
+    more = {"gradient_accumulation_steps": 2, "clipnorm": 0.05}
+    expected_updates = problem.trained(keras, k.SGD(0.5, **more), False, False)
+    for compiled, count in ((False, problem.steps // 2), (True, 1)):
+        with Reductions() as reductions:
+            got = problem.trained(keras, sdp.DistributedOptimizer(k.SGD(0.5, **more)), True, compiled)
+        assert_close(got, expected_updates, "accumulation")
+        assert reductions.count in (count, count + compiled), reductions.count
     summed = sdp.DistributedOptimizer(k.SGD(0.5 / sdp.size()), op=sdp.ReduceOp.SUM)
     assert_close(problem.trained(keras, summed, True, False), expected, "sum")
     only_one_rank_overflows(keras, sdp)

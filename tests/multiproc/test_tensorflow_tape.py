@@ -386,6 +386,65 @@ def an_error_of_one_rank(tf, sdp):
     close(step(tf.constant(True)), [2 * mean, mean])
 
 
+def steps_that_differ(tf, sdp):
+    """Ranks that have agreed on all of these once come with different ones at the same place."""
+    rank, mean = sdp.rank(), (sdp.size() - 1) / 2
+    odd = sdp.size() - 1
+    weights = [tf.Variable(tf.ones(3), name="first"), tf.Variable(tf.ones(3), name="second")]
+
+    def step(used):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(weight * float(rank)) for weight in weights[:used]])
+        gradients = sdp.DistributedGradientTape(tape).gradient(loss, weights)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    @tf.function
+    def late(fine):
+        checked = tf.debugging.Assert(fine, ["this rank's data are bad"])
+        with tf.control_dependencies([checked]), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights[0] * float(rank))
+        return [sdp.DistributedGradientTape(tape).gradient(loss, weights[0])]
+
+    graph = tf.function(step)
+
+    def agree():
+        for _ in range(2):
+            for how in (step, graph):
+                for used in (1, 2):
+                    for gradient in how(used):
+                        close([gradient], [[mean] * 3])
+            close(late(tf.constant(True)), [[mean] * 3])
+
+    def differ(call, *expected):
+        started = time.monotonic()
+        with pytest.raises((RuntimeError, tf.errors.OpError)) as caught:
+            call()
+        took = time.monotonic() - started
+        print(f"told after {took:.2f} s")
+        assert took < 20
+        for text in expected:
+            assert text in str(caught.value), caught.value
+        agree()
+
+    agree()
+    missing = f"parameter `second (number 1)` has a gradient on rank 0 and none on rank {odd}"
+    for how in (step, graph):
+        differ(lambda how=how: how(1 if rank == odd else 2), missing, f"rank {odd} waits for the gradients of `first")
+    # One in a step, the others in something else.
+    differ(
+        lambda: graph(1) if rank == odd else sdp.oob_allreduce(tf.ones(3), name="loss"),
+        "`loss`",
+        f"rank {odd} waits for the gradients of `first",
+    )
+    # An error before the first gradient is no step: that rank is one behind.
+    if rank == odd:
+        with pytest.raises(tf.errors.OpError, match="data are bad"):
+            late(tf.constant(False))
+        differ(lambda: sdp.oob_allreduce(tf.ones(3), name="loss"), f"rank {odd} waits for `loss`")
+    else:
+        differ(lambda: late(tf.constant(True)), f"rank {odd} waits for `loss`", "for the gradients of `first")
+
+
 def memory(tf, sdp):
     def resident():
         with open("/proc/self/statm") as file:
@@ -406,6 +465,7 @@ _ON_EVERY_NUMBER = (
     "none",
     "loops",
     "an_error_of_one_rank",
+    "steps_that_differ",
 )
 _ON_TWO = (
     *_ON_EVERY_NUMBER,

@@ -84,6 +84,14 @@ for call in (
 print(len(missing))
 """
 
+LATE = """
+import sys
+import smdistributed.dataparallel.tensorflow
+assert "tf_keras" not in sys.modules
+import tf_keras
+print(hasattr(tf_keras.optimizers.SGD(0.5), "get_gradients"))
+"""
+
 
 def _run(script, *arguments, **variables):
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""} | variables
@@ -108,3 +116,8 @@ def test_a_script_of_today_sees_no_difference(keras, tmp_path):
 def test_the_switch():
     assert _run(OLD, SMD_KERAS_COMPAT="1") == "0\n"
     assert _run(OLD, SMD_KERAS_COMPAT="0") == "6\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed")
+def test_a_keras_that_is_imported_later():
+    assert _run(LATE) == "True\n"

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::End;
 use super::bits::{Bits, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
@@ -33,6 +34,8 @@ pub(super) enum Action {
     Run(Vec<Part>),
     /// Ends a submission with an error.
     Fail(Ticket, Error),
+    /// Ends what waits and is no name ([`super::Elsewhere::end`]).
+    EndSteps(End),
     /// Ends `join`: all have joined, this global rank last.
     Joined(usize),
     /// Tells the user.
@@ -632,6 +635,12 @@ impl Machine {
             actions.push(Action::Fail(ticket, verdict.error(&name)));
         }
         self.pending = young;
+        if let Verdict::Stuck { detail, steps } = verdict
+            && !steps.is_empty()
+        {
+            let detail = format!("every rank waits, and not all for the same: {detail}");
+            actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
+        }
         let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());
         self.pending.iter().map(again).collect()
     }

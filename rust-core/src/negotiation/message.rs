@@ -46,12 +46,23 @@ pub(super) struct Variant {
 pub(super) struct Report {
     /// No rank behind the sender can do anything else.
     pub(super) stuck: bool,
+    /// The same, if what `steps` says never comes.
+    pub(super) held: bool,
     /// The longest waits first.
     pub(super) waiting: Vec<Waiting>,
     /// Ranks that have joined, and so miss nothing.
     pub(super) joined: RankSet,
     /// Ranks that wait in a collective without a name.
     pub(super) elsewhere: RankSet,
+    /// What they wait for that is no name ([`super::Elsewhere`]).
+    pub(super) steps: Vec<Waiting>,
+}
+
+impl Report {
+    /// Somebody behind the sender can go on.
+    pub(super) fn loosen(&mut self) {
+        (self.stuck, self.held) = (false, false);
+    }
 }
 
 /// Ranks that wait for a name.
@@ -115,7 +126,12 @@ pub(super) enum Outcome {
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) enum Verdict {
     /// Every rank waits, and nothing can become ready.
-    Stuck(String),
+    Stuck {
+        /// Who waits for what.
+        detail: String,
+        /// Global ranks that wait for what is no name, one for each such thing; that ends as well.
+        steps: Vec<usize>,
+    },
     /// Ranks were waited for for too long.
     Stalled {
         /// How long.

@@ -41,9 +41,30 @@ mod neutral;
 mod post;
 mod stall;
 mod tree;
+mod work;
 
 pub use factors::Factors;
-pub use negotiator::{Ask, Connect, Name, Negotiator, Options};
+pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
+
+/// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each
+/// is told.
+pub trait Elsewhere: Send + Sync {
+    /// What has been waited for for a while; the same text on all ranks that wait for the same.
+    fn waits(&self) -> Vec<String>;
+    /// Ends all of it. Called on the negotiator's thread, which must not wait.
+    fn end(&self, end: End);
+}
+
+/// Why what is waited for besides names ends; the same on all ranks.
+#[derive(Clone, Debug)]
+pub struct End {
+    /// New for each end.
+    pub number: u64,
+    /// Global ranks that wait for it, one for each thing that is waited for.
+    pub ranks: Vec<usize>,
+    /// Who waits for what.
+    pub detail: String,
+}
 
 #[cfg(test)]
 mod simulation;

@@ -1,26 +1,26 @@
-//! The thread of a negotiation: takes calls and messages, and does what the machine says.
+//! Who calls a negotiation, and the threads that bring it on.
+//!
+//! Note "who drives". A caller that waits brings the negotiation on by itself ([`Asked::drive`]), and runs what is small: a
+//! hand-over to the thread of the negotiation, from there to the communicator's, and back would take longer than the messages. That thread
+//! keeps out of the way meanwhile, and for a moment after, as the next such call often follows at once: woken, it
+//! would take the core from somebody.
 
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-use rustix::time::{ClockId, clock_gettime};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::Elsewhere;
 use super::description::Description;
-use super::factors::{Factors, Scaled, scale};
-use super::machine::{Action, Machine, Part, Ticket};
-use super::message::{Limits, Message};
-use super::neutral::Neutral;
-use super::post::Post;
-use super::stall::{Patience, STUCK_AFTER, Waits};
-use super::tree::Tree;
-use crate::buffer::TensorView;
-use crate::collectives::{Communicator, Done, Kind, Request};
+use super::factors::Factors;
+use super::work::Work;
+use crate::collectives::{Communicator, Done, Request};
 use crate::error::{Error, Result};
-use crate::transport::{Members, NAP, Transport};
+use crate::transport::{Backoff, Members, NAP, Transport, cores};
 use crate::world::Monitor;
 
 /// Makes the communicator that only the negotiation uses: collective.
@@ -39,19 +39,14 @@ pub struct Options {
     pub stall_limit: Duration,
 }
 
-/// Calls that come one after the other go into one message, if the thread has seen none for this many looks ..
-const QUIET_LOOKS: u32 = 4;
-/// .. or for this long.
-const LINGER: Duration = Duration::from_micros(400);
-/// How long answers may be under way when it is already known that their sender, or who hands them on, has departed.
-const GRACE: Duration = Duration::from_millis(200);
-/// So much longer than the limit a member waits for the root's word before it gives up by itself.
-const ROOT_GRACE: Duration = Duration::from_secs(10);
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
-const FLUSH_LIMIT: Duration = Duration::from_millis(200);
-/// A process that uses less of a processor computes nothing.
-const IDLE_SHARE: f64 = 0.05;
+/// So long after a caller has driven the thread sleeps without the doorbell.
+const ASIDE: Duration = Duration::from_millis(2);
+/// How long a caller drives before it looks for signals.
+const DRIVE: Duration = Duration::from_millis(50);
+/// Naps of a caller while another one drives.
+const TURN_NAP: Duration = Duration::from_millis(1);
 /// Naps of a thread that nobody waits for.
 const LONG_NAP: Duration = Duration::from_millis(500);
 
@@ -60,32 +55,43 @@ pub struct Negotiator {
     shared: Arc<Shared>,
 }
 
-struct Shared {
+pub(super) struct Shared {
     id: u64,
     /// Runs what has no name.
-    group: Arc<Communicator>,
-    members: Members,
-    monitor: Arc<Monitor>,
-    options: Options,
-    start: Instant,
-    inbox: Mutex<Inbox>,
-    /// The thread has ended.
+    pub(super) group: Arc<Communicator>,
+    pub(super) members: Members,
+    pub(super) monitor: Arc<Monitor>,
+    pub(super) options: Options,
+    pub(super) elsewhere: Option<Box<dyn Elsewhere>>,
+    pub(super) start: Instant,
+    pub(super) inbox: Mutex<Inbox>,
+    /// The thread has ended, or need not stand aside any more.
     changed: Condvar,
+    /// From when the members have met until nothing can be called any more.
+    work: Mutex<Option<Work>>,
+    /// Callers that drive.
+    drivers: AtomicU32,
+    /// When the last one stopped, in nanoseconds after `start`.
+    driven: AtomicU64,
+    /// What a turn of a caller ended with; the thread draws the consequences.
+    failure: OnceLock<Error>,
     /// There once the members have met.
     transport: OnceLock<Arc<dyn Transport>>,
     closed: OnceLock<String>,
 }
 
 #[derive(Default)]
-struct Inbox {
-    calls: Vec<Call>,
+pub(super) struct Inbox {
+    pub(super) calls: Vec<Call>,
+    /// The thread stands aside.
+    is_aside: bool,
     /// Of [`Negotiator::ask`], without an end.
     names: HashSet<String>,
     /// How many names were given to each kind (NEG-8).
-    given: HashMap<String, u64>,
+    pub(super) given: HashMap<String, u64>,
     thread: Option<ThreadId>,
     /// Why nothing can be called any more.
-    ended: Option<Error>,
+    pub(super) ended: Option<Error>,
 }
 
 /// What is asked for by [`Negotiator::ask`].
@@ -112,7 +118,7 @@ pub enum Name {
     Shared(String),
 }
 
-enum Call {
+pub(super) enum Call {
     Named {
         name: String,
         requests: Vec<Request>,
@@ -130,7 +136,7 @@ enum Call {
 
 impl Negotiator {
     /// For the members of `group`. Starts the thread, which first lets `connect` find the other members: their threads do the same when they are
-    /// first called there. `id` is for names of threads.
+    /// first called there. `id` is for names of threads; `elsewhere` tells what else this process waits for.
     ///
     /// # Errors
     /// [`Error::Io`] if there can be no thread.
@@ -140,12 +146,27 @@ impl Negotiator {
         monitor: Arc<Monitor>,
         options: Options,
         connect: Connect,
+        elsewhere: Option<Box<dyn Elsewhere>>,
     ) -> Result<Arc<Self>> {
-        let (inbox, changed) = Default::default();
-        let (transport, closed, start) = (OnceLock::new(), OnceLock::new(), Instant::now());
+        let start = Instant::now();
         let members = group.members().clone();
-        let shared =
-            Arc::new(Shared { id, group, members, monitor, options, start, inbox, changed, transport, closed });
+        let shared = Arc::new(Shared {
+            id,
+            group,
+            members,
+            monitor,
+            options,
+            elsewhere,
+            start,
+            inbox: Mutex::default(),
+            changed: Condvar::new(),
+            work: Mutex::default(),
+            drivers: AtomicU32::new(0),
+            driven: AtomicU64::new(0),
+            failure: OnceLock::new(),
+            transport: OnceLock::new(),
+            closed: OnceLock::new(),
+        });
         let own = shared.clone();
         let mut inbox = shared.inbox.lock();
         let thread = std::thread::Builder::new()
@@ -180,7 +201,7 @@ impl Negotiator {
     /// # Errors
     /// What this member cannot ask for, with `done` not being called: [`Error::InvalidArgument`], also for a name that is
     /// under way; [`Error::Unsupported`]; whatever ended the negotiation.
-    pub fn ask(&self, ask: Ask, done: Done) -> Result<()> {
+    pub fn ask(&self, ask: Ask, done: Done) -> Result<Asked> {
         let Ask { name, tensors, factors, blocking } = ask;
         let Members { ranks, me } = &self.shared.members;
         let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
@@ -205,17 +226,25 @@ impl Negotiator {
             *inbox.given.entry(kind).or_default() += 1;
         }
         let free = name.clone();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let asked = Asked { shared: self.shared.clone(), is_over: is_over.clone() };
         let done: Done = Box::new(move |result| {
             if unique {
                 // Before the caller hears of it, who may use the name again.
                 shared.inbox.lock().names.remove(&free);
             }
             done(result);
+            is_over.store(true, Ordering::Release);
+            if shared.drivers.load(Ordering::SeqCst) > 0 {
+                shared.ring();
+            }
         });
         inbox.calls.push(Call::Named { name, requests, factors, description, blocking, since: Instant::now(), done });
-        drop(inbox);
-        self.shared.ring();
-        Ok(())
+        // A caller that is going to wait comes to drive; should it not, the thread's next look finds the call.
+        if !blocking {
+            self.shared.wake(inbox);
+        }
+        Ok(asked)
     }
 
     /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
@@ -228,7 +257,7 @@ impl Negotiator {
     pub fn close(&self, reason: &str) {
         let shared = &self.shared;
         let _ = shared.closed.set(reason.to_owned());
-        shared.ring();
+        shared.wake(shared.inbox.lock());
         let deadline = Instant::now() + CLOSE_LIMIT;
         let me = std::thread::current().id();
         let mut inbox = shared.inbox.lock();
@@ -270,10 +299,137 @@ impl Call {
     }
 }
 
+/// A call that is under way, for a caller that waits for it.
+pub struct Asked {
+    shared: Arc<Shared>,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Asked {
+    /// Brings the negotiation on until the call is over, for 50 ms at most. False at once if there is nothing that
+    /// this thread could do: the others have not been met yet, or the operation is one that another thread runs.
+    pub fn drive(&self) -> bool {
+        let shared = &*self.shared;
+        let Some(transport) = shared.transport.get() else { return false };
+        shared.drivers.fetch_add(1, Ordering::SeqCst);
+        let outcome = self.take_turns(&**transport);
+        shared.driven.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
+        if shared.drivers.fetch_sub(1, Ordering::SeqCst) > 1 {
+            // Another caller's turn.
+            transport.ring();
+        }
+        outcome
+    }
+
+    fn take_turns(&self, transport: &dyn Transport) -> bool {
+        let shared = &*self.shared;
+        let end = Instant::now() + DRIVE;
+        let crowded = transport.members().size() > cores();
+        let mut backoff = Backoff::new();
+        loop {
+            let seen = transport.doorbell();
+            if self.is_over.load(Ordering::Acquire) {
+                return true;
+            }
+            let turn = match shared.work.try_lock() {
+                Some(mut work) => match work.as_mut() {
+                    Some(work) => {
+                        let turn = catch_unwind(AssertUnwindSafe(|| work.turn(shared, true)));
+                        let turn = turn.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
+                        Some(turn.map(|busy| (busy, work.is_waiting())))
+                    }
+                    None => return false,
+                },
+                None => None,
+            };
+            match turn {
+                Some(Ok((true, _))) => backoff = Backoff::new(),
+                // What runs is told by whoever runs it.
+                Some(Ok((false, false))) => return self.is_over.load(Ordering::Acquire),
+                Some(Ok((false, true))) if backoff.pause(|| crowded) => {}
+                Some(Ok((false, true))) => transport.doze(seen, NAP),
+                Some(Err(error)) => {
+                    let _ = shared.failure.set(error);
+                    shared.wake(shared.inbox.lock());
+                    return false;
+                }
+                None => transport.doze(seen, TURN_NAP),
+            }
+            if Instant::now() >= end {
+                return true;
+            }
+        }
+    }
+}
+
 impl Shared {
+    pub(super) fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
     fn ring(&self) {
         if let Some(transport) = self.transport.get() {
             transport.ring();
+        }
+    }
+
+    /// Has whoever drives, or the thread, look at what is new.
+    fn wake(&self, inbox: MutexGuard<'_, Inbox>) {
+        if inbox.is_aside {
+            self.changed.notify_all();
+        }
+        drop(inbox);
+        self.ring();
+    }
+
+    /// Whether a caller drives, or did a moment ago.
+    fn is_driven(&self, inbox: &Inbox) -> bool {
+        let since = self.now().saturating_sub(Duration::from_nanos(self.driven.load(Ordering::Relaxed)));
+        let idle = inbox.calls.is_empty() && since < ASIDE && self.driven.load(Ordering::Relaxed) > 0;
+        let ends = self.closed.get().is_some() || self.failure.get().is_some();
+        !ends && (self.drivers.load(Ordering::SeqCst) > 0 || idle)
+    }
+
+    /// A caller may be in an operation, which the end of the group ends.
+    fn turn_of_thread(&self, communicator: &Communicator) -> MutexGuard<'_, Option<Work>> {
+        loop {
+            if let Some(work) = self.work.try_lock_for(NAP) {
+                return work;
+            }
+            if let Some(reason) = self.closed.get() {
+                communicator.close(reason);
+            }
+        }
+    }
+
+    /// Works until the group is closed, and returns the reason; after an error nothing can be called any more.
+    fn work(&self, communicator: &Communicator) -> Result<String> {
+        let transport = &**communicator.transport();
+        loop {
+            {
+                let mut inbox = self.inbox.lock();
+                inbox.is_aside = true;
+                while self.is_driven(&inbox) {
+                    self.changed.wait_for(&mut inbox, ASIDE);
+                }
+                inbox.is_aside = false;
+            }
+            let seen = transport.doorbell();
+            let (busy, watches) = {
+                let mut work = self.turn_of_thread(communicator);
+                let work = work.as_mut().expect("only this thread takes it away");
+                if let Some(error) = self.failure.get() {
+                    return Err(error.clone());
+                }
+                (work.turn(self, false)?, work.watches())
+            };
+            if busy {
+                continue;
+            }
+            if let Some(reason) = self.closed.get() {
+                return Ok(reason.clone());
+            }
+            transport.doze(seen, if watches { NAP } else { LONG_NAP });
         }
     }
 
@@ -285,18 +441,29 @@ impl Shared {
             return call.done()(Err(error));
         }
         inbox.calls.push(call);
-        drop(inbox);
-        self.ring();
+        self.wake(inbox);
     }
 
     /// The thread.
     fn run(&self, connect: Connect) {
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.connect(connect).and_then(|it| Work::new(self, it).run())));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            let communicator = self.connect(connect)?;
+            *self.work.lock() = Some(Work::new(self, communicator.clone()));
+            let _ = self.transport.set(communicator.transport().clone());
+            self.work(&communicator)
+        }));
         let error = match outcome {
             Ok(Ok(reason)) => Error::Closed { reason },
             Ok(Err(error)) => error,
             Err(panic) => Error::from_panic(&*panic),
         };
+        let work = self.work.lock().take();
+        if let Some(work) = work {
+            let ended = catch_unwind(AssertUnwindSafe(|| work.end(self, &error)));
+            if ended.is_err() {
+                tracing::error!("the end of a negotiation panicked");
+            }
+        }
         let mut inbox = self.inbox.lock();
         inbox.ended = Some(error.clone());
         let calls = std::mem::take(&mut inbox.calls);
@@ -334,346 +501,16 @@ impl Shared {
                 }
             }
         };
-        let _ = self.transport.set(communicator.transport().clone());
         Ok(communicator)
     }
 }
 
 /// The error of a call of `name` that came when nothing could be called any more.
-fn told_of(error: Error, name: &str) -> Error {
+pub(super) fn told_of(error: Error, name: &str) -> Error {
     match error {
         Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: format!("`{name}`") },
         Error::Timeout { waited, missing, .. } => Error::Timeout { during: format!("`{name}`"), waited, missing },
         Error::Interrupted { .. } => Error::Interrupted { during: format!("`{name}`") },
         other => other,
-    }
-}
-
-/// What was asked for, and who waits for it.
-struct Open {
-    requests: Vec<Request>,
-    factors: Factors,
-    done: Done,
-}
-
-/// What only the thread touches.
-struct Work<'a> {
-    shared: &'a Shared,
-    communicator: Arc<Communicator>,
-    transport: Arc<dyn Transport>,
-    tree: Tree,
-    machine: Machine,
-    post: Post,
-    /// Calls without an answer.
-    open: HashMap<Ticket, Open>,
-    joining: Option<Done>,
-    ticket: Ticket,
-    actions: Vec<Action>,
-    calls: Vec<Call>,
-    last_tick: Instant,
-    processor: Processor,
-    /// When the departure of a member was seen.
-    departed: Option<Instant>,
-}
-
-impl<'a> Work<'a> {
-    fn new(shared: &'a Shared, communicator: Arc<Communicator>) -> Self {
-        let Members { ranks, me } = &shared.members;
-        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit } = shared.options;
-        let tree = Tree::new(*me, ranks.len());
-        let limits = Limits { cache: cache_capacity, fusion_bytes };
-        let patience = Patience { warning: stall_warning, limit: stall_limit };
-        let transport = communicator.transport().clone();
-        Self {
-            shared,
-            machine: Machine::new(tree.clone(), ranks.clone(), limits, patience),
-            post: Post::new(transport.clone(), &tree),
-            communicator,
-            transport,
-            tree,
-            open: HashMap::new(),
-            joining: None,
-            ticket: 0,
-            actions: Vec::new(),
-            calls: Vec::new(),
-            last_tick: Instant::now(),
-            processor: Processor::new(),
-            departed: None,
-        }
-    }
-
-    /// Works until the group is closed, and returns the reason; after an error nothing can be called any more.
-    fn run(mut self) -> Result<String> {
-        let outcome = loop {
-            let seen = self.transport.doorbell();
-            match self.turn() {
-                Ok(true) => {}
-                Ok(false) => {
-                    if let Some(reason) = self.shared.closed.get() {
-                        break Ok(reason.clone());
-                    }
-                    self.transport.doze(seen, if self.watches() { NAP } else { LONG_NAP });
-                }
-                Err(error) => break Err(error),
-            }
-        };
-        let error = match &outcome {
-            Ok(reason) => Error::Closed { reason: reason.clone() },
-            Err(error) => error.clone(),
-        };
-        // Calls from now on fail at once, also those that the ones below make.
-        self.shared.inbox.lock().ended = Some(error.clone());
-        for (name, ticket) in self.machine.drain() {
-            if let Some(open) = self.open.remove(&ticket) {
-                (open.done)(Err(told_of(error.clone(), &name)));
-            }
-        }
-        if let Some(done) = self.joining.take() {
-            done(Err(told_of(error.clone(), "join")));
-        }
-        self.flush_post();
-        if outcome.is_ok() {
-            self.communicator.close(&error.text());
-        }
-        outcome
-    }
-
-    /// Whether time matters: this or another member waits.
-    fn watches(&self) -> bool {
-        self.machine.is_waiting() || self.machine.has_news() || self.departed.is_some()
-    }
-
-    /// Takes and does what there is; whether there was anything.
-    fn turn(&mut self) -> Result<bool> {
-        let mut busy = self.take_calls();
-        self.transport.progress();
-        while let Some((from, message)) = self.post.receive()? {
-            busy = true;
-            let now = self.now();
-            self.machine.receive(from, message, now, &mut self.actions)?;
-        }
-        self.post.retire()?;
-        if busy {
-            let now = self.now();
-            self.machine.flush(now, &mut self.actions);
-        }
-        self.perform()?;
-        if self.last_tick.elapsed() >= NAP {
-            self.tick()?;
-        }
-        Ok(busy)
-    }
-
-    fn now(&self) -> Duration {
-        self.shared.start.elapsed()
-    }
-
-    /// Takes what was called, and what is called right after it, so that it goes into one message.
-    fn take_calls(&mut self) -> bool {
-        let start = Instant::now();
-        let (mut any, mut quiet) = (false, 0);
-        loop {
-            std::mem::swap(&mut self.calls, &mut self.shared.inbox.lock().calls);
-            let mut urgent = false;
-            let took = !self.calls.is_empty();
-            for call in std::mem::take(&mut self.calls) {
-                urgent |= matches!(call, Call::Named { blocking: true, .. } | Call::Join { .. });
-                self.take(call);
-            }
-            any |= took;
-            quiet = if took { 0 } else { quiet + 1 };
-            if !any || urgent || quiet >= QUIET_LOOKS || start.elapsed() >= LINGER {
-                return any;
-            }
-            std::thread::yield_now();
-        }
-    }
-
-    fn take(&mut self, call: Call) {
-        let since = |since: Instant| since.saturating_duration_since(self.shared.start);
-        match call {
-            Call::Named { name, requests, factors, description, blocking, since: called, done } => {
-                self.ticket += 1;
-                match self.machine.submit(self.ticket, &name, description, blocking, since(called)) {
-                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, factors, done })),
-                    Err(error) => done(Err(error)),
-                }
-            }
-            Call::Join { since: called, done } => match self.machine.join(since(called)) {
-                Ok(()) => self.joining = Some(done),
-                Err(error) => done(Err(error)),
-            },
-        }
-    }
-
-    fn perform(&mut self) -> Result<()> {
-        let mut actions = std::mem::take(&mut self.actions);
-        for action in actions.drain(..) {
-            match action {
-                Action::Up(up) => self.post.send(self.tree.parent.into_iter(), &Message::Up(up))?,
-                Action::Down(down) => {
-                    let children = self.tree.children.iter().map(|child| child.start);
-                    self.post.send(children, &Message::Down(down))?;
-                }
-                Action::Run(parts) => self.operate(parts)?,
-                Action::Fail(ticket, error) => {
-                    if let Some(open) = self.open.remove(&ticket) {
-                        (open.done)(Err(error));
-                    }
-                }
-                Action::Joined(last) => {
-                    // On every member before its next call.
-                    self.shared.inbox.lock().given.clear();
-                    if let Some(done) = self.joining.take() {
-                        done(Ok(Some(last)));
-                    }
-                }
-                Action::Warn(text) => tracing::warn!("{text}"),
-            }
-        }
-        // The memory is used again.
-        self.actions = actions;
-        Ok(())
-    }
-
-    /// Queues one operation.
-    fn operate(&mut self, parts: Vec<Part>) -> Result<()> {
-        let size = self.tree.size;
-        let mut requests = Vec::with_capacity(parts.len());
-        let mut calls = Vec::with_capacity(parts.len());
-        let mut after = After::default();
-        for part in parts {
-            match part {
-                Part::Own(ticket) => {
-                    let Some(open) = self.open.remove(&ticket) else { continue };
-                    for request in open.requests {
-                        let scaled = open.factors.apply(request, size)?;
-                        requests.push(after.keep(scaled));
-                    }
-                    calls.push(open.done);
-                }
-                Part::Neutral(group) => {
-                    for description in group.each() {
-                        let elems = description.shape.iter().product::<u64>() as usize;
-                        let mut memory = Neutral::new(description.dtype, description.op, elems);
-                        let data = memory.view()?;
-                        let request = match description.kind {
-                            Kind::Adasum => Request::Adasum { input: data, output: data },
-                            _ => Request::AllReduce { input: data, output: data, op: description.op },
-                        };
-                        // What changes nothing needs no scaling; the operator follows from the others' factors.
-                        let factors = Factors { before: 1.0, ..description.factors };
-                        requests.push(factors.apply(request, size)?.request);
-                        after.neutral.push(memory);
-                    }
-                }
-            }
-        }
-        let done = move |result: Result<Option<usize>>| {
-            if result.is_ok() {
-                after.scale();
-            }
-            for done in calls {
-                done(result.clone());
-            }
-        };
-        self.communicator.submit_batch(requests, None, Box::new(done));
-        Ok(())
-    }
-
-    /// What is looked at a few times a second.
-    fn tick(&mut self) -> Result<()> {
-        self.last_tick = Instant::now();
-        let waiting = self.machine.is_waiting();
-        // A device may compute while the processor does nothing.
-        let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
-        let elsewhere = self.shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
-        let idle = self.processor.is_idle() && (waiting || elsewhere) && !on_device();
-        let now = self.now();
-        self.machine.tick(now, Waits { idle, elsewhere }, &mut self.actions);
-        self.perform()?;
-        let shared = self.shared;
-        if shared.monitor.generation() != 0
-            && let Err(error) = shared.monitor.check(&shared.members.ranks, "`collectives by name`")
-        {
-            let since = *self.departed.get_or_insert_with(Instant::now);
-            let grace = GRACE.max(self.transport.last_words());
-            if since.elapsed() >= grace || error.code() == crate::error::Code::Closed {
-                return Err(error);
-            }
-        }
-        if waiting && shared.monitor.interrupted() {
-            return Err(Error::Interrupted { during: "collectives by name".into() });
-        }
-        match self.machine.longest_wait(now) {
-            Some((name, waited)) if waited >= shared.options.stall_limit + ROOT_GRACE => {
-                let missing = vec![shared.members.ranks[0]];
-                Err(Error::Timeout {
-                    during: format!("`{name}` (no word from the group's first rank)"),
-                    waited,
-                    missing,
-                })
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Gives the last messages a moment to go.
-    fn flush_post(&mut self) {
-        let deadline = Instant::now() + FLUSH_LIMIT;
-        while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {
-            let seen = self.transport.doorbell();
-            self.transport.progress();
-            self.transport.doze(seen, Duration::from_millis(5));
-        }
-    }
-}
-
-/// What an operation needs besides its tensors, until it is over.
-#[derive(Default)]
-struct After {
-    neutral: Vec<Neutral>,
-    memory: Vec<Vec<u64>>,
-    factors: Vec<(TensorView, f64)>,
-}
-
-impl After {
-    fn keep(&mut self, scaled: Scaled) -> Request {
-        self.memory.push(scaled.memory);
-        self.factors.extend(scaled.after);
-        scaled.request
-    }
-
-    fn scale(&self) {
-        self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
-    }
-}
-
-/// Whether this process computes.
-struct Processor {
-    looked: Instant,
-    used: Duration,
-    last_busy: Instant,
-}
-
-impl Processor {
-    fn new() -> Self {
-        Self { looked: Instant::now(), used: Self::used(), last_busy: Instant::now() }
-    }
-
-    fn used() -> Duration {
-        let time = clock_gettime(ClockId::ProcessCPUTime);
-        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-    }
-
-    /// Whether it has not since [`STUCK_AFTER`]. A long time between two looks counts as one.
-    fn is_idle(&mut self) -> bool {
-        let (now, used) = (Instant::now(), Self::used());
-        let share = used.saturating_sub(self.used).as_secs_f64() / (now - self.looked).as_secs_f64().max(1e-3);
-        if share > IDLE_SHARE {
-            self.last_busy = now;
-        }
-        (self.looked, self.used) = (now, used);
-        now - self.last_busy >= STUCK_AFTER
     }
 }

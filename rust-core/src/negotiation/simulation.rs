@@ -56,6 +56,7 @@ enum Event {
     Ran(Vec<u64>),
     Failed(String, String),
     Joined(usize),
+    EndedSteps(String),
 }
 
 #[derive(Clone, Copy, Default)]
@@ -152,6 +153,10 @@ impl World {
                     rank.events.push(Event::Failed(rank.calls[&ticket].0.clone(), error.to_string()));
                     continue;
                 }
+                Action::EndSteps(end) => {
+                    rank.events.push(Event::EndedSteps(end.detail));
+                    continue;
+                }
                 Action::Joined(last) => {
                     rank.events.push(Event::Joined(last));
                     continue;
@@ -201,7 +206,7 @@ impl World {
 
     /// Time passes; every rank looks at how long it has waited, twenty times a second.
     fn pass(&mut self, time: Duration, random: &mut Random, idle: impl Fn(usize) -> bool) {
-        self.pass_with(time, random, |rank| Waits { idle: idle(rank), elsewhere: false });
+        self.pass_with(time, random, |rank| Waits { idle: idle(rank), ..Waits::default() });
     }
 
     fn pass_with(&mut self, time: Duration, random: &mut Random, waits: impl Fn(usize) -> Waits) {
@@ -238,6 +243,14 @@ impl World {
             _ => None,
         };
         self.ranks[rank].events.iter().filter_map(text).collect()
+    }
+
+    fn ended_steps(&self, rank: usize) -> Vec<&str> {
+        let ended = self.ranks[rank].events.iter().filter_map(|event| match event {
+            Event::EndedSteps(text) => Some(text.as_str()),
+            _ => None,
+        });
+        ended.collect()
     }
 }
 
@@ -386,9 +399,34 @@ fn a_collective_without_a_name_is_no_way_out() {
     let mut random = Random(6);
     world.submit(0, "a", sum(1), true);
     world.flush(0);
-    world.pass_with(Duration::from_millis(1600), &mut random, |rank| Waits { idle: true, elsewhere: rank == 1 });
+    world.pass_with(Duration::from_millis(1600), &mut random, |rank| Waits {
+        idle: true,
+        elsewhere: rank == 1,
+        ..Waits::default()
+    });
     let text = &world.texts(0)[0];
     assert!(text.contains("rank 0 waits for `a`, rank 1 waits in a collective without a name"), "{text}");
+}
+
+#[test]
+fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited_for() {
+    let mut random = Random(7);
+    let waits = |what: [&'static str; 3]| {
+        move |rank: usize| Waits { idle: true, steps: vec![what[rank].to_owned()], ..Waits::default() }
+    };
+    let mut world = World::new(3, LIMITS, PATIENCE);
+    world.pass_with(Duration::from_secs(3), &mut random, waits(["a", "a", "a"]));
+    assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
+    world.pass_with(Duration::from_millis(1600), &mut random, waits(["a", "b", "a"]));
+    for rank in 0..3 {
+        let text = world.ended_steps(rank).join(", ");
+        assert!(text.contains("ranks 0, 2 wait for a, rank 1 waits for b"), "{text}");
+    }
+    // A rank that computes may still come.
+    let mut world = World::new(3, LIMITS, PATIENCE);
+    let busy = |rank: usize| Waits { idle: rank != 1, ..waits(["a", "b", "a"])(rank) };
+    world.pass_with(Duration::from_secs(3), &mut random, busy);
+    assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
 }
 
 #[test]

@@ -37,12 +37,14 @@ const BELIEVE_AFTER: Duration = Duration::from_millis(200);
 const SHOWN: usize = 6;
 
 /// What a member does besides negotiating.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Waits {
     /// Its process has computed nothing for a while.
     pub(super) idle: bool,
     /// It has been in a collective without a name for a while.
     pub(super) elsewhere: bool,
+    /// What it has waited for for a while that is no name ([`super::Elsewhere`]).
+    pub(super) steps: Vec<String>,
 }
 
 /// See the module's text.
@@ -79,7 +81,13 @@ impl Stall {
 
     /// Whether somebody behind this member waits, or the parent believes so.
     pub(super) fn has_reports(&self) -> bool {
-        let says = |report: &Report| report.stuck || !report.waiting.is_empty() || !report.joined.is_empty();
+        let says = |report: &Report| {
+            report.stuck
+                || report.held
+                || !report.waiting.is_empty()
+                || !report.joined.is_empty()
+                || !report.steps.is_empty()
+        };
         says(&self.told) || self.reports.iter().any(|(report, _)| says(report))
     }
 
@@ -102,7 +110,7 @@ impl Stall {
             self.reports[child] = (report, now);
         }
         if news || !current {
-            self.reports[child].0.stuck = false;
+            self.reports[child].0.loosen();
         }
     }
 
@@ -110,15 +118,17 @@ impl Stall {
     pub(super) fn answered(&mut self, now: Duration) {
         self.last_news = now;
         self.all_stuck_since = None;
-        self.reports.iter_mut().for_each(|(report, _)| report.stuck = false);
-        self.told.stuck = false;
+        self.reports.iter_mut().for_each(|(report, _)| report.loosen());
+        self.told.loosen();
     }
 
     /// Nothing waits any more.
     pub(super) fn forget(&mut self) {
         self.late_since = None;
-        self.reports.iter_mut().for_each(|(report, _)| report.waiting.clear());
-        self.told.waiting.clear();
+        for report in self.reports.iter_mut().map(|(report, _)| report).chain([&mut self.told]) {
+            report.waiting.clear();
+            report.steps.clear();
+        }
     }
 
     /// Who waits behind this member, now.
@@ -127,12 +137,13 @@ impl Stall {
         tree: &Tree,
         pending: &HashMap<Arc<str>, Queue>,
         joined: bool,
-        Waits { idle, elsewhere }: Waits,
+        Waits { idle, elsewhere, steps }: Waits,
         now: Duration,
     ) -> Report {
         let quiet = now.saturating_sub(self.last_news) >= STUCK_AFTER;
         let waits = joined || self.num_blocking > 0 || ((self.num_pending > 0 || elsewhere) && idle);
-        let mut report = Report { stuck: quiet && waits, ..Report::default() };
+        let held = waits || (!steps.is_empty() && idle);
+        let mut report = Report { stuck: quiet && waits, held: quiet && held, ..Report::default() };
         if elsewhere && idle {
             report.elsewhere.add(tree.me..tree.me + 1);
         }
@@ -140,14 +151,22 @@ impl Stall {
             report.joined.add(tree.me..tree.me + 1);
         }
         let age = |since: Duration| now.saturating_sub(since);
+        let mut others: HashMap<&str, RankSet> = HashMap::new();
+        for step in &steps {
+            others.entry(step).or_default().add(tree.me..tree.me + 1);
+        }
         let mut names: HashMap<&str, (RankSet, Duration)> = HashMap::new();
         for (name, queue) in pending.iter().filter(|(_, queue)| age(queue.first.since) >= REPORT_AFTER) {
             names.insert(name, (RankSet::of(tree.me..tree.me + 1), age(queue.first.since)));
         }
         for (child, came) in &self.reports {
             report.stuck &= child.stuck;
+            report.held &= child.held;
             report.joined.merge(&child.joined);
             report.elsewhere.merge(&child.elsewhere);
+            for step in &child.steps {
+                others.entry(&step.name).or_default().merge(&step.ranks);
+            }
             for waiting in &child.waiting {
                 let age = Duration::from_millis(waiting.age_ms).saturating_add(age(*came));
                 let known = names.entry(&waiting.name).or_default();
@@ -161,6 +180,10 @@ impl Stall {
             age_ms: u64::try_from(age.as_millis()).unwrap_or(u64::MAX),
         };
         report.waiting = names.into_iter().map(waiting).collect();
+        let step = |(name, ranks): (&str, RankSet)| Waiting { name: name.to_owned(), ranks, age_ms: 0 };
+        report.steps = others.into_iter().map(step).collect();
+        report.steps.sort_by(|a, b| (a.ranks.first(), &a.name).cmp(&(b.ranks.first(), &b.name)));
+        report.steps.truncate(MAX_WAITING);
         // Clocks tick between ranks: what is about as old is sorted by name.
         report.waiting.sort_by(|a, b| (b.age_ms / 250, &a.name).cmp(&(a.age_ms / 250, &b.name)));
         report.waiting.truncate(MAX_WAITING);
@@ -176,8 +199,10 @@ impl Stall {
             names
         };
         let same = report.stuck == self.told.stuck
+            && report.held == self.told.held
             && report.joined == self.told.joined
             && report.elsewhere == self.told.elsewhere
+            && report.steps == self.told.steps
             && names(&report) == names(&self.told);
         (!same).then(|| {
             self.told = report.clone();
@@ -193,11 +218,12 @@ impl Stall {
         ranks: &[usize],
         now: Duration,
     ) -> (Option<String>, Option<Verdict>) {
+        // What all ranks wait for together is merely slow: it may need more than the others on one of them.
+        let apart = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
         if report.waiting.is_empty() {
             self.late_since = None;
-            return (None, None);
         }
-        if !report.stuck {
+        if !(report.stuck && !report.waiting.is_empty() || report.held && apart) {
             self.all_stuck_since = None;
         } else if now.saturating_sub(*self.all_stuck_since.get_or_insert(now)) >= BELIEVE_AFTER {
             let waits = |waiting: &Waiting| {
@@ -207,6 +233,10 @@ impl Stall {
             let mut names: Vec<&Waiting> = report.waiting.iter().collect();
             names.sort_by_key(|waiting| (waiting.ranks.first(), &waiting.name));
             let mut all: Vec<String> = names.into_iter().take(2 * SHOWN).map(waits).collect();
+            all.extend(report.steps.iter().take(SHOWN).map(|step| {
+                let plural = if step.ranks.is_one() { "waits" } else { "wait" };
+                format!("{} {plural} for {}", step.ranks.text(ranks), step.name)
+            }));
             if !report.joined.is_empty() {
                 all.push(format!("{} joined", report.joined.text(ranks)));
             }
@@ -214,7 +244,12 @@ impl Stall {
                 let plural = if report.elsewhere.is_one() { "waits" } else { "wait" };
                 all.push(format!("{} {plural} in a collective without a name", report.elsewhere.text(ranks)));
             }
-            return (None, Some(Verdict::Stuck(all.join(", "))));
+            let steps =
+                report.steps.iter().filter_map(|step| ranks.get(step.ranks.first()? as usize).copied()).collect();
+            return (None, Some(Verdict::Stuck { detail: all.join(", "), steps }));
+        }
+        if report.waiting.is_empty() {
+            return (None, None);
         }
         let missing = |waiting: &Waiting| {
             let mut here = waiting.ranks.clone();
@@ -254,7 +289,7 @@ impl Verdict {
     /// What a call of `name` ends with.
     pub(super) fn error(&self, name: &str) -> Error {
         match self {
-            Verdict::Stuck(detail) => Error::Mismatch {
+            Verdict::Stuck { detail, .. } => Error::Mismatch {
                 during: "collectives by name".to_owned(),
                 detail: format!("every rank waits, and no name is called by all: {detail}"),
             },

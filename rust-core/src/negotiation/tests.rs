@@ -4,7 +4,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use super::negotiator::{Negotiator, Options};
+use super::factors::Factors;
+use super::negotiator::{Ask, Asked, Name, Negotiator, Options};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::error::{Code, Error, Result};
@@ -50,7 +51,7 @@ fn job(make: Make, size: usize, options: Options) -> Vec<Rank> {
         let communicator = Communicator::new(3, transport.clone(), monitor.clone(), TIMEOUT);
         let other = Communicator::new(4, transport, monitor.clone(), TIMEOUT);
         let connect = Box::new(move || Ok(communicator));
-        let negotiator = Negotiator::start(3, other, monitor.clone(), options, connect).expect("a thread");
+        let negotiator = Negotiator::start(3, other, monitor.clone(), options, connect, None).expect("a thread");
         Rank { me, negotiator, monitor }
     };
     make(size).into_iter().enumerate().map(rank).collect()
@@ -93,6 +94,33 @@ impl Pending {
             output: data,
             op: ReduceOp::Sum,
         })
+    }
+
+    /// A sum that its caller waits for with [`Pending::drive`].
+    fn ask(rank: &Rank, name: &str, mut values: Vec<f32>) -> (Self, Asked) {
+        // SAFETY: as above.
+        let view = unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Float32, Device::Cpu, 0) };
+        let data = view.expect("it is aligned");
+        let request = Request::AllReduce { input: data, output: data, op: ReduceOp::Sum };
+        let (sender, outcome) = channel();
+        let done = Box::new(move |result| drop(sender.send(result)));
+        let (name, factors) = (Name::Given(name.to_owned()), Factors::default());
+        let ask = Ask { name, tensors: vec![(request, None)], factors, blocking: true };
+        let asked = rank.negotiator.ask(ask, done).expect("it can be asked for");
+        (Self { values, outcome }, asked)
+    }
+
+    fn drive(self, asked: &Asked) -> Result<Vec<f32>> {
+        let start = Instant::now();
+        loop {
+            if let Ok(outcome) = self.outcome.try_recv() {
+                return outcome.map(|_| self.values.clone());
+            }
+            assert!(start.elapsed() < TIMEOUT, "it ends");
+            if !asked.drive() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     fn wait(self) -> Result<Vec<f32>> {
@@ -260,6 +288,67 @@ fn closing_ends_everything(make: Make) {
     });
 }
 
+fn callers_that_wait_drive(make: Make) {
+    for size in [1, 2, 5] {
+        let job = job(make, size, OPTIONS);
+        let expected = (size * (size + 1) / 2) as f32;
+        let thread = |rank: &Rank, thread: usize| {
+            for step in 0..30 {
+                // Small ones run on this thread, large ones on another.
+                let elems = if step % 20 == 7 { 100_000 } else { 1 + step };
+                let beside = Pending::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
+                let (pending, asked) =
+                    Pending::ask(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
+                assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
+                assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
+                if (step + rank.me) % 15 == 0 {
+                    // Longer than the negotiation's own thread stands aside.
+                    std::thread::sleep(Duration::from_millis(4));
+                }
+            }
+        };
+        on_all(&job, |rank| {
+            std::thread::scope(|scope| {
+                for number in 0..3 {
+                    scope.spawn(move || thread(rank, number));
+                }
+            });
+        });
+        // A call that nobody drives is found nevertheless.
+        on_all(&job, |rank| {
+            let (pending, _) = Pending::ask(rank, "left alone", vec![rank.me as f32 + 1.0]);
+            assert_eq!(pending.wait().expect("all ranks agree"), [expected]);
+        });
+    }
+}
+
+fn whoever_drives_hears_of_an_end(make: Make) {
+    for departs in [false, true] {
+        let job = job(make, 3, OPTIONS);
+        on_all(&job, |rank| {
+            let (pending, asked) = Pending::ask(rank, "first", vec![1.0]);
+            assert_eq!(pending.drive(&asked).expect("all ranks agree"), [3.0]);
+            if rank.me == 1 {
+                return;
+            }
+            let (pending, asked) = Pending::ask(rank, "second", vec![1.0]);
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    match departs {
+                        true => rank.monitor.report(1, Departure::Died { detail: String::new() }),
+                        false => rank.negotiator.close("enough"),
+                    }
+                });
+                let error = pending.drive(&asked).expect_err("rank 1 does not come");
+                assert_eq!(error.code(), if departs { Code::PeerFailed } else { Code::Closed }, "{error}");
+            });
+            assert!(start.elapsed() < TIMEOUT / 2);
+        });
+    }
+}
+
 fn ranks_that_joined_contribute_nothing(make: Make) {
     let job = job(make, 3, OPTIONS);
     for _ in 0..2 {
@@ -304,8 +393,8 @@ macro_rules! contract {
 contract! {
     shm: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
     mock: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
 }

@@ -17,9 +17,11 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::fingerprint::{self, Description};
 use super::launcher::{HeldBucket, Together};
 use super::{Listener, News, Plan, Reducer, SlotLease};
 use crate::buffer::{Device, TensorView};
@@ -69,7 +71,11 @@ pub struct Arrival {
 
 /// See the module's text.
 pub struct Arrivals {
+    /// What they are the gradients of, in words that are the same on all ranks.
+    what: String,
     reducer: OnceLock<Arc<Reducer>>,
+    /// When something happened last.
+    last: Mutex<Instant>,
     events: Mutex<VecDeque<Event>>,
     state: Mutex<State>,
 }
@@ -79,6 +85,8 @@ enum Event {
     Arrived(Arrival),
     /// An execution ends before its step did.
     Ended(Execution),
+    /// Ranks do not agree on whose step it is.
+    Diverged(Error),
     News(News),
     /// The device is done with the bucket with this index, or never began.
     Landed(usize, Result<()>),
@@ -151,9 +159,39 @@ impl Arrival {
 
 impl Arrivals {
     /// For a reducer that is being made; [`Arrivals::made`] brings it.
-    pub fn new() -> Arc<Self> {
+    pub fn new(description: &Description) -> Arc<Self> {
         let state = State { reducer: None, phase: Phase::Making, waiting: VecDeque::new(), failed: None };
-        Arc::new(Self { reducer: OnceLock::new(), events: Mutex::default(), state: Mutex::new(state) })
+        Arc::new(Self {
+            what: fingerprint::summary(description),
+            reducer: OnceLock::new(),
+            last: Mutex::new(Instant::now()),
+            events: Mutex::default(),
+            state: Mutex::new(state),
+        })
+    }
+
+    /// The reducer, once it has been made.
+    pub fn reducer(&self) -> Option<&Arc<Reducer>> {
+        self.reducer.get()
+    }
+
+    /// What gradients in host memory have waited for without news for so long: the others of their step.
+    pub fn waits(&self, time: Duration) -> Option<String> {
+        if self.last.lock().elapsed() < time || self.reducer().is_some_and(|reducer| reducer.is_on_device()) {
+            return None;
+        }
+        let state = self.state.try_lock()?;
+        let waits = match &state.phase {
+            Phase::Making => !state.waiting.is_empty(),
+            phase => matches!(phase, Phase::Open(_)),
+        };
+        waits.then(|| self.what.clone())
+    }
+
+    /// Ends everything: all gradients that wait get the error, and there is no next step.
+    pub fn end(self: &Arc<Self>, error: &Error) {
+        self.put(Event::Diverged(error.clone()));
+        self.handle();
     }
 
     /// The reducer was made, or could not be: then every gradient is answered with the error.
@@ -193,6 +231,7 @@ impl Arrivals {
     }
 
     fn put(&self, event: Event) {
+        *self.last.lock() = Instant::now();
         self.events.lock().push_back(event);
     }
 
@@ -230,6 +269,14 @@ impl State {
             }
             Event::Arrived(arrival) => self.arrived(arrival, arrivals, answers),
             Event::Ended(execution) => self.ended(execution, answers),
+            Event::Diverged(error) => {
+                answers.extend(self.waiting.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
+                if matches!(self.phase, Phase::Making) {
+                    self.phase = Phase::Broken(error);
+                } else {
+                    self.abandon(&error, answers);
+                }
+            }
             Event::News(News::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
             Event::News(News::Failed(error)) => self.abandon(&error, answers),
             Event::News(News::Settled) => {

@@ -54,6 +54,20 @@ pub fn agree(communicator: &Communicator, mine: &Description) -> Result<()> {
     Err(Error::Mismatch { during: "construction of the gradient reducer".to_owned(), detail })
 }
 
+/// A description in a few words, which differ if descriptions do.
+pub fn summary(description: &Description) -> String {
+    const NAMED: usize = 4;
+    let more = |all: usize| if all > NAMED { format!(" and {} more", all - NAMED) } else { String::new() };
+    let Description { params, options } = description;
+    let param = |param: &ParamSpec| format!("`{}` ({} {:?})", param.name, param.dtype, param.shape);
+    let params = params.iter().take(NAMED).map(param).collect::<Vec<_>>().join(", ") + &more(params.len());
+    let absent = options.absent.iter().take(NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let without = if absent.is_empty() { absent } else { format!(", none of {absent}{}", more(options.absent.len())) };
+    // What is equal on all ranks encodes alike.
+    let digest = postcard::to_stdvec(description).map(Sha256::digest).unwrap_or_default();
+    format!("the gradients of {params}{without} (plan {:02x}{:02x}{:02x})", digest[0], digest[1], digest[2])
+}
+
 /// Every member's bytes; member i has `lengths[i]` of them.
 fn gather(communicator: &Communicator, mine: &mut [u8], lengths: &[usize]) -> Result<Vec<Vec<u8>>> {
     let mut blocks: Vec<Vec<u8>> = lengths.iter().map(|&length| vec![0; length]).collect();

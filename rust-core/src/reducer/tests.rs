@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use super::arrival::{Arrival, Arrivals, Execution, Giver};
-use super::fingerprint::view;
+use super::fingerprint::{Description, view};
 use super::{Options, ParamSpec, Reducer, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, Request};
@@ -362,7 +362,7 @@ fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usiz
 #[test]
 fn gradients_that_arrive_are_answered_and_later_steps_wait() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new();
+        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
         let (sender, answers) = channel();
         // Two steps before there is a reducer, mixed up.
         for param in 0..PARAMS {
@@ -389,7 +389,7 @@ fn gradients_that_arrive_are_answered_and_later_steps_wait() {
 #[test]
 fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new();
+        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
         arrivals.made(Reducer::new(communicator, params(), options()));
         let (sender, answers) = channel();
         let mut failed = Vec::new();
@@ -434,7 +434,7 @@ fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works(
 #[test]
 fn gradients_of_a_reducer_that_cannot_be_made_get_the_reason() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new();
+        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
         let (sender, answers) = channel();
         give(&arrivals, 1, 0, 1.0, &sender);
         let options = Options { absent: if me == 0 { vec!["p10".to_owned()] } else { Vec::new() }, ..options() };

@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use super::Session;
+use super::plans::Steps;
 use crate::collectives::Communicator;
 use crate::config;
 use crate::error::{Code, Error, Result};
@@ -34,12 +36,15 @@ pub struct Groups {
     /// By the group that they serve.
     negotiators: Mutex<HashMap<u64, Arc<Negotiator>>>,
     made: Mutex<HashMap<(Use, Vec<usize>), u64>>,
+    /// Counts of groups for plans begin here ([`Groups::restart_plans`]).
+    plans_from: AtomicU64,
 }
 
 impl Groups {
     /// No groups; operations of later ones time out after `timeout`.
     pub fn new(timeout: Duration) -> Self {
-        Self { timeout, open: Mutex::default(), negotiators: Mutex::default(), made: Mutex::default() }
+        let (open, negotiators, made, plans_from) = Default::default();
+        Self { timeout, open, negotiators, made, plans_from }
     }
 
     pub fn get(&self, id: u64) -> Option<Arc<Communicator>> {
@@ -67,7 +72,16 @@ impl Groups {
         let mut made = self.made.lock();
         let count = made.entry((made_for, ranks.to_vec())).or_default();
         *count += 1;
-        group_id(made_for, ranks, *count)
+        let from = if made_for == Use::Plan { self.plans_from.load(Ordering::Relaxed) } else { 0 };
+        group_id(made_for, ranks, from + *count)
+    }
+
+    /// Groups for plans are counted anew, from a `number` that is new and the same on all ranks: these may have made
+    /// different numbers of them.
+    pub fn restart_plans(&self, number: u64) {
+        let mut made = self.made.lock();
+        made.retain(|(made_for, _), _| *made_for != Use::Plan);
+        self.plans_from.store((number + 1) << 32, Ordering::Relaxed);
     }
 }
 
@@ -115,7 +129,8 @@ impl Session {
         let id = negotiation_id(group);
         let (session, ranks) = (self.clone(), communicator.members().ranks.clone());
         let connect = Box::new(move || session.connect(id, &ranks, options.stall_limit));
-        let negotiator = Negotiator::start(id, communicator, self.monitor.clone(), options, connect)?;
+        let elsewhere = (group == WORLD).then(|| Box::new(Steps::of(self)) as Box<dyn negotiation::Elsewhere>);
+        let negotiator = Negotiator::start(id, communicator, self.monitor.clone(), options, connect, elsewhere)?;
         negotiators.insert(group, negotiator.clone());
         Ok(negotiator)
     }

@@ -1,15 +1,24 @@
 //! The reducers that gradients of graphs go to: made when the first gradient comes, gone with the session.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::Session;
+use super::groups::WORLD;
 use crate::error::{Error, Result};
+use crate::negotiation::{Elsewhere, End};
 use crate::reducer::arrival::{Arrival, Arrivals};
+use crate::reducer::fingerprint::{self, Description};
 use crate::reducer::makers::{Gradient, Makers};
 use crate::reducer::{ParamSpec, Reducer, SlotLease, blueprint};
+
+/// A step without news for so long is one that waits.
+const WAITS_AFTER: Duration = Duration::from_millis(500);
+/// How long a rank may take to tell which gradients it waits for, once it knows that others wait for others.
+const TELLING: Duration = Duration::from_secs(2);
 
 /// By number of the blueprint.
 #[derive(Default)]
@@ -25,6 +34,33 @@ struct Workshop {
     orders: VecDeque<(usize, Arc<Arrivals>)>,
     /// Whether a thread works on them.
     is_open: bool,
+    /// How often everything was ended; a thread works for one of these times.
+    ended: u64,
+}
+
+/// Steps that wait, as the negotiation sees them.
+pub struct Steps(Weak<Session>);
+
+impl Steps {
+    pub fn of(session: &Arc<Session>) -> Self {
+        Self(Arc::downgrade(session))
+    }
+}
+
+impl Elsewhere for Steps {
+    fn waits(&self) -> Vec<String> {
+        let Some(session) = self.0.upgrade() else { return Vec::new() };
+        let open: Vec<_> = session.plans.open.lock().values().cloned().collect();
+        let mut waits: Vec<_> = open.iter().filter_map(|arrivals| arrivals.waits(WAITS_AFTER)).collect();
+        waits.sort();
+        waits
+    }
+
+    fn end(&self, end: End) {
+        if let Some(session) = self.0.upgrade() {
+            session.end_plans(end);
+        }
+    }
 }
 
 impl Plans {
@@ -96,17 +132,19 @@ impl Session {
         if let Some(arrivals) = open.get(&number) {
             return Ok(Arc::clone(arrivals));
         }
-        let Workshop { orders, is_open } = &mut *self.plans.workshop.lock();
+        let Workshop { orders, is_open, ended } = &mut *self.plans.workshop.lock();
         for number in blueprint::made_with(number) {
+            let description = blueprint::get(number)?;
             open.entry(number).or_insert_with(|| {
-                let arrivals = Arrivals::new();
+                let arrivals = Arrivals::new(&description);
                 orders.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
         }
         if !std::mem::replace(is_open, true) {
-            let session = Arc::clone(self);
-            let spawned = std::thread::Builder::new().name("smd-plans".to_owned()).spawn(move || session.make_all());
+            let (session, ended) = (Arc::clone(self), *ended);
+            let make = move || session.make_all(ended);
+            let spawned = std::thread::Builder::new().name("smd-plans".to_owned()).spawn(make);
             if let Err(source) = spawned {
                 *is_open = false;
                 for (number, _) in orders.drain(..) {
@@ -118,16 +156,88 @@ impl Session {
         Ok(Arc::clone(&open[&number]))
     }
 
-    fn make_all(&self) {
+    /// Ends all steps that are under way: ranks do not agree on whose they are. What comes next begins with new
+    /// reducers on every rank, as which of the old ones others still have nobody knows.
+    fn end_plans(self: Arc<Self>, end: End) {
+        let open: Vec<(usize, Arc<Arrivals>)> = {
+            let mut open = self.plans.open.lock();
+            let workshop = &mut *self.plans.workshop.lock();
+            *workshop = Workshop { ended: workshop.ended + 1, ..Workshop::default() };
+            self.groups.restart_plans(end.number);
+            open.drain().collect()
+        };
+        let mismatch = |detail| Error::Mismatch { during: "the reduction of gradients".to_owned(), detail };
+        let all: Vec<Arc<Arrivals>> = open.iter().map(|(_, arrivals)| Arc::clone(arrivals)).collect();
+        let close = move |session: &Self, error: &Error| {
+            for arrivals in all {
+                arrivals.end(error);
+                if let Some(reducer) = arrivals.reducer() {
+                    // Ends what is under way there; that it is gone already would be as good.
+                    let _ = session.remove_group(reducer.communicator().id());
+                }
+            }
+        };
+        let waits = open.iter().filter(|(_, arrivals)| arrivals.waits(WAITS_AFTER).is_some());
+        let own = waits.map(|(number, _)| *number).min();
+        let session = Arc::clone(&self);
+        let detail = end.detail.clone();
+        let explain = {
+            let close = close.clone();
+            move || {
+                let detail = match session.what_differs(&end, own) {
+                    Some(difference) => format!("{difference}; {}", end.detail),
+                    None => end.detail,
+                };
+                close(&session, &mismatch(detail));
+            }
+        };
+        if std::thread::Builder::new().name("smd-plans".to_owned()).spawn(explain).is_err() {
+            close(&self, &mismatch(detail));
+        }
+    }
+
+    /// What differs between the gradients that two of the ranks wait for; `own` are this rank's.
+    fn what_differs(&self, end: &End, own: Option<usize>) -> Option<String> {
+        let &first = end.ranks.first()?;
+        let &second = end.ranks.iter().find(|&&rank| rank != first)?;
+        let store = self.store();
+        let key = |rank: usize| format!("steps/{}/{rank}", end.number);
+        if let Some(own) = own
+            && (first == self.rank() || second == self.rank())
+        {
+            store.set(&key(self.rank()), &postcard::to_stdvec(&*blueprint::get(own).ok()?).ok()?).ok()?;
+        }
+        let of = |rank: usize| -> Option<Description> {
+            postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
+        };
+        fingerprint::difference(&of(first)?, first, &of(second)?, second)
+    }
+
+    fn make_all(self: &Arc<Self>, ended: u64) {
         loop {
             let (number, arrivals) = {
-                let Workshop { orders, is_open } = &mut *self.plans.workshop.lock();
-                match orders.pop_front() {
+                let workshop = &mut *self.plans.workshop.lock();
+                if workshop.ended != ended {
+                    return;
+                }
+                match workshop.orders.pop_front() {
                     Some(next) => next,
-                    None => return *is_open = false,
+                    None => return workshop.is_open = false,
                 }
             };
             let made = self.make_plan(number);
+            if self.plans.workshop.lock().ended != ended {
+                // Its gradients have been answered.
+                if let Ok(reducer) = made {
+                    let _ = self.remove_group(reducer.communicator().id());
+                }
+                return;
+            }
+            if made.is_ok() && self.size() > 1 {
+                // Knows when ranks wait for different steps. All ranks are here, so it need not wait for them; if there
+                // can be none, gradients are reduced all the same.
+                let _ = self.negotiator(WORLD);
+            }
             match &made {
                 // On devices, no memory of the core's is lent.
                 Ok(reducer) if reducer.arena().is_none() => {}

@@ -11,8 +11,8 @@ call of an old script                adapter
 ``metric.reset_states()``            added to Keras 3: ``reset_state()``
 ===================================  ================================================================================
 
-Importing ``smdistributed.dataparallel.tensorflow`` puts them into Keras 3 and into tf_keras, whichever was imported before
-it, or before ``init()``. ``SMD_KERAS_COMPAT=0`` leaves them out. A script that uses none of these calls behaves as
+Importing ``smdistributed.dataparallel.tensorflow`` puts them into Keras 3 and into tf_keras, once each of these is imported:
+``tf.keras`` imports one when it is first used. ``SMD_KERAS_COMPAT=0`` leaves them out. A script that uses none of these calls behaves as
 without them: names are only added, arguments that Keras would refuse are taken, and the list of variables equals,
 prints, copies and pickles as the list that it was.
 """
@@ -20,6 +20,8 @@ prints, copies and pickles as the list that it was.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,13 +35,35 @@ _OFF = ("0", "false", "off", "no")
 
 
 def install() -> None:
-    """Puts the adapters into the Keras packages that this process has imported; does nothing the second time."""
+    """Puts the adapters into the Keras packages that this process has imported, and into others when it imports them."""
     if _core.setting("SMD_KERAS_COMPAT").lower() in _OFF:
         return
-    if _imported("keras"):
-        _adapt_keras3()
-    if _imported("tf_keras"):
-        _adapt_tf_keras()
+    for package, adapt in _ADAPTED.items():
+        if _imported(package):
+            adapt()
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing of its own: sees to it that a Keras package gets its adapters as soon as it has been imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        adapt = _ADAPTED.get(fullname)
+        if adapt is None:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_adapt(module: Any) -> None:
+                execute(module)
+                if _imported(fullname):
+                    adapt()
+
+            spec.loader.exec_module = execute_and_adapt
+        return spec
 
 
 def _imported(package: str) -> bool:
@@ -68,6 +92,9 @@ def _adapt_tf_keras() -> None:
     # The others are there.
     base = _owner(sys.modules["tf_keras"].optimizers.Optimizer, "compute_gradients")
     base.get_gradients = get_gradients
+
+
+_ADAPTED = {"keras": _adapt_keras3, "tf_keras": _adapt_tf_keras}
 
 
 def _owner(cls: type, name: str) -> Any:

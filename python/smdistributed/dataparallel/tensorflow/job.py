@@ -5,7 +5,6 @@ from __future__ import annotations
 from smdistributed import _core
 from smdistributed._common import errors, lifecycle
 from smdistributed.dataparallel.exceptions import CLASSES
-from smdistributed.dataparallel.tensorflow import compat
 
 
 def init() -> None:
@@ -14,8 +13,6 @@ def init() -> None:
     Raises:
         SMDDPAlreadyInitializedError: It was called before.
     """
-    # For a Keras that the script has imported after this package.
-    compat.install()
     with errors.translated(CLASSES):
         lifecycle.init()
         # So that a rank which never calls a collective by name is missed by name.

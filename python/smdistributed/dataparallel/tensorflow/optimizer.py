@@ -4,13 +4,15 @@ A distributed optimizer is a *view* of the given one: an object of a subclass wi
 one's ``__dict__``. Variables, hyperparameters, slots and what checkpoints track are therefore one and the same, whatever
 of both is used, and a saved model carries the given optimizer's class and no trace of this library.
 
-Each family has one place that every way of training goes through, and reduces there (OPT-1): ``apply`` in Keras 3,
+Each family has one place that every way of training goes through, and reduces there (OPT-1): ``apply`` in Keras 3
+(the update in it, if gradients accumulate),
 the aggregation in ``apply_gradients`` in tf_keras, ``compute_gradients`` in TF1. So a gradient is reduced once, whoever
 computed it, and clipping, weight decay and moving averages see reduced gradients.
 """
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -26,6 +28,9 @@ from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
 
 GradientsAndVariables = Iterable[tuple[Any, Any]]
+
+# The variables that an optimizer of Keras 3 is about to update with what it has accumulated.
+_accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
 
 
 def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts take for a class
@@ -163,9 +168,24 @@ class _Keras3(_Methods):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         # What does not match is for Keras to refuse.
-        if len(grads) == len(variables):
+        if len(grads) == len(variables) and not self.gradient_accumulation_steps:
             grads = self._smd_reduce(grads, [underlying(variable) for variable in variables])
         super().apply(grads, trainable_variables)
+
+    # An optimizer that accumulates reduces once per update: what has been accumulated, before it is clipped.
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        token = _accumulating.set(trainable_variables if self.gradient_accumulation_steps else None)
+        try:
+            super()._backend_apply_gradients(grads, trainable_variables)
+        finally:
+            _accumulating.reset(token)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+        variables = _accumulating.get()
+        if variables is not None:
+            grads = self._smd_reduce(grads, [underlying(variable) for variable in variables])
+        return super()._clip_gradients(grads)
 
 
 class _TfKeras(_Methods):

@@ -1,0 +1,365 @@
+//! One member's negotiation at work: takes calls and messages, and does what the machine says. One thread at a time does
+//! so: that of the [`super::Negotiator`], or a caller that waits ([`super::Asked::drive`]).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use super::description::Description;
+use super::factors::{Factors, Scaled, scale};
+use super::machine::{Action, Machine, Part, Ticket};
+use super::message::{Limits, Message};
+use super::negotiator::{Call, Options, Shared, told_of};
+use super::neutral::Neutral;
+use super::post::Post;
+use super::stall::{Patience, STUCK_AFTER, Waits};
+use super::tree::Tree;
+use crate::buffer::TensorView;
+use crate::collectives::{Communicator, Done, Kind, Request};
+use crate::error::{Code, Error, Result};
+use crate::transport::{Members, NAP, Transport};
+
+/// Calls that come one after the other go into one message, if the thread has seen none for this many looks ..
+const QUIET_LOOKS: u32 = 4;
+/// .. or for this long.
+const LINGER: Duration = Duration::from_micros(400);
+/// How long answers may be under way when it is already known that their sender, or who hands them on, has departed.
+const GRACE: Duration = Duration::from_millis(200);
+/// So much longer than the limit a member waits for the root's word before it gives up by itself.
+const ROOT_GRACE: Duration = Duration::from_secs(10);
+const FLUSH_LIMIT: Duration = Duration::from_millis(200);
+/// A process that uses less of a processor computes nothing.
+const IDLE_SHARE: f64 = 0.05;
+/// Operations up to this size run on the thread of a caller that waits, whoever it is: a hand-over would cost more, and
+/// what else is asked for meanwhile does not wait for long.
+const INLINE_BYTES: u64 = 256 << 10;
+
+/// What was asked for, and who waits for it.
+struct Open {
+    requests: Vec<Request>,
+    bytes: u64,
+    factors: Factors,
+    done: Done,
+}
+
+/// Brings the negotiation on; see the module's text.
+pub(super) struct Work {
+    communicator: Arc<Communicator>,
+    transport: Arc<dyn Transport>,
+    tree: Tree,
+    machine: Machine,
+    post: Post,
+    /// Calls without an answer.
+    open: HashMap<Ticket, Open>,
+    joining: Option<Done>,
+    ticket: Ticket,
+    actions: Vec<Action>,
+    calls: Vec<Call>,
+    last_tick: Instant,
+    processor: Processor,
+    /// When the departure of a member was seen.
+    departed: Option<Instant>,
+    /// Whether this process waits for what is no name.
+    waits_for_steps: bool,
+}
+
+impl Work {
+    pub(super) fn new(shared: &Shared, communicator: Arc<Communicator>) -> Self {
+        let Members { ranks, me } = &shared.members;
+        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit } = shared.options;
+        let tree = Tree::new(*me, ranks.len());
+        let limits = Limits { cache: cache_capacity, fusion_bytes };
+        let patience = Patience { warning: stall_warning, limit: stall_limit };
+        let transport = communicator.transport().clone();
+        Self {
+            machine: Machine::new(tree.clone(), ranks.clone(), limits, patience),
+            post: Post::new(transport.clone(), &tree),
+            communicator,
+            transport,
+            tree,
+            open: HashMap::new(),
+            joining: None,
+            ticket: 0,
+            actions: Vec::new(),
+            calls: Vec::new(),
+            last_tick: Instant::now(),
+            processor: Processor::new(),
+            departed: None,
+            waits_for_steps: false,
+        }
+    }
+
+    /// Ends what waits: nothing can be called any more, for this reason.
+    pub(super) fn end(mut self, shared: &Shared, error: &Error) {
+        // Calls from now on fail at once, also those that the ones below make.
+        shared.inbox.lock().ended = Some(error.clone());
+        for (name, ticket) in self.machine.drain() {
+            if let Some(open) = self.open.remove(&ticket) {
+                (open.done)(Err(told_of(error.clone(), &name)));
+            }
+        }
+        if let Some(done) = self.joining.take() {
+            done(Err(told_of(error.clone(), "join")));
+        }
+        self.flush_post();
+        if error.code() == Code::Closed {
+            self.communicator.close(&error.text());
+        }
+    }
+
+    /// Whether anything of this member waits to be answered.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.machine.is_waiting()
+    }
+
+    /// Whether time matters: this or another member waits.
+    pub(super) fn watches(&self) -> bool {
+        self.machine.is_waiting() || self.machine.has_news() || self.departed.is_some() || self.waits_for_steps
+    }
+
+    /// Takes and does what there is; whether there was anything. `by_caller` says that this thread waits for one of the
+    /// calls, so that it may run small operations itself.
+    pub(super) fn turn(&mut self, shared: &Shared, by_caller: bool) -> Result<bool> {
+        let mut busy = self.take_calls(shared);
+        self.transport.progress();
+        while let Some((from, message)) = self.post.receive()? {
+            busy = true;
+            let now = shared.now();
+            self.machine.receive(from, message, now, &mut self.actions)?;
+        }
+        self.post.retire()?;
+        if busy {
+            self.machine.flush(shared.now(), &mut self.actions);
+        }
+        self.perform(shared, by_caller)?;
+        if self.last_tick.elapsed() >= NAP {
+            self.tick(shared, by_caller)?;
+        }
+        Ok(busy)
+    }
+
+    /// Takes what was called, and what is called right after it, so that it goes into one message.
+    fn take_calls(&mut self, shared: &Shared) -> bool {
+        let start = Instant::now();
+        let (mut any, mut quiet) = (false, 0);
+        loop {
+            std::mem::swap(&mut self.calls, &mut shared.inbox.lock().calls);
+            let mut urgent = false;
+            let took = !self.calls.is_empty();
+            for call in std::mem::take(&mut self.calls) {
+                urgent |= matches!(call, Call::Named { blocking: true, .. } | Call::Join { .. });
+                self.take(shared, call);
+            }
+            any |= took;
+            quiet = if took { 0 } else { quiet + 1 };
+            if !any || urgent || quiet >= QUIET_LOOKS || start.elapsed() >= LINGER {
+                return any;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn take(&mut self, shared: &Shared, call: Call) {
+        let since = |since: Instant| since.saturating_duration_since(shared.start);
+        match call {
+            Call::Named { name, requests, factors, description, blocking, since: called, done } => {
+                self.ticket += 1;
+                let bytes = description.all_bytes();
+                match self.machine.submit(self.ticket, &name, description, blocking, since(called)) {
+                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, bytes, factors, done })),
+                    Err(error) => done(Err(error)),
+                }
+            }
+            Call::Join { since: called, done } => match self.machine.join(since(called)) {
+                Ok(()) => self.joining = Some(done),
+                Err(error) => done(Err(error)),
+            },
+        }
+    }
+
+    fn perform(&mut self, shared: &Shared, by_caller: bool) -> Result<()> {
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
+            match action {
+                Action::Up(up) => self.post.send(self.tree.parent.into_iter(), &Message::Up(up))?,
+                Action::Down(down) => {
+                    let children = self.tree.children.iter().map(|child| child.start);
+                    self.post.send(children, &Message::Down(down))?;
+                }
+                Action::Run(parts) => self.operate(parts, by_caller)?,
+                Action::Fail(ticket, error) => {
+                    if let Some(open) = self.open.remove(&ticket) {
+                        (open.done)(Err(error));
+                    }
+                }
+                Action::EndSteps(end) => {
+                    if let Some(elsewhere) = &shared.elsewhere {
+                        elsewhere.end(end);
+                    }
+                }
+                Action::Joined(last) => {
+                    // On every member before its next call.
+                    shared.inbox.lock().given.clear();
+                    if let Some(done) = self.joining.take() {
+                        done(Ok(Some(last)));
+                    }
+                }
+                Action::Warn(text) => tracing::warn!("{text}"),
+            }
+        }
+        // The memory is used again.
+        self.actions = actions;
+        Ok(())
+    }
+
+    /// Runs one operation, or queues it.
+    fn operate(&mut self, parts: Vec<Part>, by_caller: bool) -> Result<()> {
+        let size = self.tree.size;
+        let mut requests = Vec::with_capacity(parts.len());
+        let mut calls = Vec::with_capacity(parts.len());
+        let mut after = After::default();
+        let mut bytes = 0;
+        for part in parts {
+            match part {
+                Part::Own(ticket) => {
+                    let Some(open) = self.open.remove(&ticket) else { continue };
+                    bytes += open.bytes;
+                    for request in open.requests {
+                        let scaled = open.factors.apply(request, size)?;
+                        requests.push(after.keep(scaled));
+                    }
+                    calls.push(open.done);
+                }
+                Part::Neutral(group) => {
+                    bytes += group.all_bytes();
+                    for description in group.each() {
+                        let elems = description.shape.iter().product::<u64>() as usize;
+                        let mut memory = Neutral::new(description.dtype, description.op, elems);
+                        let data = memory.view()?;
+                        let request = match description.kind {
+                            Kind::Adasum => Request::Adasum { input: data, output: data },
+                            _ => Request::AllReduce { input: data, output: data, op: description.op },
+                        };
+                        // What changes nothing needs no scaling; the operator follows from the others' factors.
+                        let factors = Factors { before: 1.0, ..description.factors };
+                        requests.push(factors.apply(request, size)?.request);
+                        after.neutral.push(memory);
+                    }
+                }
+            }
+        }
+        let done = move |result: Result<Option<usize>>| {
+            if result.is_ok() {
+                after.scale();
+            }
+            for done in calls {
+                done(result.clone());
+            }
+        };
+        // The others can only come to it if they have heard of it.
+        if by_caller && bytes <= INLINE_BYTES && self.post.retire()? && !requests.iter().any(Description::is_on_device)
+        {
+            let outcome = self.communicator.run_batch(&requests, None);
+            done(outcome.map(|()| None));
+        } else {
+            self.communicator.submit_batch(requests, None, Box::new(done));
+        }
+        Ok(())
+    }
+
+    /// What is looked at a few times a second.
+    fn tick(&mut self, shared: &Shared, by_caller: bool) -> Result<()> {
+        self.last_tick = Instant::now();
+        let waiting = self.machine.is_waiting();
+        // A device may compute while the processor does nothing.
+        let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
+        let elsewhere = shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
+        let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
+        self.waits_for_steps = !steps.is_empty();
+        let idle = self.processor.is_idle() && (waiting || elsewhere || self.waits_for_steps) && !on_device();
+        let now = shared.now();
+        self.machine.tick(now, Waits { idle, elsewhere, steps }, &mut self.actions);
+        self.perform(shared, by_caller)?;
+        if shared.monitor.generation() != 0
+            && let Err(error) = shared.monitor.check(&shared.members.ranks, "`collectives by name`")
+        {
+            let since = *self.departed.get_or_insert_with(Instant::now);
+            let grace = GRACE.max(self.transport.last_words());
+            if since.elapsed() >= grace || error.code() == crate::error::Code::Closed {
+                return Err(error);
+            }
+        }
+        match self.machine.longest_wait(now) {
+            Some((name, waited)) if waited >= shared.options.stall_limit + ROOT_GRACE => {
+                let missing = vec![shared.members.ranks[0]];
+                Err(Error::Timeout {
+                    during: format!("`{name}` (no word from the group's first rank)"),
+                    waited,
+                    missing,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the last messages a moment to go.
+    fn flush_post(&mut self) {
+        let deadline = Instant::now() + FLUSH_LIMIT;
+        while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {
+            let seen = self.transport.doorbell();
+            self.transport.progress();
+            self.transport.doze(seen, Duration::from_millis(5));
+        }
+    }
+}
+
+/// What an operation needs besides its tensors, until it is over.
+#[derive(Default)]
+struct After {
+    neutral: Vec<Neutral>,
+    memory: Vec<Vec<u64>>,
+    factors: Vec<(TensorView, f64)>,
+}
+
+impl After {
+    fn keep(&mut self, scaled: Scaled) -> Request {
+        self.memory.push(scaled.memory);
+        self.factors.extend(scaled.after);
+        scaled.request
+    }
+
+    fn scale(&self) {
+        self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
+    }
+}
+
+/// Whether this process computes.
+struct Processor {
+    looked: Instant,
+    used: Duration,
+    last_busy: Instant,
+}
+
+impl Processor {
+    fn new() -> Self {
+        Self { looked: Instant::now(), used: Self::used(), last_busy: Instant::now() }
+    }
+
+    fn used() -> Duration {
+        let time = clock_gettime(ClockId::ProcessCPUTime);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    /// Whether it has not since [`STUCK_AFTER`]. A long time between two looks counts as one.
+    fn is_idle(&mut self) -> bool {
+        let (now, used) = (Instant::now(), Self::used());
+        let share = used.saturating_sub(self.used).as_secs_f64() / (now - self.looked).as_secs_f64().max(1e-3);
+        if share > IDLE_SHARE {
+            self.last_busy = now;
+        }
+        (self.looked, self.used) = (now, used);
+        now - self.last_busy >= STUCK_AFTER
+    }
+}
