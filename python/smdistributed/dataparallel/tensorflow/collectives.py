@@ -37,6 +37,9 @@ def allreduce(
 ) -> tf.Tensor:
     """Reduces a tensor over the ranks.
 
+    It is :func:`oob_allreduce`: ranks may call it in any order, and what is ready together runs together, so that it needs
+    neither index nor number. They are checked and have no other effect.
+
     Args:
         tensor: Same shape and type on all ranks.
         param_index: Index of the tensor in the list of gradients; 0 for a single tensor.
