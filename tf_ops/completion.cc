@@ -25,13 +25,7 @@ class KernelCompletion : public Completion {
   void done(rust::Str error, std::int64_t) noexcept override {
     if (!error.empty()) context_->CtxFailure(to_status({error.data(), error.size()}));
     operations_.clear();
-    // The context may be gone once the callback has been called.
-    if (context_->run_all_kernels_inline()) {
-      // What comes next would run on this thread, which the group's next operation needs.
-      context_->device()->tensorflow_cpu_worker_threads()->workers->Schedule(std::move(done_));
-    } else {
-      done_();
-    }
+    finish(context_, std::move(done_));
   }
 
  protected:
@@ -81,6 +75,16 @@ void submit(OpKernelContext* context, const AsyncOpKernel::DoneCallback& done, s
 }
 
 }  // namespace
+
+void finish(OpKernelContext* context, AsyncOpKernel::DoneCallback done) {
+  // The context may be gone once the callback has been called.
+  if (context->run_all_kernels_inline()) {
+    // What comes next would run on this thread, which the group's next operation needs.
+    context->device()->tensorflow_cpu_worker_threads()->workers->Schedule(std::move(done));
+  } else {
+    done();
+  }
+}
 
 void start(OpKernelContext* context, AsyncOpKernel::DoneCallback done, TensorOperation operation) {
   // `submit` reads the description while the completion already owns the operation.

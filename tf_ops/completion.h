@@ -36,6 +36,9 @@ void start_rows(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel:
 void refuse(tensorflow::OpKernelContext* context, const tensorflow::AsyncOpKernel::DoneCallback& done,
             std::int64_t group, const absl::Status& status);
 
+// Calls `done`, from the core's `Completion::done`, for a kernel whose context has its outputs and its status.
+void finish(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done);
+
 // As `start`, for an operation that every rank names alike and calls in any order; `shape` is its tensor's.
 void start_named(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                  TensorOperation operation, const std::string& name, const tensorflow::TensorShape& shape,

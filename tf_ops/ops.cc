@@ -9,8 +9,13 @@
 // are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which contain operations of
 // ours into the chain. In a graph of TensorFlow 1 nothing is chained: there the script orders by control dependencies,
 // or by values. Operations with a name (SmdNamed..) are not stateful and have no order: ranks find each other's by
-// name.
+// name. Horovod's operations have names, too, and are stateful: `horovod/tensorflow/mpi_ops.py` takes them out of the
+// chain.
 
+#include <cstdint>
+
+#include "smd/src/bridge.rs.h"
+#include "status.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -34,8 +39,14 @@ using tensorflow::shape_inference::UnchangedShape;
 constexpr char kNumber[] = "T: {" SMD_NUMBERS "}";
 constexpr char kNumbers[] = "T: list({" SMD_NUMBERS "}) >= 1";
 constexpr char kType[] = "T: " SMD_TYPES;
+// Those of a named collective; the same with the types that Horovod reduces.
+#define SMD_REDUCIBLE "uint8, int8, int16, int32, int64, half, bfloat16, float, double, complex64, complex128"
+constexpr char kReducible[] = "T: {" SMD_REDUCIBLE "}";
+constexpr char kReducibles[] = "T: list({" SMD_REDUCIBLE "}) >= 1";
+constexpr char kTypes[] = "T: list(" SMD_TYPES ") >= 1";
 constexpr char kReduction[] = "op: {'sum', 'average', 'min', 'max', 'product', 'bit_and', 'bit_or', 'bit_xor'}";
 
+#undef SMD_REDUCIBLE
 #undef SMD_TYPES
 #undef SMD_NUMBERS
 
@@ -70,6 +81,61 @@ absl::Status all_to_all_shape(InferenceContext* context) {
   return rows_shape(context, equal && context->RankKnown(context->input(0)) && context->Rank(context->input(0)) > 0
                                  ? context->Dim(context->input(0), 0)
                                  : context->UnknownDim());
+}
+
+// Row 0 of each output is unknown, all else as in the inputs.
+absl::Status gathered_shapes(InferenceContext* context) {
+  for (int i = 0; i < context->num_inputs(); ++i) {
+    ShapeHandle input;
+    ShapeHandle output;
+    TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(i), 1, &input));
+    TF_RETURN_IF_ERROR(context->ReplaceDim(input, 0, context->UnknownDim(), &output));
+    context->set_output(i, output);
+  }
+  return absl::OkStatus();
+}
+
+// This rank's rows of each output, as soon as it knows its rank.
+absl::Status scattered_shapes(InferenceContext* context) {
+  std::int64_t process_set = 0;
+  TF_RETURN_IF_ERROR(context->GetAttr("process_set_id", &process_set));
+  std::int64_t ranks = 0;
+  std::int64_t rank = 0;
+  const absl::Status known = checked([&] {
+    const std::uint64_t group = process_set_group(process_set);
+    ranks = static_cast<std::int64_t>(group_size(group));
+    rank = static_cast<std::int64_t>(group_rank(group));
+  });
+  for (int i = 0; i < context->num_inputs(); ++i) {
+    ShapeHandle input = context->input(i);
+    if (!context->RankKnown(input)) {
+      context->set_output(i, context->UnknownShape());
+      continue;
+    }
+    TF_RETURN_IF_ERROR(context->WithRankAtLeast(input, 1, &input));
+    DimensionHandle rows = context->UnknownDim();
+    if (known.ok() && context->ValueKnown(context->Dim(input, 0))) {
+      const std::int64_t all = context->Value(context->Dim(input, 0));
+      rows = context->MakeDim(all / ranks + (rank < all % ranks ? 1 : 0));
+    }
+    ShapeHandle output;
+    TF_RETURN_IF_ERROR(context->ReplaceDim(input, 0, rows, &output));
+    context->set_output(i, output);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status exchanged_shapes(InferenceContext* context) {
+  ShapeHandle input;
+  ShapeHandle output;
+  TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(0), 1, &input));
+  TF_RETURN_IF_ERROR(context->ReplaceDim(input, 0, context->UnknownDim(), &output));
+  context->set_output(0, output);
+  const ShapeHandle splits = context->input(1);
+  const bool given = context->RankKnown(splits) && context->Rank(splits) == 1 &&
+                     context->ValueKnown(context->Dim(splits, 0)) && context->Value(context->Dim(splits, 0)) > 0;
+  context->set_output(1, given ? splits : context->Vector(InferenceContext::kUnknownDim));
+  return absl::OkStatus();
 }
 
 absl::Status unchanged_shapes(InferenceContext* context) {
@@ -321,5 +387,199 @@ output = root's tensor, once every rank has called it under the same name.
 
 tensor: Same shape and type on all ranks.
 )");
+
+// The operations of Horovod's API. Ranks of a process set find each other's by name: that of the node in the graph, or
+// what follows its last slash if `ignore_name_scope`; or `tensor_name`, which says that the caller is blocked, as eager
+// callers are. Of a group, all run together or none does. `reduce_op` is Horovod's number, and ranks are those of its
+// world.
+
+REGISTER_OP("HorovodAllreduce")
+    .Attr(kReducible)
+    .Attr("reduce_op: int")
+    .Attr("prescale_factor: float = 1.0")
+    .Attr("postscale_factor: float = 1.0")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensor: T")
+    .Output("output: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(UnchangedShape)
+    .Doc("output = postscale_factor * op over ranks (prescale_factor * tensor).");
+
+REGISTER_OP("HorovodGroupedAllreduce")
+    .Attr(kReducibles)
+    .Attr("reduce_op: int")
+    .Attr("prescale_factor: float = 1.0")
+    .Attr("postscale_factor: float = 1.0")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Attr("num_tensors: int = 0")
+    .Input("tensors: T")
+    .Output("outputs: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(unchanged_shapes)
+    .Doc("As HorovodAllreduce, of several tensors.");
+
+REGISTER_OP("HorovodAllgather")
+    .Attr(kType)
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensor: T")
+    .Output("output: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(gathered_shapes)
+    .Doc("output = the ranks' tensors, one after the other along dimension 0, in which they may differ.");
+
+REGISTER_OP("HorovodGroupedAllgather")
+    .Attr(kTypes)
+    .Attr("num_tensors: int = 0")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensors: T")
+    .Output("outputs: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(gathered_shapes)
+    .Doc("As HorovodAllgather, of several tensors.");
+
+REGISTER_OP("HorovodBroadcast")
+    .Attr(kType)
+    .Attr("root_rank: int")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensor: T")
+    .Output("output: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(UnchangedShape)
+    .Doc("output = the tensor of a rank of the world.");
+
+REGISTER_OP("HorovodBroadcastInplace")
+    .Attr(kType)
+    .Attr("root_rank: int")
+    .Attr("num_variables: int >= 1")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensors: Ref(num_variables * T)")
+    .Output("outputs: Ref(num_variables * T)")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(unchanged_shapes)
+    .Doc("Gives variables the values of a rank of the world.");
+
+REGISTER_OP("HorovodBroadcastInplaceResource")
+    .Attr("root_rank: int")
+    .Attr("num_variables: int >= 1")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("resources: num_variables * resource")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(NoOutputs)
+    .Doc("As HorovodBroadcastInplace.");
+
+REGISTER_OP("HorovodAlltoall")
+    .Attr(kType)
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensor: T")
+    .Input("splits: int32")
+    .Output("output: T")
+    .Output("received_splits: int32")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(exchanged_shapes)
+    .Doc(R"(
+output = the rows that the ranks send to this one.
+
+splits: Rows for each rank; none for equal parts. Rows that are left over are not sent.
+received_splits: How many come from each rank.
+)");
+
+REGISTER_OP("HorovodReducescatter")
+    .Attr(kReducible)
+    .Attr("reduce_op: int")
+    .Attr("prescale_factor: float = 1.0")
+    .Attr("postscale_factor: float = 1.0")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Input("tensor: T")
+    .Output("output: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(scattered_shapes)
+    .Doc(
+        "output = this rank's rows of the reduced tensor; the first ranks have one more if they cannot be shared out "
+        "evenly.");
+
+REGISTER_OP("HorovodGroupedReducescatter")
+    .Attr(kReducibles)
+    .Attr("reduce_op: int")
+    .Attr("prescale_factor: float = 1.0")
+    .Attr("postscale_factor: float = 1.0")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .Attr("num_tensors: int = 0")
+    .Input("tensors: T")
+    .Output("outputs: T")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(scattered_shapes)
+    .Doc("As HorovodReducescatter, of several tensors.");
+
+REGISTER_OP("HorovodJoin")
+    .Output("output: int32")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(ScalarShape)
+    .Doc("Says that this rank has no more data; the rank that joined last, once all have.");
+
+REGISTER_OP("HorovodBarrier")
+    .Attr("process_set_id: int = 0")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(NoOutputs)
+    .Doc("Completes when every rank of the process set has called it.");
+
+REGISTER_OP("HorovodSize")
+    .Attr("process_set_id: int = 0")
+    .Output("size: int32")
+    .SetIsStateful()
+    .SetShapeFn(ScalarShape)
+    .Doc("Ranks of the process set.");
+
+REGISTER_OP("HorovodProcessSetIncluded")
+    .Attr("process_set_id: int = 0")
+    .Output("included: int32")
+    .SetIsStateful()
+    .SetShapeFn(ScalarShape)
+    .Doc("1 if this rank is in the process set, else 0.");
+
+REGISTER_OP("HorovodLocalSize")
+    .Output("local_size: int32")
+    .SetIsStateful()
+    .SetShapeFn(ScalarShape)
+    .Doc("Ranks on this host.");
+
+REGISTER_OP("HorovodRank").Output("rank: int32").SetIsStateful().SetShapeFn(ScalarShape).Doc("This process's rank.");
+
+REGISTER_OP("HorovodLocalRank")
+    .Output("local_rank: int32")
+    .SetIsStateful()
+    .SetShapeFn(ScalarShape)
+    .Doc("This process's rank among those of this host.");
 
 }  // namespace smd::tf_ops

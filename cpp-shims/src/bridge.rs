@@ -4,8 +4,8 @@ pub use ffi::*;
 
 use crate::calls::{
     Asked, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size,
-    process_set_group, process_set_root, raise_later, rank, roll_call, run, run_batch, run_together, session_id, size,
-    submit, submit_batch, submit_named,
+    process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run, run_batch, run_together,
+    session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -98,7 +98,7 @@ mod ffi {
     /// How operations are asked for by name (`smd_core::negotiation::Ask`).
     #[derive(Debug)]
     struct NamedCall<'a> {
-        /// In front of the name: `allreduce`.
+        /// In front of the name: `allreduce`; may be empty if there is a name.
         kind: &'a str,
         /// Empty: the negotiation gives one.
         name: &'a str,
@@ -111,6 +111,15 @@ mod ffi {
         /// Of each call's tensor, and all dimensions one after the other.
         num_dims: &'a [usize],
         dims: &'a [u64],
+    }
+
+    /// The parts of `smd_core::session::WorldPlace` that operations ask for.
+    #[derive(Debug)]
+    struct WorldPlace {
+        rank: usize,
+        size: usize,
+        local_rank: usize,
+        local_size: usize,
     }
 
     /// `smd_core::reducer::ParamSpec`.
@@ -284,6 +293,10 @@ mod ffi {
 
         /// The group of a process set; throws if this rank is in no such set.
         fn process_set_group(process_set: i64) -> Result<u64>;
+        /// This rank's place in the world of process sets.
+        fn world_place() -> Result<WorldPlace>;
+        /// The ranks of a process set.
+        fn process_set_ranks(process_set: i64) -> Result<Vec<usize>>;
         /// The position of a rank of the world in a process set.
         fn process_set_root(process_set: i64, rank: i64) -> Result<usize>;
 

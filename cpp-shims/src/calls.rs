@@ -147,10 +147,14 @@ pub unsafe fn ask(
             // SAFETY: the caller's promise.
             tensors.push((unsafe { request(call, Some(&completion)) }?, Some(shape.to_vec())));
         }
+        let full = match named.kind {
+            "" => named.name.to_owned(),
+            kind => format!("{kind}.{}", named.name),
+        };
         let name = match (named.name, named.shared) {
             ("", false) => Name::Next(named.kind.to_owned()),
-            (name, false) => Name::Given(format!("{}.{name}", named.kind)),
-            (name, true) => Name::Shared(format!("{}.{name}", named.kind)),
+            (_, false) => Name::Given(full),
+            (_, true) => Name::Shared(full),
         };
         let factors = Factors { before: named.prescale, after: named.postscale };
         let asked = negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, completing(completion))?;
@@ -183,14 +187,33 @@ pub fn process_set_group(process_set: i64) -> Result<u64, Report> {
     })
 }
 
+pub fn world_place() -> Result<ffi::WorldPlace, Report> {
+    guard(|| {
+        let place = session::current("rank")?.world_place("rank")?;
+        let ((rank, size), (local_rank, local_size)) = (place.world, place.local);
+        Ok(ffi::WorldPlace { rank, size, local_rank, local_size })
+    })
+}
+
+pub fn process_set_ranks(process_set: i64) -> Result<Vec<usize>, Report> {
+    guard(|| {
+        let number = number(process_set)?;
+        let sets = session::current("process_set_ranks")?.process_sets()?;
+        let found = sets.into_iter().find(|(id, _)| *id == number).map(|(_, ranks)| ranks);
+        found.ok_or_else(|| unknown(process_set))
+    })
+}
+
 pub fn process_set_root(process_set: i64, rank: i64) -> Result<usize, Report> {
     guard(|| session::current("broadcast")?.position_in_process_set(number(process_set)?, rank, "broadcast"))
 }
 
 fn number(process_set: i64) -> Result<u32> {
-    u32::try_from(process_set).map_err(|_| {
-        Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
-    })
+    u32::try_from(process_set).map_err(|_| unknown(process_set))
+}
+
+fn unknown(process_set: i64) -> Error {
+    Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
 }
 
 /// A completion that may be asked for outputs before it is called.

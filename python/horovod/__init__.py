@@ -1,6 +1,6 @@
 """Horovod's API over OpenSMD: scripts written for Horovod run unchanged.
 
-``horovod.torch`` is here; ``docs/from-horovod.md`` says of every public name whether it is. Importing a
+``docs/from-horovod.md`` says of every public name whether it is. Importing a
 module that is missing raises an ``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType
 # Scripts compare it with the last version of the original; what follows the plus sign does not take part.
 __version__ = "0.28.1+smd.1"
 
-_MISSING = ("tensorflow", "keras", "_keras", "ray", "spark", "mxnet", "data", "torch.elastic", "run")
+_MISSING = ("ray", "spark", "mxnet", "data", "torch.elastic", "run")
 
 
 class _NotYet(importlib.abc.MetaPathFinder):
@@ -29,8 +29,8 @@ class _NotYet(importlib.abc.MetaPathFinder):
         if package != __name__ or not any(rest == name or rest.startswith(f"{name}.") for name in _MISSING):
             return None
         raise ModuleNotFoundError(
-            f"`{fullname}` is not part of this release of OpenSMD: it has `horovod.torch`. For data-parallel training with "
-            "TensorFlow use `smdistributed.dataparallel.tensorflow`",
+            f"`{fullname}` is not part of this release of OpenSMD: it has `horovod.torch`, `horovod.tensorflow` and "
+            "`horovod.keras`",
             name=fullname,
         )
 

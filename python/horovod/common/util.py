@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -31,7 +32,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether `horovod.<name>` can be used."""
-    available = ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+    available = ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
     if verbose:
         print(f"Checking whether extension {ext_base_name} is available: {available}")
     return available
@@ -54,11 +55,9 @@ def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
 @_cache
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether the framework sees a GPU."""
-    if ext_base_name != "torch" or not extension_available("torch"):
+    if not extension_available(ext_base_name):
         return False
-    import torch
-
-    return torch.cuda.is_available()
+    return importlib.import_module(f"horovod.{ext_base_name}.mpi_ops")._check_has_gpu()
 
 
 def _built(name: str) -> Callable[..., Any]:

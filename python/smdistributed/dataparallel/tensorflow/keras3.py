@@ -10,11 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
-from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
-
 
 @functools.cache
 def install(is_distributed: Callable[[Any], bool]) -> None:
@@ -35,7 +30,7 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
         skip the step or none does, or else some would wait for others that never come."""
         finite = is_finite(self, grads)
         if is_distributed(self.inner_optimizer):
-            finite = oob_allreduce(tf.cast(finite, tf.int32), op=ReduceOp.MIN) > 0
+            finite = self.inner_optimizer._smd_all(finite)
         return finite
 
     @functools.wraps(resolve)

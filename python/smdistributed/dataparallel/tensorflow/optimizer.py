@@ -23,6 +23,7 @@ import tensorflow as tf
 from smdistributed._common.errors import UnsupportedError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow import keras3
+from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
 from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
@@ -70,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     check_options(op, bucket_cap_mb)
     if is_distributed(optimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
-    methods = _methods(optimizer)
+    methods = family(optimizer)
     if use_locking:
-        if methods is _TF1:
+        if methods is TF1:
             optimizer._use_locking = True
         else:
             warnings.warn("`use_locking` is for tf.compat.v1.train optimizers and has no effect here", stacklevel=2)
@@ -83,25 +84,38 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
         "bucket_cap_mb": bucket_cap_mb,
         "name": name or f"smdistributed.dataparallel{type(optimizer).__name__}",
     }
-    return _view(optimizer, methods, options)
+    return view(optimizer, methods, options)
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether the optimizer, or the one inside of it, reduces gradients over the ranks."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))
+    return isinstance(optimizer, Methods) or (inner is not None and is_distributed(inner))
 
 
-def _view(optimizer: Any, methods: type[_Methods], options: dict[str, Any]) -> Any:
+def view(optimizer: Any, methods: type, options: Any, module: str | None = None) -> Any:
+    """The optimizer under a subclass of its class, with the same state.
+
+    Args:
+        optimizer: The optimizer.
+        methods: What is different about it, a subclass of what :func:`family` has returned.
+        options: For these methods.
+        module: Where the class says that it is from; by default where the optimizer's is.
+    """
     cls = type(optimizer)
     members = {
         "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
+        "__module__": module or cls.__module__,
         "__qualname__": cls.__qualname__,
         "_smd_class": cls,
         "_smd_options": options,
     }
     return _sharing(optimizer, type(cls)(cls.__name__, (methods, cls), members))
+
+
+def given(optimizer: Any) -> Any:
+    """What a distributed optimizer was made of."""
+    return _sharing(optimizer, optimizer._smd_class)
 
 
 def _sharing(optimizer: Any, cls: type) -> Any:
@@ -116,36 +130,44 @@ def _distributed(optimizer: Any, options: dict[str, Any]) -> Any:
     return DistributedOptimizer(optimizer, **options)
 
 
-def _methods(optimizer: Any) -> type[_Methods]:
+def family(optimizer: Any) -> type[Methods]:
     """What is different about a distributed optimizer of this family. Imports no Keras: a family whose module was not
-    imported has no optimizers."""
+    imported has no optimizers.
+
+    Raises:
+        TypeError: It is no optimizer of these families.
+    """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return _TF1
+        return TF1
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(optimizer, keras.optimizers.Optimizer):
         if keras.backend.backend() != "tensorflow":
             raise UnsupportedError(f"Keras runs on {keras.backend.backend()}: optimizers here need TensorFlow")
         keras3.install(is_distributed)
-        return _Keras3
+        return Keras3
     tf_keras = sys.modules.get("tf_keras")
     if tf_keras is not None:
         scales = isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
         if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
-            return _LegacyLossScale if scales else _Legacy
+            return LegacyLossScale if scales else Legacy
         if isinstance(optimizer, tf_keras.optimizers.Optimizer):
-            return _TfKerasLossScale if scales else _TfKeras
+            return TfKerasLossScale if scales else TfKeras
     raise TypeError(f"{optimizer!r} is not an optimizer: expected one of Keras, of tf_keras or of tf.compat.v1.train")
 
 
-class _Methods:
+class Methods:
     """The part of a distributed optimizer that comes before the given one's class."""
 
     _smd_class: type
-    _smd_options: dict[str, Any]
+    _smd_options: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy or a pickle is one of the given optimizer, and distributed again."""
-        return _distributed, (_sharing(self, self._smd_class), self._smd_options)
+        return _distributed, (given(self), self._smd_options)
+
+    def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
+        """Whether it holds on all ranks that reduce gradients."""
+        return oob_allreduce(tf.cast(condition, tf.int32), op=ReduceOp.MIN) > 0
 
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         # Keras takes arrays and lists too.
@@ -164,7 +186,9 @@ class _Methods:
         return list(zip(reduced, variables, strict=True))
 
 
-class _Keras3(_Methods):
+class Keras3(Methods):
+    """Of Keras 3."""
+
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         # What does not match is for Keras to refuse.
@@ -188,13 +212,17 @@ class _Keras3(_Methods):
         return super()._clip_gradients(grads)
 
 
-class _TfKeras(_Methods):
+class TfKeras(Methods):
+    """Of tf_keras."""
+
     def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         # Where the optimizer is inside a LossScaleOptimizer, that one calls this.
         return self._smd_reduced(super().aggregate_gradients(grads_and_vars))
 
 
-class _TfKerasLossScale(_Methods):
+class TfKerasLossScale(Methods):
+    """Around one of tf_keras."""
+
     def apply_gradients(
         self,
         grads_and_vars: GradientsAndVariables,
@@ -208,12 +236,16 @@ class _TfKerasLossScale(_Methods):
         return super().apply_gradients(grads_and_vars, skip_gradients_aggregation=True, **kwargs)
 
 
-class _Legacy(_Methods):
+class Legacy(Methods):
+    """Of tf_keras, legacy."""
+
     def _aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         return self._smd_reduced(super()._aggregate_gradients(grads_and_vars))
 
 
-class _LegacyLossScale(_Methods):
+class LegacyLossScale(Methods):
+    """Around one of tf_keras, legacy."""
+
     def apply_gradients(
         self,
         grads_and_vars: GradientsAndVariables,
@@ -225,6 +257,8 @@ class _LegacyLossScale(_Methods):
         return super().apply_gradients(grads_and_vars, name, experimental_aggregate_gradients=False)
 
 
-class _TF1(_Methods):
+class TF1(Methods):
+    """Of ``tf.compat.v1.train``."""
+
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         return self._smd_reduced(super().compute_gradients(*args, **kwargs))

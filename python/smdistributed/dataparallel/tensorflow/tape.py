@@ -12,7 +12,45 @@ from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
 
 
-class DistributedGradientTape(tf.GradientTape):
+class TapeView(tf.GradientTape):
+    """The given tape under another class: both record, watch and forget the same.
+
+    So it may be wrapped after the ``with`` block or used for it. ``jacobian`` and ``batch_jacobian`` are the given tape's.
+
+    Args:
+        tape: The tape.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is a view already.
+    """
+
+    # What is the tape's own lies in its `__dict__`, which both share.
+    __slots__ = ("_given",)
+
+    def __new__(cls, tape: tf.GradientTape, *args: Any, **kwargs: Any) -> TapeView:
+        return super().__new__(_class_for(cls, type(tape)))
+
+    def __init__(self, tape: tf.GradientTape) -> None:
+        if not isinstance(tape, tf.GradientTape):
+            raise TypeError(f"`gradtape` is {tape!r}: expected a tf.GradientTape")
+        if isinstance(tape, TapeView):
+            raise ValueError("the tape is a DistributedGradientTape already: its gradients would be reduced twice")
+        self.__dict__ = tape.__dict__
+        self._given = tape
+
+    # These call `gradient` for every row, which is not to be reduced.
+
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.jacobian``, of this rank alone."""
+        return self._given.jacobian(*args, **kwargs)
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.batch_jacobian``, of this rank alone."""
+        return self._given.batch_jacobian(*args, **kwargs)
+
+
+class DistributedGradientTape(TapeView):
     """A ``tf.GradientTape`` whose ``gradient`` reduces what it returns over the ranks.
 
     It is the given tape in all other respects: both record, watch and forget the same. So it may be wrapped after the
@@ -32,11 +70,7 @@ class DistributedGradientTape(tf.GradientTape):
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the tape reduces already.
     """
 
-    # What is the tape's own lies in its `__dict__`, which both share.
-    __slots__ = ("_local", "_options")
-
-    def __new__(cls, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> DistributedGradientTape:
-        return super().__new__(_class_for(cls, type(gradtape)))
+    __slots__ = ("_options",)
 
     def __init__(
         self,
@@ -51,13 +85,8 @@ class DistributedGradientTape(tf.GradientTape):
     ) -> None:
         if device_dense or device_sparse:
             raise NotImplementedError("`device_dense` and `device_sparse` are not supported: leave them empty")
-        if not isinstance(gradtape, tf.GradientTape):
-            raise TypeError(f"`gradtape` is {gradtape!r}: expected a tf.GradientTape")
-        if isinstance(gradtape, DistributedGradientTape):
-            raise ValueError("the tape is a DistributedGradientTape already: its gradients would be reduced twice")
         check_options(op, bucket_cap_mb)
-        self.__dict__ = gradtape.__dict__
-        self._local = gradtape
+        super().__init__(gradtape)
         self._options = {
             "compression": compression,
             "op": op,
@@ -73,24 +102,14 @@ class DistributedGradientTape(tf.GradientTape):
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
         """As ``tf.GradientTape.gradient``, reduced over the ranks. All ranks call it in the same order."""
-        gradients = self._local.gradient(target, sources, output_gradients, unconnected_gradients)
+        gradients = self._given.gradient(target, sources, output_gradients, unconnected_gradients)
         reduced = reduce_gradients(tf.nest.flatten(gradients), tf.nest.flatten(sources), **self._options)
         return tf.nest.pack_sequence_as(sources, reduced)
-
-    # These call `gradient` for every row, which is not to be reduced.
-
-    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.jacobian``, of this rank alone."""
-        return self._local.jacobian(*args, **kwargs)
-
-    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.batch_jacobian``, of this rank alone."""
-        return self._local.batch_jacobian(*args, **kwargs)
 
 
 @functools.cache
 def _class_for(cls: type, tape: type) -> type:
     """``cls``, with the methods of a script's own class of tapes."""
-    if tape is tf.GradientTape or not issubclass(tape, tf.GradientTape) or issubclass(tape, DistributedGradientTape):
+    if tape is tf.GradientTape or not issubclass(tape, tf.GradientTape) or issubclass(tape, TapeView):
         return cls
     return type(cls.__name__, (cls, tape), {"__slots__": ()})

@@ -241,7 +241,7 @@ class LearningRateScheduleCallback(_Callback):
         optimizer.learning_rate = now
         if self.momentum_correction and before > 0 and now != before:
             # v = momentum * v - lr * gradient: v is made of steps at the rate before.
-            for velocity in _velocities(optimizer):
+            for velocity in velocities(optimizer):
                 velocity.assign(velocity * tf.cast(now / before, velocity.dtype))
 
 
@@ -294,7 +294,7 @@ def _learning_rate(optimizer: Any) -> float:
     return float(tf.convert_to_tensor(underlying(optimizer.learning_rate)))
 
 
-def _velocities(optimizer: Any) -> list[tf.Variable]:
+def velocities(optimizer: Any) -> list[tf.Variable]:
     """What SGD and RMSprop with momentum add to the variables in each step; empty before the first one."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     # A legacy optimizer keeps a hyperparameter of this name, which may be a variable.

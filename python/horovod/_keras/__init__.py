@@ -1,0 +1,400 @@
+"""What the Keras modules share: ``horovod.keras`` for the ``keras`` package, ``horovod.tensorflow.keras`` for what ``tf.keras`` is.
+
+A distributed optimizer is a view of the given one (``smdistributed/dataparallel/tensorflow/optimizer.py``). Gradients are reduced
+once a step: what one of its methods has reduced, another one takes as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow import collectives, functions, mpi_ops
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.tensorflow.mpi_ops import Average, Sum
+from horovod.tensorflow.reduction import Reduction, are_reduced, layers_of, mark_reduced, resolve_groups
+from smdistributed.dataparallel.tensorflow import compat
+from smdistributed.dataparallel.tensorflow import optimizer as views
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+CallableList = compat.CallableList
+
+GradientsAndVariables = Iterable[tuple[Any, Any]]
+
+# Of each distributed optimizer; not its own attribute, which Keras would track and save.
+_helpers: weakref.WeakKeyDictionary[Any, LocalGradientAggregationHelper] = weakref.WeakKeyDictionary()
+
+
+class _Options:
+    """What a distributed optimizer was asked for."""
+
+    def __init__(
+        self, reduction: Reduction, passes: int, average_aggregated_gradients: bool, name: str | None = None
+    ) -> None:
+        self.reduction = reduction
+        self.passes = passes
+        self.average_aggregated_gradients = average_aggregated_gradients
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
+        # Variables and process sets are what they are.
+        return self
+
+
+class _Methods(views.Methods):
+    """Reduction by name, local gradients and aggregation, for every family."""
+
+    _smd_options: _Options
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _distributed, (views.given(self), self._smd_options)
+
+    def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
+        process_set = self._smd_options.reduction.process_set
+        return collectives.allreduce(tf.cast(condition, tf.int32), op=mpi_ops.Min, process_set=process_set) > 0
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of a variable stays this rank's own."""
+        self._smd_options.reduction.add_local(var)
+
+    @property
+    def _agg_helper(self) -> LocalGradientAggregationHelper | None:
+        options = self._smd_options
+        if options.passes == 1:
+            return None
+        if self not in _helpers:
+            _helpers[self] = LocalGradientAggregationHelper(
+                options.passes,
+                options.reduction,
+                sparse_as_dense=options.reduction.sparse_as_dense,
+                average_aggregated_gradients=options.average_aggregated_gradients,
+            )
+        return _helpers[self]
+
+    def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return self._allreduce(gradients, variables)
+
+    def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients of all ranks, unless they are that already."""
+        variables = [underlying(variable) for variable in variables]
+        gradients = [
+            gradient
+            if gradient is None or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))
+            else tf.convert_to_tensor(gradient, variable.dtype)
+            for gradient, variable in zip(grads, variables, strict=True)
+        ]
+        if are_reduced(gradients):
+            return gradients
+        helper = self._agg_helper
+        if helper is None:
+            return self._smd_options.reduction(gradients, variables)
+        reduced = helper.compute_gradients(gradients, variables)
+        mark_reduced(reduced)
+        return reduced
+
+    def _taken_as_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        """For callers that have reduced gradients themselves."""
+        pairs = list(grads_and_vars)
+        tensors = [
+            gradient if gradient is None or isinstance(gradient, tf.IndexedSlices) else tf.identity(gradient)
+            for gradient, _ in pairs
+        ]
+        mark_reduced(tensors)
+        return [(gradient, variable) for gradient, (_, variable) in zip(tensors, pairs, strict=True)]
+
+    def _step(self, apply: Callable[[], Any], variables: Sequence[Any]) -> Any:
+        """Takes the step; or if gradients are still being aggregated, counts it."""
+        helper = self._agg_helper
+        if helper is None or helper.counter is None:
+            return apply()
+        with tf.init_scope():
+            # Nothing may be made in a branch.
+            self._prepare(variables)
+        iterations = underlying(self.iterations)
+        helper.apply_gradients(apply, lambda: iterations.assign_add(1, read_value=False))
+        return self.iterations
+
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def _aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        """The gradients of all ranks, with their variables."""
+        return self._smd_reduced(grads_and_vars)
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The gradients of all ranks, in a graph."""
+        return self._allreduce(super().get_gradients(loss, params), tf.nest.flatten(params))
+
+
+class _Keras3(_Methods, views.Keras3):
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if self._agg_helper is None:
+            return super().apply(grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if len(grads) == len(variables):
+            grads = self._allreduce(grads, variables)
+        # They are reduced, and stay so on the way.
+        return self._step(lambda: super(_Keras3, self).apply(grads, trainable_variables), variables)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        skip_gradients_aggregation: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if skip_gradients_aggregation or not experimental_aggregate_gradients:
+            grads_and_vars = self._taken_as_reduced(grads_and_vars)
+        return super().apply_gradients(grads_and_vars)
+
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        if not self.built:
+            self.build(variables)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: tf.GradientTape | None = None
+    ) -> list[tuple[Any, Any]]:
+        """The gradients of all ranks, with their variables."""
+        if callable(loss):
+            tape = tape or tf.GradientTape()
+            with tape:
+                if not callable(var_list):
+                    tape.watch([underlying(variable) for variable in tf.nest.flatten(var_list)])
+                loss = loss()
+        variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        if tape is None:
+            raise ValueError("`loss` is a tensor: `tape` is missing, which recorded it")
+        gradients = tape.gradient(loss, [underlying(variable) for variable in variables], grad_loss)
+        return list(zip(self._allreduce(gradients, variables), variables, strict=True))
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> list[tuple[Any, Any]]:
+        """As :meth:`_compute_gradients`."""
+        return self._compute_gradients(loss, var_list, tape=tape)
+
+
+class _Skipping(_Methods):
+    """Of tf_keras: an argument says whether somebody else has reduced the gradients."""
+
+    def _applied(self, grads_and_vars: GradientsAndVariables, is_reduced: bool, **arguments: Any) -> Any:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        if not is_reduced:
+            gradients = self._allreduce([gradient for gradient, _ in pairs], variables)
+            pairs = list(zip(gradients, variables, strict=True))
+        return self._step(lambda: super(_Methods, self).apply_gradients(pairs, **arguments), variables)
+
+
+class _TfKeras(_Skipping, views.TfKeras):
+    def compute_gradients(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> list[tuple[Any, Any]]:
+        return self._smd_reduced(super().compute_gradients(loss, var_list, tape))
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: tf.GradientTape | None = None
+    ) -> list[tuple[Any, Any]]:
+        return self.compute_gradients(loss, var_list, tape)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        is_reduced = skip_gradients_aggregation or not experimental_aggregate_gradients
+        return self._applied(grads_and_vars, is_reduced, name=name, skip_gradients_aggregation=True, **kwargs)
+
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        self.build(variables)
+
+
+class _TfKerasLossScale(_TfKeras):
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        self.inner_optimizer.build(variables)
+
+
+class _Legacy(_Skipping, views.Legacy):
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: tf.GradientTape | None = None
+    ) -> list[tuple[Any, Any]]:
+        return self._smd_reduced(super()._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        is_reduced = not experimental_aggregate_gradients
+        return self._applied(grads_and_vars, is_reduced, name=name, experimental_aggregate_gradients=False)
+
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        getattr(self, "inner_optimizer", self)._create_all_weights(variables)
+
+
+_FAMILIES: dict[type, type] = {
+    views.Keras3: _Keras3,
+    views.TfKeras: _TfKeras,
+    views.TfKerasLossScale: _TfKerasLossScale,
+    views.Legacy: _Legacy,
+    views.LegacyLossScale: _Legacy,
+}
+
+
+def _distributed(optimizer: Any, options: _Options) -> Any:
+    family = _FAMILIES[views.family(optimizer)]
+    return views.view(optimizer, family, options, module=__name__)
+
+
+def create_distributed_optimizer(
+    keras: Any,
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """What the modules' ``DistributedOptimizer`` returns.
+
+    Args:
+        keras: Not needed: the optimizer's class says which Keras it is of.
+        optimizer: The optimizer; for it and the others see ``horovod.tensorflow.keras.DistributedOptimizer``.
+    """
+    if op not in (Average, Sum):
+        raise ValueError("op currently only supports Average and Sum")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if views.is_distributed(optimizer):
+        raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    name = name or f"Distributed{type(optimizer).__name__}"
+    reduction = Reduction(
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=resolve_groups(num_groups, groups),
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        scope=name,
+    )
+    result = _distributed(optimizer, _Options(reduction, backward_passes_per_step, average_aggregated_gradients))
+    # Keras 3 has it in an attribute of the first name, tf_keras of the second.
+    result.__dict__["_name" if "_name" in result.__dict__ else "name"] = name
+    return result
+
+
+def create_partial_distributed_optimizer(keras: Any, optimizer: Any, local_layers: Any = None, **options: Any) -> Any:
+    """As :func:`create_distributed_optimizer`; gradients of some layers stay each rank's own.
+
+    Args:
+        keras: As there.
+        optimizer: The optimizer.
+        local_layers: A Keras layer or a list of them.
+        options: The other arguments.
+    """
+    layers = layers_of(local_layers)
+    result = create_distributed_optimizer(keras, optimizer, **options)
+    result._smd_options.reduction.add_layers(layers)
+    return result
+
+
+def _value(result: Any) -> Any:
+    # In a graph of TensorFlow 1 what is wanted is the value, of what may be variables.
+    if tf.executing_eagerly() or tf.inside_function():
+        return result
+    session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()
+    return session.run(result)
+
+
+def allreduce(
+    backend: Any,
+    value: Any,
+    name: str | None,
+    average: bool | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    op: int | None,
+    compression: Any,
+) -> Any:
+    """Reduces a value; see ``horovod.tensorflow.keras.allreduce``."""
+    return _value(
+        collectives.allreduce(
+            tf.convert_to_tensor(value),
+            average=average,
+            compression=compression,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            name=name,
+        )
+    )
+
+
+def allgather(backend: Any, value: Any, name: str | None) -> Any:
+    """The rows of all ranks."""
+    return _value(mpi_ops.allgather(tf.convert_to_tensor(value), name))
+
+
+def broadcast(backend: Any, value: Any, root_rank: int, name: str | None) -> Any:
+    """The value of `root_rank`."""
+    return _value(mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name))
+
+
+def reducescatter(backend: Any, value: Any, name: str | None, op: int) -> Any:
+    """This rank's rows of the reduced value."""
+    return _value(collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name))
+
+
+def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
+    """Assigns the values of `root_rank` to all global variables of a graph of TensorFlow 1."""
+    operation = functions.broadcast_global_variables(root_rank)
+    session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()
+    return session.run(operation)
+
+
+def load_model(
+    keras: Any,
+    wrap_optimizer: Callable[[Any], Any],
+    optimizer_modules: Iterable[Any],
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None,
+    custom_objects: dict[str, Any] | None,
+) -> Any:
+    """Loads a model and makes its optimizer distributed; see ``horovod.tensorflow.keras.load_model``.
+
+    Args:
+        keras: The package that loads it.
+        wrap_optimizer: Makes an optimizer distributed.
+        optimizer_modules: Where optimizers are looked for by name.
+        filepath: What was saved.
+        custom_optimizers: The script's own.
+        custom_objects: What the script's names mean; they come first.
+    """
+    objects: dict[str, Any] = {}
+    for module in optimizer_modules:
+        classes = [cls for cls in vars(module).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
+        # Saved models have their names in either case.
+        objects.update({spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())})
+    objects.update({cls.__name__: cls for cls in custom_optimizers or ()})
+    objects.update(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None and not views.is_distributed(model.optimizer):
+        model.optimizer = wrap_optimizer(model.optimizer)
+    return model

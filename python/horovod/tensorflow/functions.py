@@ -1,0 +1,176 @@
+"""Variables and objects, the same on all ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow.mpi_ops import allgather, broadcast, broadcast_, rank
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+try:
+    import cloudpickle as pickle
+except ImportError:
+    import pickle
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+) -> tf.Operation | None:
+    """Assigns the values of `root_rank` to variables on all ranks.
+
+    Args:
+        variables: ``tf.Variable`` and Keras variables, the same on all ranks.
+        root_rank: Whose values.
+        process_set: Whose ranks.
+        inplace: Whether the memory of the variables is written to, all at once.
+
+    Returns:
+        In a graph of TensorFlow 1, the operation to run.
+    """
+    variables = [underlying(variable) for variable in variables]
+    is_tf1 = not tf.executing_eagerly() and not tf.inside_function()
+    if inplace:
+        by_device: dict[str, list[Any]] = {}
+        for variable in variables:
+            by_device.setdefault(variable.device or "", []).append(variable)
+        values = []
+        for device, together in by_device.items():
+            with tf.device(device):
+                values += broadcast_(together, root_rank, process_set=process_set)
+        return tf.group(*values) if is_tf1 else None
+    assigned = [variable.assign(broadcast(variable, root_rank, process_set=process_set)) for variable in variables]
+    return tf.group(*assigned) if is_tf1 else None
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """The operation that assigns the values of `root_rank` to all global variables of a graph of TensorFlow 1.
+
+    Raises:
+        RuntimeError: In eager mode, which has no such collection.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Gives all global variables the values of one rank when a ``MonitoredTrainingSession`` is made.
+
+    Args:
+        root_rank: Whose values.
+        device: Where they are sent from; by default TensorFlow chooses.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.bcast_op: tf.Operation | None = None
+        self.device = device
+
+    def begin(self) -> None:
+        """Adds the operation to the graph, which is finalized after this."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Broadcasts, once the variables have their first values."""
+        session.run(self.bcast_op)
+
+
+def _pickled(obj: Any) -> np.ndarray:
+    return np.frombuffer(pickle.dumps(obj), dtype=np.uint8)
+
+
+class _Sender:
+    """Runs a collective on arrays: at once in eager mode, in a session of a graph otherwise, for which it is made once."""
+
+    def __init__(self, session: tf.compat.v1.Session | None, call: Callable[[Any, str], tf.Tensor]) -> None:
+        self._session = session
+        self._call = call
+        self._made: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def make(self, name: str, dtype: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """What is fed, and what comes of it."""
+        if name not in self._made:
+            placeholder = tf.compat.v1.placeholder(dtype, [None])
+            self._made[name] = placeholder, self._call(placeholder, name)
+        return self._made[name]
+
+    def run(self, values: np.ndarray, name: str) -> np.ndarray:
+        if tf.executing_eagerly():
+            return self._call(tf.constant(values), name).numpy()
+        placeholder, result = self.make(name, values.dtype)
+        session = self._session or tf.compat.v1.get_default_session()
+        if session is not None:
+            return session.run(result, {placeholder: values})
+        with tf.compat.v1.Session(graph=placeholder.graph) as once:
+            return once.run(result, {placeholder: values})
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: tf.compat.v1.Session | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object, pickled on the way.
+
+    Args:
+        obj: Of other ranks it is not looked at.
+        root_rank: Whose.
+        session: Runs it, in a graph of TensorFlow 1; by default the current one.
+        name: Matches ranks' calls.
+        process_set: Whose ranks.
+    """
+    return broadcast_object_fn(root_rank, session, name or "broadcast_object", process_set)(obj)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: tf.compat.v1.Session | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function that is :func:`broadcast_object` of its argument; in a graph of TensorFlow 1, its operations are made once."""
+    name = name or "broadcast_object_fn"
+    sender = _Sender(session, lambda tensor, full: broadcast(tensor, root_rank, full, process_set=process_set))
+    if not tf.executing_eagerly():
+        # Now: a session may finalize the graph.
+        sender.make(f"{name}.sz", np.int64)
+        sender.make(f"{name}.t", np.uint8)
+
+    def function(obj: Any) -> Any:
+        is_root = rank() == root_rank
+        pickled = _pickled(obj) if is_root else np.empty(0, np.uint8)
+        length = int(sender.run(np.array([pickled.size], np.int64), f"{name}.sz")[0])
+        values = sender.run(pickled if is_root else np.zeros(length, np.uint8), f"{name}.t")
+        return obj if is_root else pickle.loads(values.tobytes())
+
+    return function
+
+
+def allgather_object(
+    obj: Any,
+    session: tf.compat.v1.Session | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """The objects of all ranks, pickled on the way, in the order of ranks."""
+    name = name or "allgather_object"
+    sender = _Sender(session, lambda tensor, full: allgather(tensor, full, process_set=process_set))
+    pickled = _pickled(obj)
+    lengths = sender.run(np.array([pickled.size], np.int64), f"{name}.sz")
+    everybodys = io.BytesIO(sender.run(pickled, f"{name}.t").tobytes())
+    return [pickle.loads(everybodys.read(length)) for length in lengths.tolist()]

@@ -1,0 +1,134 @@
+"""Gradients that are summed on each rank over several backward passes before they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+
+class LocalGradientAggregationHelper:
+    """Sums gradients in variables of this rank, and reduces every n-th sum.
+
+    Args:
+        backward_passes_per_step: How many gradients are summed.
+        allreduce_func: Reduces gradients; called with them and their variables.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` may become dense.
+        average_aggregated_gradients: Whether sums are divided by how many they are of.
+
+    Attributes:
+        counter: Gradients of the sum so far, a variable; 0 when it was reduced just now. ``None`` before the first.
+    """
+
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Callable[..., Sequence[Any]],
+        sparse_as_dense: bool = False,
+        average_aggregated_gradients: bool = False,
+        **_: Any,
+    ) -> None:
+        if backward_passes_per_step <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.backward_passes_per_step = backward_passes_per_step
+        self.counter: tf.Variable | None = None
+        self._reduce = allreduce_func
+        self._sparse_as_dense = sparse_as_dense
+        self._average = average_aggregated_gradients
+        self._sums: list[tf.Variable | None] = []
+
+    def _dense(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self._sparse_as_dense:
+            raise ValueError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False."
+            )
+        return tf.convert_to_tensor(gradient)
+
+    def _make(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """The sums, at zero."""
+
+        def local(value: Any, name: str) -> tf.Variable:
+            collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
+            if tf.executing_eagerly():
+                return tf.Variable(value, trainable=False, name=name)
+            return tf.compat.v1.Variable(value, trainable=False, name=name, collections=collections, use_resource=True)
+
+        shapes = [underlying(variable).shape for variable in variables]
+        dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+        # Outside of a function that is being traced.
+        with tf.init_scope():
+            self.counter = local(tf.zeros([], tf.int32), "aggregation_counter")
+            self._sums = [
+                None if dtype is None else local(tf.zeros(shape, dtype), f"aggregated_gradient_{place}")
+                for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+            ]
+
+    def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Adds gradients to the sums.
+
+        Returns:
+            The reduced sums, in every n-th call; in the others sums so far, which are not to be applied.
+        """
+        gradients = [self._dense(gradient) for gradient in gradients]
+        variables = list(variables)
+        if self.counter is None:
+            self._make(gradients, variables)
+        if len(gradients) != len(self._sums):
+            raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
+        places = [place for place, total in enumerate(self._sums) if total is not None]
+        sums = [self._sums[place] for place in places]
+        added = [
+            total.assign_add(tf.zeros_like(total) if gradients[place] is None else gradients[place], read_value=False)
+            for place, total in zip(places, sums, strict=True)
+        ]
+        with tf.control_dependencies(_operations(added)):
+            count = self.counter.assign_add(1)
+
+        def reduce() -> list[tf.Tensor]:
+            totals = [total.read_value() for total in sums]
+            if self._average:
+                totals = [total / tf.cast(self.backward_passes_per_step, total.dtype) for total in totals]
+            reduced = self._reduce(totals, [variables[place] for place in places])
+            with tf.control_dependencies(_operations(reduced)):
+                reset = [self.counter.assign(0, read_value=False)]
+                # Not by a product: what is not finite would stay.
+                reset += [total.assign(tf.zeros_like(total), read_value=False) for total in sums]
+            with tf.control_dependencies(_operations(reset)):
+                return [tf.identity(gradient) for gradient in reduced]
+
+        def wait() -> list[tf.Tensor]:
+            return [total.read_value() for total in sums]
+
+        with tf.control_dependencies(_operations([count])):
+            results = tf.cond(tf.equal(count, self.backward_passes_per_step), reduce, wait) if places else []
+        by_place = dict(zip(places, results, strict=True))
+        return [by_place.get(place) for place in range(len(gradients))]
+
+    def apply_gradients(self, apply_grads_closure: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """Calls the first function if the sums were reduced just now, the second one if not. Neither result is kept."""
+
+        def done(call: Callable[[], Any]) -> Callable[[], tf.Tensor]:
+            def run() -> tf.Tensor:
+                result = call()
+                with tf.control_dependencies(_operations([result])):
+                    return tf.constant(True)
+
+            return run
+
+        return tf.cond(tf.equal(self.counter, 0), done(apply_grads_closure), done(otherwise))
+
+
+def _operations(values: Sequence[Any]) -> list[Any]:
+    """What a graph can wait for."""
+    if tf.executing_eagerly():
+        return []
+    # Assignments are neither operations nor tensors, but know theirs.
+    return [value if isinstance(value, tf.Operation) else value.op for value in values if value is not None]

@@ -1,0 +1,525 @@
+"""Horovod's operations of TensorFlow.
+
+Ranks submit them in any order; they find each other by the name of the node, or, in eager mode, by the caller's name or
+what the operation is called, which is safe as eager calls block.
+
+- HTF-1: operations are stateful, so that TensorFlow neither drops nor merges one nor computes it beforehand. It would also
+  run stateful ones one after the other in a ``tf.function``, and gradients could not be reduced together: :func:`_run`
+  takes them out of that chain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from smdistributed._common import shims
+
+# TensorFlow first, through the loader: it says what is missing.
+MPI_LIB = shims.load_tensorflow()
+
+import tensorflow as tf  # noqa: E402
+
+from horovod.common.basics import HorovodBasics, warn_once  # noqa: E402
+from horovod.common.process_sets import ProcessSet, global_process_set  # noqa: E402
+from horovod.common.util import (  # noqa: E402, F401
+    check_installed_version,
+    get_average_backwards_compatibility_fun,
+    gpu_available,
+    num_rank_is_power_2,
+)
+
+_basics = HorovodBasics(__file__, "mpi_lib")
+
+init = _basics.init
+shutdown = _basics.shutdown
+is_initialized = _basics.is_initialized
+start_timeline = _basics.start_timeline
+stop_timeline = _basics.stop_timeline
+size = _basics.size
+local_size = _basics.local_size
+cross_size = _basics.cross_size
+rank = _basics.rank
+local_rank = _basics.local_rank
+cross_rank = _basics.cross_rank
+is_homogeneous = _basics.is_homogeneous
+mpi_threads_supported = _basics.mpi_threads_supported
+mpi_enabled = _basics.mpi_enabled
+mpi_built = _basics.mpi_built
+gloo_enabled = _basics.gloo_enabled
+gloo_built = _basics.gloo_built
+nccl_built = _basics.nccl_built
+ddl_built = _basics.ddl_built
+ccl_built = _basics.ccl_built
+cuda_built = _basics.cuda_built
+rocm_built = _basics.rocm_built
+
+Average = _basics.Average
+Sum = _basics.Sum
+Adasum = _basics.Adasum
+Min = _basics.Min
+Max = _basics.Max
+Product = _basics.Product
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
+
+_REDUCTIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
+
+
+def _load_library(name: str) -> Any:
+    """The operations, whatever the library is called."""
+    return MPI_LIB
+
+
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """As ``num_rank_is_power_2``."""
+    return num_rank_is_power_2(num_rank)
+
+
+def _normalize_name(name: str) -> str:
+    """A name that a node may have."""
+    return re.sub("[^a-zA-Z0-9_]", "_", name)
+
+
+def _check_has_gpu() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def _name_of(tensor: Any) -> str:
+    # Tensors of eager mode have none.
+    return _normalize_name(tensor.name) if not tf.executing_eagerly() else ""
+
+
+def _number(process_set: ProcessSet) -> int:
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(f"{process_set} does not exist, or has not been registered: call `add_process_set` first")
+    return number
+
+
+def _run(kind: str, call: Callable[..., Any], tensors: Sequence[Any], name: str | None, /, **arguments: Any) -> Any:
+    """Calls an operation of the library under its name (HTF-1)."""
+    if tf.executing_eagerly():
+        return call(name=name, tensor_name=name or kind, **arguments)
+    if name is None:
+        names = dict.fromkeys([_name_of(tensors[0]), _name_of(tensors[-1])]) if tensors else {}
+        name = "_".join([kind, *names])
+    graph = tf.compat.v1.get_default_graph()
+    order = getattr(graph, "experimental_acd_manager", None)
+    result = call(name=name, **arguments)
+    if order is not None:
+        first = result[0] if isinstance(result, (list, tuple)) else result
+        order.run_independently(first if isinstance(first, tf.Operation) else first.op)
+    return result
+
+
+def _check_reduction(tensors: Sequence[Any], op: int, process_set: ProcessSet) -> None:
+    if op not in _REDUCTIONS:
+        raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
+    for tensor in tensors:
+        if tensor.dtype.base_dtype == tf.bool:
+            raise ValueError(f"tensor type {tensor.dtype.name} is not supported in reductions")
+    if op == Adasum:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if is_initialized() and not num_rank_is_power_2(size()):
+            raise NotImplementedError(
+                f"Running Adasum with non-power of 2 ranks is not supported yet: there are {size()}"
+            )
+
+
+def _options(
+    op: int, prescale_factor: float, postscale_factor: float, ignore_name_scope: bool, process_set: ProcessSet
+) -> dict[str, Any]:
+    return {
+        "reduce_op": op,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": _number(process_set),
+    }
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Reduces a dense tensor; as :func:`horovod.tensorflow.allreduce` but for the default of `op`."""
+    tensor = tf.convert_to_tensor(tensor)
+    _check_reduction([tensor], op, process_set)
+    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
+    return _run("HorovodAllreduce", MPI_LIB.horovod_allreduce, [tensor], name, tensor=tensor, **options)
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Reduces several dense tensors together."""
+    if not tensors:
+        return []
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    _check_reduction(tensors, op, process_set)
+    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
+    options["num_tensors"] = len(tensors)
+    kind = "HorovodGroupedAllreduce"
+    return list(_run(kind, MPI_LIB.horovod_grouped_allreduce, tensors, name, tensors=tensors, **options))
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The rows of all ranks, one rank's after the other's; differentiable. Ranks may have different numbers of rows.
+
+    Args:
+        tensor: At least one dimension; all but the first are the same on all ranks.
+        name: Matches ranks' calls; in a graph it follows from the tensor's if there is none.
+        ignore_name_scope: Only what follows the last slash of the node's name counts.
+        process_set: Whose ranks.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
+    return _run("HorovodAllgather", MPI_LIB.horovod_allgather, [tensor], name, tensor=tensor, **options)
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """As :func:`allgather`, of several tensors: all run together or none does."""
+    if not tensors:
+        return list(tensors)
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    options = {
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": _number(process_set),
+        "num_tensors": len(tensors),
+    }
+    kind = "HorovodGroupedAllgather"
+    return list(_run(kind, MPI_LIB.horovod_grouped_allgather, tensors, name, tensors=tensors, **options))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensor of `root_rank`, a rank of the world; differentiable."""
+    tensor = tf.convert_to_tensor(tensor)
+    options = {
+        "root_rank": int(root_rank),
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": _number(process_set),
+    }
+    return _run("HorovodBroadcast", MPI_LIB.horovod_broadcast, [tensor], name, tensor=tensor, **options)
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Gives variables the values of `root_rank`, in place.
+
+    Args:
+        variables: All resource variables, or all of TensorFlow 1's.
+        root_rank: Whose values.
+        name: Matches ranks' calls.
+        process_set: Whose ranks.
+
+    Returns:
+        What the variables are then.
+
+    Raises:
+        ValueError: They are of both kinds.
+    """
+    variables = list(variables)
+    if not variables:
+        return []
+    kinds = {hasattr(variable, "handle") for variable in variables}
+    if len(kinds) > 1:
+        raise ValueError("all variables passed to broadcast_() should be of the same kind, resource or reference")
+    options = {
+        "root_rank": int(root_rank),
+        "process_set_id": _number(process_set),
+    }
+    if kinds == {True}:
+        handles = [variable.handle for variable in variables]
+        kind = "HorovodBroadcastInplaceResource"
+        done = _in_place(kind, MPI_LIB.horovod_broadcast_inplace_resource, handles, name, resources=handles, **options)
+        with tf.control_dependencies([] if done is None else [done]):
+            return [variable.read_value() for variable in variables]
+    references = [variable._ref() for variable in variables]
+    kind = "HorovodBroadcastInplace"
+    by_type: dict[tf.DType, list[int]] = {}
+    for index, reference in enumerate(references):
+        by_type.setdefault(reference.dtype.base_dtype, []).append(index)
+    values: list[Any] = [None] * len(variables)
+    for dtype, places in by_type.items():
+        together = [references[index] for index in places]
+        full = f"{name}_{dtype.name}" if name and len(by_type) > 1 else name
+        outputs = _in_place(kind, MPI_LIB.horovod_broadcast_inplace, together, full, tensors=together, **options)
+        for index, output in zip(places, outputs, strict=True):
+            values[index] = tf.identity(output)
+    return values
+
+
+def _in_place(kind: str, call: Callable[..., Any], tensors: list[Any], name: str | None, /, **arguments: Any) -> Any:
+    if tf.executing_eagerly():
+        return call(name=name, tensor_name=name or kind, **arguments)
+    names = dict.fromkeys([_name_of(tensors[0]), _name_of(tensors[-1])])
+    # TensorFlow orders it with the variables' other users.
+    return call(name=name or "_".join([kind, *names]), **arguments)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows to each rank, and gets rows from each; differentiable.
+
+    Args:
+        tensor: Rows, in the order of the ranks that they are for.
+        splits: Rows for each rank; ``None`` means equal parts.
+        name: See :func:`allgather`.
+        ignore_name_scope: See :func:`allgather`.
+        process_set: Whose ranks.
+
+    Returns:
+        What was received, in the order of ranks, and if there are splits, how many rows from each.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    given = tf.constant([], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
+    options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
+    call = MPI_LIB.horovod_alltoall
+    output, received = _run("HorovodAlltoall", call, [tensor], name, tensor=tensor, splits=given, **options)
+    return output if splits is None else (output, received)
+
+
+def _reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """As :func:`horovod.tensorflow.reducescatter` but for the default of `op`."""
+    tensor = tf.convert_to_tensor(tensor)
+    _check_reduction([tensor], op, process_set)
+    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
+    return _run("HorovodReducescatter", MPI_LIB.horovod_reducescatter, [tensor], name, tensor=tensor, **options)
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """Reduce-scatters several tensors together."""
+    if not tensors:
+        return []
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    _check_reduction(tensors, op, process_set)
+    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
+    options["num_tensors"] = len(tensors)
+    kind = "HorovodGroupedReducescatter"
+    return list(_run(kind, MPI_LIB.horovod_grouped_reducescatter, tensors, name, tensors=tensors, **options))
+
+
+def join() -> tf.Tensor:
+    """Says that this rank has no more data, and waits until all ranks have. Meanwhile it takes part in the others'
+    all-reduces with what changes nothing; their other collectives fail.
+
+    Returns:
+        The rank that joined last.
+    """
+    return MPI_LIB.horovod_join(name="join.noname")
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None:
+    """Returns when every member of the process set has called it; in a graph, the operation that does."""
+    return MPI_LIB.horovod_barrier(process_set_id=_number(process_set))
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """:func:`rank`, when the operation runs."""
+    return MPI_LIB.horovod_rank(name=name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """:func:`local_rank`, when the operation runs."""
+    return MPI_LIB.horovod_local_rank(name=name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """:func:`size`, when the operation runs; of a process set."""
+    return MPI_LIB.horovod_size(process_set_id=process_set_id, name=name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """:func:`local_size`, when the operation runs."""
+    return MPI_LIB.horovod_local_size(name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 if this rank is in the process set when the operation runs, else 0."""
+    return MPI_LIB.horovod_process_set_included(process_set_id=process_set_id, name=name)
+
+
+for _operation in (
+    "HorovodSize",
+    "HorovodProcessSetIncluded",
+    "HorovodLocalSize",
+    "HorovodRank",
+    "HorovodLocalRank",
+    "HorovodJoin",
+    "HorovodBarrier",
+):
+    tf.no_gradient(_operation)
+
+
+class _Forward:
+    """What a gradient needs of the operation that it is the gradient of."""
+
+    def __init__(self, operation: Any) -> None:
+        from horovod.common.process_sets import _temp_process_set_object
+
+        self.process_set = _temp_process_set_object(operation.get_attr("process_set_id"))
+        self.scope = {"ignore_name_scope": operation.get_attr("ignore_name_scope"), "process_set": self.process_set}
+
+    def size(self, dtype: tf.DType) -> tf.Tensor:
+        return tf.cast(size_op(_number(self.process_set)), dtype)
+
+
+def _factors(operation: Any) -> dict[str, float]:
+    return {
+        "prescale_factor": operation.get_attr("prescale_factor"),
+        "postscale_factor": operation.get_attr("postscale_factor"),
+    }
+
+
+def _warn_of_gradient(op: int) -> None:
+    if op not in (Average, Sum):
+        warn_once(
+            f"the gradient of an allreduce with op={_REDUCTIONS[op]} is the same operation on the gradient, as in Horovod"
+        )
+
+
+@tf.RegisterGradient("HorovodAllreduce")
+def _allreduce_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
+    op = operation.get_attr("reduce_op")
+    _warn_of_gradient(op)
+    return _allreduce(gradient, op=op, **_factors(operation), **_Forward(operation).scope)
+
+
+@tf.RegisterGradient("HorovodGroupedAllreduce")
+def _grouped_allreduce_gradient(operation: Any, *gradients: tf.Tensor) -> list[tf.Tensor]:
+    op = operation.get_attr("reduce_op")
+    _warn_of_gradient(op)
+    # Integers among the tensors have no gradients.
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    options = {**_factors(operation), **_Forward(operation).scope}
+    reduced = _grouped_allreduce([gradients[place] for place in places], op=op, **options)
+    by_place = dict(zip(places, reduced, strict=True))
+    return [by_place.get(place) for place in range(len(gradients))]
+
+
+def _own_rows(inputs: Sequence[tf.Tensor], averages: Sequence[tf.Tensor], forward: _Forward) -> list[tf.Tensor]:
+    """This rank's part of what was gathered from everybody's `inputs`."""
+    heights = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in inputs])[tf.newaxis]
+    everybodys = allgather(heights, **forward.scope)
+    place = tf.cast(rank_op(), tf.int64)
+    if _number(forward.process_set) != 0:
+        place = tf.constant(forward.process_set.rank(), tf.int64)
+    starts = tf.cumsum(everybodys, exclusive=True)
+    own = []
+    for index, (tensor, average) in enumerate(zip(inputs, averages, strict=True)):
+        start = starts[place, index]
+        rows = average[start : start + everybodys[place, index]]
+        own.append(tf.ensure_shape(rows, tensor.shape))
+    return own
+
+
+@tf.RegisterGradient("HorovodAllgather")
+def _allgather_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
+    forward = _Forward(operation)
+    return _own_rows(operation.inputs, [_allreduce(gradient, op=Average, **forward.scope)], forward)[0]
+
+
+@tf.RegisterGradient("HorovodGroupedAllgather")
+def _grouped_allgather_gradient(operation: Any, *gradients: tf.Tensor) -> list[tf.Tensor]:
+    forward = _Forward(operation)
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    averages = _grouped_allreduce([gradients[place] for place in places], op=Average, **forward.scope)
+    own = _own_rows([operation.inputs[place] for place in places], averages, forward)
+    by_place = dict(zip(places, own, strict=True))
+    return [by_place.get(place) for place in range(len(gradients))]
+
+
+@tf.RegisterGradient("HorovodBroadcast")
+def _broadcast_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
+    average = _allreduce(gradient, op=Average, **_Forward(operation).scope)
+    is_root = tf.equal(rank_op(), operation.get_attr("root_rank"))
+    # Not a product: what is no number would stay.
+    return tf.where(is_root, average, tf.zeros_like(average))
+
+
+@tf.RegisterGradient("HorovodAlltoall")
+def _alltoall_gradient(operation: Any, gradient: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor | None]:
+    back, _ = alltoall(gradient, splits=operation.outputs[1], **_Forward(operation).scope)
+    # Rows that were left over went nowhere.
+    missing = tf.shape(operation.inputs[0])[0] - tf.shape(back)[0]
+    paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(back) - 1, 2], tf.int32)], 0)
+    return [tf.ensure_shape(tf.pad(back, paddings), operation.inputs[0].shape), None]
+
+
+def _scattered(operation: Any, gradient: tf.Tensor, forward: _Forward) -> tf.Tensor:
+    scale = operation.get_attr("prescale_factor") * operation.get_attr("postscale_factor")
+    if operation.get_attr("reduce_op") == Sum:
+        gradient = gradient * forward.size(gradient.dtype)
+    return gradient * tf.cast(scale, gradient.dtype) if scale != 1 else gradient
+
+
+@tf.RegisterGradient("HorovodReducescatter")
+def _reducescatter_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
+    forward = _Forward(operation)
+    return _scattered(operation, allgather(gradient, **forward.scope), forward)
+
+
+@tf.RegisterGradient("HorovodGroupedReducescatter")
+def _grouped_reducescatter_gradient(operation: Any, *gradients: tf.Tensor) -> list[tf.Tensor]:
+    forward = _Forward(operation)
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    gathered = grouped_allgather([gradients[place] for place in places], **forward.scope)
+    by_place = {
+        place: _scattered(operation, gradient, forward) for place, gradient in zip(places, gathered, strict=True)
+    }
+    return [by_place.get(place) for place in range(len(gradients))]

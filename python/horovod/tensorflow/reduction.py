@@ -1,0 +1,192 @@
+"""The reduction of a step's gradients: what the tape and the optimizers share.
+
+In a graph each gradient, or each group of them, is a collective of its own, which starts when its gradients are there. Eager
+callers wait for each collective, so there all dense gradients are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
+from horovod.tensorflow.collectives import allreduce, grouped_allreduce
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.mpi_ops import Average, _number, size_op
+from horovod.tensorflow.util import is_active
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
+
+# On what has been reduced: a gradient may pass an optimizer's method and then another one that reduces, too.
+_MARK = "_hvd_reduced"
+
+
+def are_reduced(gradients: Gradients) -> bool:
+    """Whether these are the results of a reduction."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    return bool(present) and all(getattr(gradient, _MARK, False) for gradient in present)
+
+
+def mark_reduced(gradients: Gradients) -> None:
+    """Says so."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, _MARK, True)
+
+
+def key(variable: Any) -> Any:
+    """What stands for a variable in sets: the same for a Keras variable and what is inside."""
+    variable = underlying(variable)
+    return variable.ref() if hasattr(variable, "ref") else id(variable)
+
+
+def layers_of(local_layers: Any) -> list[Any]:
+    """A layer, a list of them or ``None`` as a list.
+
+    Raises:
+        ValueError: Some are no layers.
+    """
+    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    layers = [] if local_layers is None else layers
+    # Of whichever Keras: no package is imported for that.
+    if not all(hasattr(layer, "trainable_weights") and callable(layer) for layer in layers):
+        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    return layers
+
+
+def resolve_groups(num_groups: int, groups: Any) -> Any:
+    """What the two arguments mean together.
+
+    Raises:
+        ValueError: They are none of what is documented.
+    """
+    import warnings
+
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed", DeprecationWarning, stacklevel=4
+        )
+        groups = groups if groups is not None else num_groups
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        return groups
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+    members = [underlying(variable) for group in groups for variable in group]
+    if not all(isinstance(variable, tf.Variable) for variable in members):
+        raise ValueError("groups must consist of tf.Variable.")
+    if len({variable.ref() for variable in members}) < len(members):
+        raise ValueError("A variable can only appear once in groups.")
+    return groups
+
+
+def check_predivide(gradient_predivide_factor: float, op: int) -> None:
+    """Raises ValueError for a factor that has no meaning."""
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+
+
+@dataclass
+class Reduction:
+    """How gradients are reduced; the arguments are those of the optimizers and the tape."""
+
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    groups: Any = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+    scope: str = "DistributedGradients"
+    #: Keys of variables whose gradients stay this rank's.
+    local: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        check_predivide(self.gradient_predivide_factor, self.op)
+
+    def add_local(self, variable: Any) -> None:
+        """Leaves the gradients of a variable alone."""
+        self.local.add(key(variable))
+
+    def add_layers(self, layers: Iterable[Any]) -> None:
+        """The same for all trainable weights of layers."""
+        for layer in layers:
+            for variable in layer.trainable_weights:
+                self.add_local(variable)
+
+    def __call__(
+        self, gradients: Gradients, variables: Sequence[Any], use_generic_names: bool = False
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The gradients of all ranks.
+
+        Args:
+            gradients: One for each variable; ``None`` stays ``None``.
+            variables: What they are gradients of.
+            use_generic_names: Names follow from the place in the list alone.
+        """
+        results = list(gradients)
+        if not is_active(self.process_set):
+            return results
+        if self.sparse_as_dense:
+            results = [
+                tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+                for gradient in results
+            ]
+        is_local = [key(variable) in self.local for variable in variables]
+        with tf.name_scope(f"{self.scope}_Allreduce"):
+            for index, gradient in enumerate(results):
+                if gradient is not None and is_local[index] and self.scale_local_gradients:
+                    results[index] = self._scaled(gradient)
+            places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
+            for group in self._grouped(places, variables):
+                reduced = self._reduced([results[place] for place in group], group, use_generic_names)
+                for place, gradient in zip(group, reduced, strict=True):
+                    results[place] = gradient
+        mark_reduced(results)
+        return results
+
+    def _scaled(self, gradient: Any) -> Any:
+        """A local gradient in proportion to averages: others do not add to it."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._scaled(gradient.values), gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size_op(_number(self.process_set)), gradient.dtype)
+
+    def _grouped(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """Which gradients are one collective."""
+        if isinstance(self.groups, int) and self.groups > 0:
+            return [chunk for chunk in split_list(places, self.groups) if chunk]
+        if isinstance(self.groups, (list, tuple)):
+            number_of = {key(variable): number for number, group in enumerate(self.groups) for variable in group}
+            together: dict[Any, list[int]] = {}
+            for place in places:
+                together.setdefault(number_of.get(key(variables[place]), f"alone.{place}"), []).append(place)
+            return list(together.values())
+        return [places] if places and tf.executing_eagerly() else [[place] for place in places]
+
+    def _reduced(self, gradients: list[Any], places: list[int], use_generic_names: bool) -> list[Any]:
+        factor = self.gradient_predivide_factor
+        options = {
+            "device_dense": self.device_dense,
+            "device_sparse": self.device_sparse,
+            "compression": self.compression,
+            "op": self.op,
+            # The average divides by the number of ranks.
+            "prescale_factor": 1.0 / factor,
+            "postscale_factor": factor,
+            "name": f"grad_{places[0]}" if use_generic_names else None,
+            "process_set": self.process_set,
+            "ignore_name_scope": use_generic_names,
+        }
+        if len(gradients) == 1:
+            return [allreduce(gradients[0], **options)]
+        return grouped_allreduce(gradients, **options)

@@ -1,0 +1,148 @@
+"""Gradient tapes whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.mpi_ops import Average
+from horovod.tensorflow.reduction import Reduction, key, layers_of, resolve_groups
+from smdistributed.dataparallel.tensorflow.tape import TapeView
+
+
+class _DistributedGradientTape(TapeView):
+    __slots__ = ("_reduction",)
+
+    def __init__(self, tape: tf.GradientTape, reduction: Reduction) -> None:
+        super().__init__(tape)
+        self._reduction = reduction
+
+    def register_local_source(self, source: Any) -> None:
+        """The gradient of a variable stays this rank's own.
+
+        Args:
+            source: The variable.
+        """
+        self._reduction.add_local(source)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As ``tf.GradientTape.gradient``, reduced over the ranks.
+
+        Args:
+            target: What is differentiated.
+            sources: With respect to what; any structure.
+            output_gradients: Gradients of `target`.
+            use_generic_names: Collectives are named by the place in the list alone, the same on ranks whose models have
+                other names.
+            unconnected_gradients: See ``tf.GradientTape.gradient``.
+        """
+        gradients = self._given.gradient(target, sources, output_gradients, unconnected_gradients)
+        reduced = self._reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources), use_generic_names)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """The gradients that stay this rank's, and the others: lists of variables and gradients."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
+        local = self._reduction.local
+        mine = [pair for pair in pairs if key(pair[0]) in local]
+        return mine, [pair for pair in pairs if key(pair[0]) not in local]
+
+
+def DistributedGradientTape(  # noqa: N802 - the documented name, of what scripts take for a class
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A tape whose ``gradient`` reduces what it returns over the ranks. It records, watches and forgets what the given one does.
+
+    Args:
+        gradtape: The tape.
+        device_dense: Where gradients are reduced; by default TensorFlow chooses.
+        device_sparse: Where ``tf.IndexedSlices`` are gathered.
+        compression: How gradients travel.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first.
+        op: The reduction.
+        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
+        num_groups: Deprecated: `groups`.
+        groups: How many groups of gradients are reduced together each; or lists of variables that are.
+        process_set: Whose ranks.
+        scale_local_gradients: Whether gradients of local sources are divided by the number of ranks.
+
+    Raises:
+        ValueError: The arguments are not acceptable.
+    """
+    reduction = Reduction(
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=resolve_groups(num_groups, groups),
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        scope="DistributedGradientTape",
+    )
+    return _DistributedGradientTape(gradtape, reduction)
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - the documented name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As :func:`DistributedGradientTape`; gradients of some layers stay each rank's own.
+
+    Args:
+        local_layers: A Keras layer or a list of them.
+        gradtape: The tape; for it and the others see :func:`DistributedGradientTape`.
+
+    Raises:
+        ValueError: The arguments are not acceptable.
+    """
+    layers = layers_of(local_layers)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    tape._reduction.add_layers(layers)
+    return tape

@@ -1,0 +1,43 @@
+"""Small helpers that scripts for the original import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.util import _cache as _cache
+
+
+def _executing_eagerly() -> bool:
+    """Whether operations run at once."""
+    return tf.executing_eagerly()
+
+
+def _make_subgraph(f: Callable[..., Any]) -> Any:
+    """The function as a graph."""
+    return tf.function(f)
+
+
+def vars_to_refs(vars: Any) -> Any:
+    """What stands for variables in sets and keys of dictionaries."""
+    if isinstance(vars, (list, tuple)):
+        return tuple(vars_to_refs(variable) for variable in vars)
+    return vars.ref()
+
+
+def refs_to_vars(refs: Any) -> Any:
+    """The variables again."""
+    if isinstance(refs, (list, tuple)):
+        return [refs_to_vars(ref) for ref in refs]
+    return refs.deref()
+
+
+def is_active(process_set: ProcessSet) -> bool:
+    """Whether gradients are reduced at all: this rank is in the process set, which has others or may get some."""
+    if process_set.included() is False:
+        return False
+    return process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"

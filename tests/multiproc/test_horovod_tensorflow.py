@@ -1,0 +1,629 @@
+"""`import horovod.tensorflow` on real ranks: values, types, errors, gradients, names, joins, process sets, sparse tensors,
+variables, tapes and the optimizers of TensorFlow 1.
+
+The long form: ``python tests/multiproc/test_horovod_tensorflow.py`` runs it on 2, 3 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import run_ranks
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def start():
+    import tensorflow as tf
+
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    return tf, hvd, hvd.rank(), hvd.size()
+
+
+def raises(kind, text, call):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def reductions():
+    tf, hvd, rank, size = start()
+    total = sum(range(1, size + 1))
+    ints = [tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64]
+    floats = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+    for dtype in ints + floats:
+        for shape in [(), (0,), (3, 5)]:
+            x = tf.cast(tf.fill(shape, rank + 1), dtype)
+            got = hvd.allreduce(x, op=hvd.Sum)
+            assert got.dtype == dtype
+            assert got.shape == x.shape
+            assert (got.numpy() == tf.cast(tf.fill(shape, total), dtype).numpy()).all()
+            average = tf.cast(tf.fill(shape, total // size if dtype in ints else total / size), dtype)
+            assert (hvd.allreduce(x).numpy() == average.numpy()).all()
+        assert int(hvd.allreduce(x, op=hvd.Min)[0, 0]) == 1
+        assert int(hvd.allreduce(x, op=hvd.Max)[0, 0]) == size
+        product = 1
+        for factor in range(1, size + 1):
+            product *= factor
+        assert int(hvd.allreduce(x, op=hvd.Product)[0, 0]) == product
+    x = tf.range(6.0) + rank
+    sums = size * tf.range(6.0) + sum(range(size))
+    scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    assert abs(scaled - sums * 1.5).numpy().max() < 1e-5
+    whole = hvd.allreduce(tf.constant([7, -7]) * (rank + 1), op=hvd.Sum, prescale_factor=0.5)
+    halves = sum(int(7 * (other + 1) * 0.5) for other in range(size))
+    assert whole.numpy().tolist() == [halves, -halves]
+    half = hvd.allreduce(tf.constant([1.5]), compression=hvd.Compression.fp16)
+    assert half.dtype == tf.float32
+    assert float(half[0]) == 1.5
+    raises(ValueError, "supersedes average", lambda: hvd.allreduce(x, average=True, op=hvd.Sum))
+    with pytest.warns(DeprecationWarning, match="average"):
+        hvd.allreduce(x, average=False)
+    raises(ValueError, "is not supported", lambda: hvd.allreduce(tf.constant(True)))
+    group = hvd.grouped_allreduce([x, tf.constant([rank]), tf.constant(1.0)], op=hvd.Sum)
+    assert group[1].numpy().tolist() == [sum(range(size))]
+    assert hvd.grouped_allreduce([]) == []
+    if size & (size - 1):
+        raises(NotImplementedError, "non-power of 2", lambda: hvd.allreduce(x, op=hvd.Adasum))
+    else:
+        same = hvd.allreduce(tf.constant([1.0, 2.0]), op=hvd.Adasum)
+        assert same.numpy().tolist() == [1.0, 2.0]
+        ortho = hvd.allreduce(tf.one_hot(rank, size), op=hvd.Adasum)
+        assert ortho.numpy().tolist() == [1.0] * size
+
+
+def moving():
+    tf, hvd, rank, size = start()
+    for dtype in [
+        tf.uint8,
+        tf.int8,
+        tf.uint16,
+        tf.int16,
+        tf.int32,
+        tf.int64,
+        tf.float16,
+        tf.bfloat16,
+        tf.float32,
+        tf.bool,
+    ]:
+        x = tf.cast(tf.fill([rank + 1, 2], rank % 2), dtype)
+        got = hvd.allgather(x)
+        expected = tf.concat([tf.cast(tf.fill([other + 1, 2], other % 2), dtype) for other in range(size)], 0)
+        assert got.dtype == dtype
+        assert (got.numpy() == expected.numpy()).all()
+        root = hvd.broadcast(tf.cast(tf.fill([3], rank % 2), dtype), size - 1)
+        assert (root.numpy() == tf.cast(tf.fill([3], (size - 1) % 2), dtype).numpy()).all()
+    assert hvd.allgather(tf.zeros([0 if rank else 2, 3])).shape == (2, 3)
+    first, second = hvd.grouped_allgather([tf.fill([rank, 1], rank), tf.fill([1], float(rank))])
+    assert first.shape == (sum(range(size)), 1)
+    assert second.numpy().tolist() == [float(other) for other in range(size)]
+    # Uneven splits, rows that are left over, and equal parts.
+    x = tf.range(size + 2) + 100 * rank
+    splits = tf.constant([2 if other == 0 else 1 for other in range(size)])
+    output, received = hvd.alltoall(x, splits)
+    assert received.dtype == tf.int32
+    assert received.numpy().tolist() == [2 if rank == 0 else 1] * size
+    assert int(output[0]) == (0 if rank == 0 else rank + 1)
+    equal = hvd.alltoall(tf.range(size * 2) + 100 * rank)
+    assert equal.numpy().tolist() == [100 * other + 2 * rank + i for other in range(size) for i in range(2)]
+    invalid = tf.errors.InvalidArgumentError
+    odd = tf.zeros([size + 1])
+    raises(invalid, "not an even multiple of the number of workers", lambda: hvd.alltoall(odd))
+    raises(invalid, "greater than the first dimension", lambda: hvd.alltoall(odd, tf.fill([size], 9)))
+    raises(invalid, "does not equal number of workers", lambda: hvd.alltoall(odd, tf.fill([size + 1], 0)))
+    raises(invalid, "rank-zero tensor", lambda: hvd.allgather(tf.constant(1.0)))
+    raises(invalid, "does not support scalar inputs", lambda: hvd.reducescatter(tf.constant(1.0)))
+    raises(tf.errors.AbortedError, "only supports AVERAGE and SUM", lambda: hvd.reducescatter(odd, op=hvd.Min))
+    # The first ranks get one row more.
+    x = tf.ones([size + 1, 2]) * float(rank + 1)
+    mine = hvd.reducescatter(x, op=hvd.Sum)
+    assert mine.shape == (2 if rank == 0 else 1, 2)
+    assert float(mine[0, 0]) == sum(range(1, size + 1))
+    averages = hvd.grouped_reducescatter([x, tf.zeros([0, 3])])
+    assert averages[1].shape == (0, 3)
+    assert abs(float(averages[0][0, 0]) - (size + 1) / 2) < 1e-6
+    hvd.barrier()
+    raises(invalid, "received invalid root rank", lambda: hvd.broadcast(x, size))
+
+
+def graphs():
+    tf, hvd, rank, size = start()
+
+    # Every rank builds them in an order of its own.
+    @tf.function
+    def shuffled(x):
+        results = {}
+        for place in range(6):
+            number = (place + rank) % 6
+            results[number] = hvd.allreduce(x * (number + 1), op=hvd.Sum, name=f"shuffled.{number}")
+        return [results[number] for number in range(6)]
+
+    for step in range(3):
+        got = shuffled(tf.constant([float(rank + step)]))
+        total = sum(other + step for other in range(size))
+        assert [float(one[0]) for one in got] == [float(total * (number + 1)) for number in range(6)]
+
+    # Scopes that differ between ranks.
+    @tf.function
+    def scoped(x):
+        with tf.name_scope(f"scope_of_rank_{rank}"):
+            everybodys = hvd.allgather(x, name="gathered", ignore_name_scope=True)
+            reduced = hvd.allreduce(x, op=hvd.Sum, name="reduced", ignore_name_scope=True)
+            return everybodys, reduced, hvd.broadcast(x, 0, name="sent", ignore_name_scope=True)
+
+    everybodys, reduced, sent = scoped(tf.constant([rank]))
+    assert everybodys.numpy().tolist() == list(range(size))
+    assert reduced.numpy().tolist() == [sum(range(size))]
+    assert sent.numpy().tolist() == [0]
+
+    # A result that nobody uses is a call nevertheless; constants are not computed beforehand; rows are known late.
+    @tf.function
+    def unused(x):
+        if rank == 0:
+            hvd.allreduce(x, name="unused")
+        else:
+            x = hvd.allreduce(x, name="unused")
+        constant = hvd.allreduce(tf.constant(2.0), op=hvd.Sum, name="constant")
+        scattered = hvd.reducescatter(tf.zeros([2 * size, 3]), name="scattered")
+        assert scattered.shape == (2, 3)
+        gathered = hvd.allgather(x, name="rows")
+        assert gathered.shape.as_list() == [None]
+        received = hvd.alltoall(tf.zeros([size]), tf.ones([size], tf.int32), name="exchanged")[1]
+        assert received.shape == (size,)
+        return (
+            constant,
+            hvd.size_op(),
+            hvd.rank_op(),
+            hvd.local_rank_op(),
+            hvd.local_size_op(),
+            hvd.process_set_included_op(),
+        )
+
+    for _ in range(2):
+        numbers = [int(number) for number in unused(tf.constant([1.0]))]
+        assert numbers == [2 * size, size, rank, rank, size, 1]
+
+    @tf.function
+    def attributes(x):
+        hvd.allreduce(x, op=hvd.Max, prescale_factor=1.0, name="attributed")
+        return x
+
+    concrete = attributes.get_concrete_function(tf.TensorSpec([2], tf.float32))
+    node = concrete.graph.get_operation_by_name("attributed")
+    assert node.type == "HorovodAllreduce"
+    assert node.get_attr("reduce_op") == hvd.Max
+    assert node.get_attr("process_set_id") == 0
+
+
+def gradients():
+    tf, hvd, rank, size = start()
+
+    def gradient(call, x, seed=None):
+        def compute(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call(x)
+                loss = tf.reduce_sum(y * (1.0 if seed is None else seed))
+            return tape.gradient(loss, x)
+
+        eager = compute(x)
+        graph = tf.function(compute)(x)
+        assert (eager.numpy() == graph.numpy()).all(), (eager, graph)
+        return eager.numpy()
+
+    x = tf.ones([size, 2]) * float(rank + 1)
+    ranks = sum(other + 1.0 for other in range(size))
+    mine = tf.constant(float(rank + 1))
+    assert (gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, name="g.sum"), x) == size).all()
+    assert abs(gradient(lambda x: hvd.allreduce(x, name="g.average"), x, mine) - ranks / size).max() < 1e-6
+    scaled = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, name="g.scaled"), x)
+    assert (scaled == 2 * size).all()
+    grouped = gradient(lambda x: tf.add_n(hvd.grouped_allreduce([x, x], op=hvd.Sum, name="g.grouped")), x)
+    assert (grouped == 2 * size).all()
+    # The average of the gradients, and of it this rank's rows.
+    rows = tf.ones([rank + 1, 1])
+    everybody = tf.range(float(sum(range(1, size + 1))))[:, None]
+    start_row = sum(range(1, rank + 1))
+    got = gradient(lambda x: hvd.allgather(x, name="g.gathered"), rows, everybody)
+    assert got[:, 0].tolist() == [float(start_row + i) for i in range(rank + 1)]
+    got = gradient(lambda x: hvd.grouped_allgather([x, 2.0 * x], name="g.gathered2")[1], rows, everybody)
+    assert got[:, 0].tolist() == [2.0 * (start_row + i) for i in range(rank + 1)]
+    got = gradient(lambda x: hvd.broadcast(x, 0, name="g.sent"), x, mine)
+    assert abs(got - (ranks / size if rank == 0 else 0.0)).max() < 1e-6
+    got = gradient(lambda x: hvd.alltoall(x, tf.ones([size], tf.int32), name="g.exchanged")[0], x, mine)
+    assert got[:, 0].tolist() == [other + 1.0 for other in range(size)]
+    got = gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum, name="g.scattered"), x, mine)
+    assert got[:, 0].tolist() == [size * (other + 1.0) for other in range(size)]
+    got = gradient(lambda x: hvd.reducescatter(x, name="g.scattered2", prescale_factor=3.0), x, mine)
+    assert abs(got[:, 0] - [3 * (other + 1.0) for other in range(size)]).max() < 1e-5
+    got = gradient(lambda x: hvd.grouped_reducescatter([x])[0], x, mine)
+    assert got[:, 0].tolist() == [other + 1.0 for other in range(size)]
+
+
+def mismatches():
+    tf, hvd, rank, size = start()
+    if size == 1:
+        return
+    last = rank == size - 1
+    failed = tf.errors.FailedPreconditionError
+    x = tf.zeros([2, 3])
+    other = tf.zeros([2, 4])
+    raises(
+        failed, "Mismatched data types: One rank had type", lambda: hvd.allreduce(tf.cast(x, tf.int32) if last else x)
+    )
+    raises(
+        failed,
+        "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape",
+        lambda: hvd.allreduce(other if last else x),
+    )
+    raises(failed, "Mismatched BROADCAST tensor shapes", lambda: hvd.broadcast(other if last else x, 0))
+    raises(failed, "Mismatched REDUCESCATTER tensor shapes", lambda: hvd.reducescatter(other if last else x))
+    raises(failed, "sent a tensor of rank", lambda: hvd.allgather(x[0] if last else x))
+    raises(failed, "sent a tensor with dimension", lambda: hvd.allgather(other if last else x))
+    splits = tf.constant([2] + [0] * (size - 1))
+    raises(failed, "sent a tensor with dimension", lambda: hvd.alltoall(other if last else x, splits))
+    raises(failed, "prescale and/or postscale factors", lambda: hvd.allreduce(x, prescale_factor=2.0 if last else 1.0))
+    raises(failed, "Mismatched reduction operation", lambda: hvd.allreduce(x, op=hvd.Min if last else hvd.Max))
+    raises(failed, "root ranks: One rank specified root rank", lambda: hvd.broadcast(x, 1 if last else 0))
+
+    def different():
+        return hvd.allgather(x, name="same") if last else hvd.allreduce(x, name="same")
+
+    raises(failed, "Mismatched operations: One rank did an", different)
+
+    @tf.function
+    def in_a_graph():
+        return hvd.allreduce(other if last else x, name="in_a_graph")
+
+    raises(failed, "Mismatched ALLREDUCE tensor shapes", in_a_graph)
+    # The names are free again, and the world is usable.
+    assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="same")) == size
+
+
+def sparse():
+    tf, hvd, rank, size = start()
+    slices = tf.IndexedSlices(tf.fill([2, 3], float(rank + 1)), tf.constant([rank, 0]), tf.constant([size, 3]))
+    dense = tf.convert_to_tensor(slices)
+    for op in (hvd.Sum, hvd.Average):
+        got = hvd.allreduce(slices, op=op)
+        assert isinstance(got, tf.IndexedSlices)
+        assert got.values.shape == (2 * size, 3)
+        assert abs(tf.convert_to_tensor(got) - hvd.allreduce(dense, op=op)).numpy().max() < 1e-6
+    mixed = hvd.grouped_allreduce([dense, slices, dense + 1.0], op=hvd.Sum)
+    assert isinstance(mixed[1], tf.IndexedSlices)
+    assert abs(tf.convert_to_tensor(mixed[1]) - mixed[0]).numpy().max() < 1e-6
+    assert abs(mixed[2] - mixed[0] - size).numpy().max() < 1e-6
+    for wrong in ({"op": hvd.Min}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}, {"postscale_factor": 2.0}):
+        raises(NotImplementedError, "sparse", lambda wrong=wrong: hvd.allreduce(slices, **wrong))
+        raises(NotImplementedError, "sparse", lambda wrong=wrong: hvd.grouped_allreduce([dense, slices], **wrong))
+
+
+def process_sets():
+    tf, hvd, rank, size = start()
+    if size == 1:
+        return
+    own = hvd.add_process_set([rank_ for rank_ in range(size) if rank_ != 1])
+    x = tf.constant([float(rank + 1)])
+    if rank != 1:
+        assert float(hvd.allreduce(x, op=hvd.Sum, process_set=own)[0]) == sum(range(1, size + 1)) - 2
+        assert hvd.allgather(x, process_set=own).shape == (size - 1,)
+        assert int(hvd.size_op(own.process_set_id)) == size - 1
+        hvd.barrier(own)
+
+        def loss(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(hvd.allgather(x, name="in_a_set", process_set=own))
+            return tape.gradient(y, x)
+
+        assert loss(x).numpy().tolist() == [1.0]
+    else:
+        invalid = tf.errors.InvalidArgumentError
+        raises(invalid, "is not a member of the provided process set", lambda: hvd.allreduce(x, process_set=own))
+        raises(invalid, "Invalid process set id for this rank", lambda: hvd.reducescatter(x, process_set=own))
+    assert int(hvd.process_set_included_op(own.process_set_id)) == int(rank != 1)
+    assert int(hvd.size_op(own.process_set_id)) == size - 1
+    # A tape of a set leaves other ranks alone.
+    variable = tf.Variable([float(rank)])
+    with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, process_set=own) as tape:
+        y = tf.reduce_sum(variable * 2.0)
+    assert tape.gradient(y, variable).numpy().tolist() == [2.0 * (1 if rank == 1 else size - 1)]
+    assert hvd.remove_process_set(own)
+    raises(ValueError, "does not exist, or has not been registered", lambda: hvd.allreduce(x, process_set=own))
+
+
+def joins():
+    tf, hvd, rank, size = start()
+    for first in range(size):
+        if rank == first:
+            last = hvd.join()
+        else:
+            x = tf.constant([1.0, 2.0])
+            assert abs(hvd.allreduce(x, name="joined") - x * (size - 1) / size).numpy().max() < 1e-6
+            failed = tf.errors.FailedPreconditionError
+            raises(failed, "Allgather is not supported with Join", lambda x=x: hvd.allgather(x))
+            raises(failed, "Broadcast is not supported with Join", lambda x=x, first=first: hvd.broadcast(x, first))
+            raises(failed, "Alltoall is not supported with Join", lambda: hvd.alltoall(tf.zeros([size])))
+            raises(failed, "Reducescatter is not supported with Join", lambda x=x: hvd.reducescatter(x))
+            last = hvd.join()
+        assert last.dtype == tf.int32
+        everybodys = hvd.allgather(tf.reshape(last, [1])).numpy().tolist()
+        assert len(set(everybodys)) == 1
+        assert size == 1 or everybodys[0] != first
+
+
+def variables_and_objects():
+    tf, hvd, rank, size = start()
+    variables = [tf.Variable([float(rank), 1.0]), tf.Variable(rank), tf.Variable([rank == 0])]
+    hvd.broadcast_variables(variables, 0)
+    assert [variable.numpy().tolist() for variable in variables] == [[0.0, 1.0], 0, [True]]
+    big = [tf.Variable(tf.fill([1000], float(rank))), tf.Variable(tf.fill([3], rank))]
+    kept = big[0].read_value()
+    values = hvd.broadcast_(big, size - 1)
+    assert float(values[0][0]) == float(big[0][0]) == size - 1
+    # Who has read it before keeps what was read.
+    assert float(kept[0]) == rank
+    big[1].assign(tf.fill([3], rank + size - 1))
+    hvd.broadcast_variables(big, 0, inplace=True)
+    assert int(big[1][0]) == size - 1
+
+    @tf.function
+    def in_a_function():
+        hvd.broadcast_variables(big, size - 1)
+
+    big[0].assign(tf.fill([1000], float(rank)))
+    in_a_function()
+    assert float(big[0][0]) == size - 1
+    obj = {"rank": rank, "of": [1, 2, 3]}
+    assert hvd.broadcast_object(obj, root_rank=size - 1) == {"rank": size - 1, "of": [1, 2, 3]}
+    assert hvd.broadcast_object_fn(0)(obj)["rank"] == 0
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": other} for other in range(size)]
+    raises(RuntimeError, "does not support eager execution", lambda: hvd.broadcast_global_variables(0))
+    v1 = tf.compat.v1
+    for use_resource in (True, False):
+        with tf.Graph().as_default():
+            variable = v1.get_variable("v", initializer=tf.constant([float(rank), 2.0]), use_resource=use_resource)
+            other = v1.get_variable("w", initializer=tf.constant([float(rank)]), use_resource=use_resource)
+            in_place = hvd.broadcast_([other], size - 1)
+            hook = hvd.BroadcastGlobalVariablesHook(0)
+            send = hvd.broadcast_object_fn(0)
+            with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+                assert session.run(variable).tolist() == [0.0, 2.0]
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                assert session.run(in_place)[0].tolist() == [float(size - 1)]
+                assert session.run(other).tolist() == [float(size - 1)]
+                with session.as_default():
+                    assert send({"rank": rank}) == {"rank": 0}
+                    assert hvd.allgather_object(rank, name="objects") == list(range(size))
+    with tf.Graph().as_default():
+        kinds = [v1.get_variable(f"kind{kind}", initializer=1.0, use_resource=kind) for kind in (True, False)]
+        raises(ValueError, "should be of the same kind", lambda: hvd.broadcast_(kinds, 0))
+
+
+def tapes():
+    tf, hvd, rank, size = start()
+    variables = [tf.Variable([float(i + 1), 2.0]) for i in range(4)]
+    average = sum(range(1, size + 1)) / size
+
+    def loss(tape):
+        with tape:
+            return tf.add_n([tf.reduce_sum(variable * float(rank + 1)) for variable in variables[:3]])
+
+    for options in (
+        {},
+        {"groups": 2},
+        {"groups": [variables[:2]]},
+        {"gradient_predivide_factor": 2.0},
+        {"compression": hvd.Compression.fp16},
+    ):
+
+        def step(options=options):
+            tape = hvd.DistributedGradientTape(tf.GradientTape(), **options)
+            return tape.gradient(loss(tape), {"all": variables})["all"]
+
+        for run in (step, tf.function(step)):
+            got = run()
+            assert got[3] is None
+            assert all(abs(gradient - average).numpy().max() < 1e-3 for gradient in got[:3]), (options, got)
+    tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True), op=hvd.Sum)
+    assert isinstance(tape, tf.GradientTape)
+    y = loss(tape)
+    assert tape.gradient(y, variables[0], use_generic_names=True).numpy().tolist() == [average * size] * 2
+    tape.register_local_source(variables[1])
+    local, everybodys = tape.get_local_and_global_gradients(y, variables[:2])
+    assert local[0][0] is variables[1]
+    assert abs(local[0][1] - (rank + 1) / size).numpy().max() < 1e-6
+    assert everybodys[0][1].numpy().tolist() == [average * size] * 2
+    if size > 1:
+        with pytest.warns(DeprecationWarning, match="groups"):
+            hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)
+    raises(
+        ValueError,
+        "groups should be a non-negative integer",
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), groups=-1),
+    )
+    raises(
+        ValueError,
+        "not supported with op != Average",
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0),
+    )
+    raises(
+        ValueError,
+        "All local layers must be of",
+        lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1]),
+    )
+    layer = tf.keras.layers.Dense(1, use_bias=False)
+    other = tf.keras.layers.Dense(1, use_bias=False)
+    x = tf.ones([1, 1]) * float(rank + 1)
+    layer(x), other(x)
+    tape = hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
+    with tape:
+        y = layer(x) + other(x)
+    mine, reduced = tape.gradient(y, [layer.trainable_weights[0], other.trainable_weights[0]])
+    assert abs(float(mine[0, 0]) - (rank + 1) / size) < 1e-6
+    assert abs(float(reduced[0, 0]) - average) < 1e-6
+    # Embeddings.
+    table = tf.Variable(tf.zeros([size + 1, 2]))
+    for as_dense in (False, True):
+        with hvd.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=as_dense) as tape:
+            y = tf.reduce_sum(tf.gather(table, [rank, size]))
+        got = tape.gradient(y, table)
+        assert isinstance(got, tf.IndexedSlices) != as_dense
+        assert abs(tf.convert_to_tensor(got)[:, 0].numpy() - ([1 / size] * size + [1.0])).max() < 1e-6
+
+
+def optimizers_of_tensorflow1():
+    tf, hvd, rank, size = start()
+    v1 = tf.compat.v1
+    average = sum(range(1, size + 1)) / size
+    with tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[1.0], use_resource=True)
+        optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(1.0, 0.9))
+        assert optimizer.get_name() == "DistributedMomentumOptimizer"
+        step = optimizer.minimize(tf.reduce_sum(variable * float(rank + 1)))
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(step)
+            assert abs(session.run(variable)[0] - (1 - average)) < 1e-5
+        assert optimizer.get_slot_names() == ["momentum"]
+        assert len(optimizer.variables()) == 1
+    with tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[1.0], use_resource=True)
+        global_step = v1.train.get_or_create_global_step()
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.AdamOptimizer(0.1), backward_passes_per_step=3, average_aggregated_gradients=True
+        )
+        step = optimizer.minimize(tf.reduce_sum(variable * float(rank + 1)), global_step=global_step)
+        assert len(v1.local_variables()) == 2
+        with v1.Session() as session:
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            values = []
+            for _ in range(6):
+                session.run(step)
+                values.append(float(session.run(variable)[0]))
+            assert session.run(global_step) == 6
+            assert values[0] == values[1] == 1.0
+            assert values[2] == values[3] == values[4] < 1.0
+            assert values[5] < values[4]
+            assert abs(values[2] - 0.9) < 1e-4
+    eager = v1.train.GradientDescentOptimizer(1.0)
+    raises(
+        ValueError,
+        "is not yet supported for _LegacyOptimizer with eager execution",
+        lambda: hvd.DistributedOptimizer(eager, backward_passes_per_step=2),
+    )
+    raises(
+        ValueError,
+        "op == Adasum is not supported yet with Keras",
+        lambda: hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), op=hvd.Adasum),
+    )
+    variable = tf.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(eager)
+    optimizer.register_local_var(tf.Variable([1.0]))
+    optimizer.apply_gradients(
+        optimizer.compute_gradients(lambda: tf.reduce_sum(variable * float(rank + 1)), [variable])
+    )
+    assert abs(float(variable[0]) - (1 - average)) < 1e-5
+    if size & (size - 1) == 0:
+        for graph in (True, False):
+            with tf.Graph().as_default() if graph else tf.init_scope():
+                # Orthogonal steps add up.
+                variable = (
+                    v1.get_variable(f"adasum{graph}", initializer=[0.0] * size, use_resource=True)
+                    if graph
+                    else tf.Variable([0.0] * size)
+                )
+                optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum)
+                gradient = tf.one_hot(rank, size)
+                if graph:
+                    step = optimizer.apply_gradients([(gradient, variable)])
+                    with v1.Session() as session:
+                        session.run(v1.global_variables_initializer())
+                        session.run(step)
+                        values = session.run(variable).tolist()
+                else:
+                    optimizer.apply_gradients([(gradient, variable)])
+                    values = variable.numpy().tolist()
+                assert values == [-1.0] * size
+
+
+def batch_normalization():
+    import numpy as np
+
+    tf, hvd, rank, size = start()
+    images = np.random.RandomState(0).rand(3 * size * (size + 1) // 2, 4).astype(np.float32)
+    first = 3 * rank * (rank + 1) // 2
+    mine = tf.constant(images[first : first + 3 * (rank + 1)])
+    layer = hvd.SyncBatchNormalization(axis=-1, momentum=0.5)
+    plain = tf.keras.layers.BatchNormalization(axis=-1, momentum=0.5)
+    assert layer.name == "sync_batch_normalization"
+    assert isinstance(layer, tf.keras.layers.BatchNormalization)
+    for call in (layer, tf.function(layer)):
+        with tf.GradientTape() as tape:
+            tape.watch(mine)
+            got = call(mine, training=True)
+            loss = tf.reduce_sum(got * got * got)
+        gradient = tape.gradient(loss, mine)
+        whole = tf.constant(images)
+        with tf.GradientTape() as tape:
+            tape.watch(whole)
+            expected = plain(whole, training=True)
+            loss = tf.reduce_sum(expected * expected * expected)
+        expected_gradient = tape.gradient(loss, whole)
+        rows = slice(first, first + 3 * (rank + 1))
+        assert abs(got - expected[rows]).numpy().max() < 1e-4
+        assert abs(gradient - expected_gradient[rows]).numpy().max() < 1e-3
+    assert abs(layer.moving_mean - plain.moving_mean).numpy().max() < 1e-5
+    assert abs(layer.moving_variance - plain.moving_variance).numpy().max() < 1e-4
+    for fused in (True, None):
+        raises(ValueError, "does not support fused=True", lambda fused=fused: hvd.SyncBatchNormalization(fused=fused))
+
+
+def life():
+    tf, hvd, _, size = start()
+    hvd.shutdown()
+    failed = tf.errors.FailedPreconditionError
+    raises(failed, "Horovod has not been initialized; use hvd.init", lambda: hvd.allreduce(tf.constant(1.0)))
+    raises(ValueError, "Horovod has not been initialized", hvd.rank)
+    hvd.init()
+    assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == size
+    assert hvd.util._executing_eagerly()
+    assert hvd.mpi_ops._normalize_name("a/b:0") == "a_b_0"
+
+
+PARTS = (
+    reductions, moving, graphs, gradients, mismatches, sparse, process_sets, joins, variables_and_objects, tapes,
+    optimizers_of_tensorflow1, batch_normalization, life,
+)  # fmt: skip
+
+
+def everything():
+    for part in PARTS:
+        part()
+
+
+@pytest.mark.timeout(220)
+def test_everything():
+    run_ranks(everything, 2, env=ENV, timeout=200)
+
+
+if __name__ == "__main__":
+    for ranks in (2, 3, 4):
+        run_ranks(everything, ranks, env=ENV, timeout=400)
+        print(f"{ranks} ranks: all well")

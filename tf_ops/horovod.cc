@@ -1,0 +1,520 @@
+// Bodies of Horovod's ops: describe the tensors, ask for the collectives by name, complete.
+//
+// HVD-1: a call that this rank cannot make fails at once, and the others do not hear of it; what fails later fails on
+// all ranks. Either way the name is free again.
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "adapter.h"
+#include "completion.h"
+#include "status.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/resource_var.h"
+
+namespace smd::tf_ops {
+namespace horovod {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+// Why a call cannot be made.
+struct Refusal {
+  absl::Status status;
+};
+
+static void must(const absl::Status& status) {
+  if (!status.ok()) throw Refusal{status};
+}
+
+static void must(bool holds, const std::string& otherwise) {
+  if (!holds) throw Refusal{absl::InvalidArgumentError(otherwise)};
+}
+
+// The outcome of `body`, which calls the core and `must`.
+template <class Body>
+absl::Status attempted(Body&& body) {
+  try {
+    body();
+    return absl::OkStatus();
+  } catch (const Refusal& refusal) {
+    return refusal.status;
+  } catch (const rust::Error& error) {
+    return to_horovod_status(error.what(), false);
+  }
+}
+
+// Collectives in the making, and what their results become.
+struct Group {
+  std::vector<TensorOperation> operations;
+  // Of each tensor: what the ranks compare.
+  std::vector<std::vector<std::uint64_t>> shapes;
+  // Of each operation on rows: the output's shape but for their number.
+  std::vector<TensorShape> likes;
+  // The numbers of rows that came are an output, too.
+  bool tells_rows = false;
+  // What remains to be done if all went well.
+  std::function<void()> finish = [] {};
+
+  void add(TensorOperation operation, const TensorShape& shape) {
+    operations.push_back(std::move(operation));
+    const auto sizes = shape.dim_sizes();
+    shapes.emplace_back(sizes.begin(), sizes.end());
+  }
+};
+
+class GroupCompletion : public Completion {
+ public:
+  GroupCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, Group group)
+      : context_(context), done_(std::move(done)), group_(std::move(group)) {}
+
+  void done(rust::Str error, std::int64_t last) noexcept override {
+    if (error.empty()) {
+      succeeded(last);
+    } else {
+      context_->CtxFailure(to_horovod_status({error.data(), error.size()}, true));
+    }
+    group_.operations.clear();
+    finish(context_, std::move(done_));
+  }
+
+  // The core makes the outputs of one operation after the other.
+  void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
+    if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
+    TensorShape& shape = group_.likes[next_];
+    TensorOperation& operation = group_.operations[next_];
+    const std::vector<std::size_t> heights(rows.begin(), rows.end());
+    check(shape.SetDimWithStatus(0, std::accumulate(heights.begin(), heights.end(), std::int64_t{0})));
+    Tensor* output = nullptr;
+    check(context_->allocate_output(static_cast<int>(next_++), shape, &output));
+    operation.write_rows(*output, heights);
+    if (group_.tells_rows) {
+      Tensor* counts = nullptr;
+      check(context_->allocate_output(1, TensorShape({static_cast<std::int64_t>(heights.size())}), &counts));
+      std::copy(heights.begin(), heights.end(), counts->flat<std::int32_t>().data());
+    }
+    for (const TensorView& view : operation.core.outputs) outputs.push_back(view);
+  }
+
+ protected:
+  virtual void succeeded(std::int64_t) { group_.finish(); }
+
+  OpKernelContext* context() const { return context_; }
+
+ private:
+  static void check(const absl::Status& status) {
+    if (!status.ok()) throw std::runtime_error(std::string(status.message()));
+  }
+
+  OpKernelContext* context_;
+  AsyncOpKernel::DoneCallback done_;
+  Group group_;
+  std::size_t next_ = 0;
+};
+
+// The core's name of a reduction.
+static std::string reduction(int number) {
+  static const char* const kNames[] = {"average", "sum", "adasum", "min", "max", "product"};
+  must(number >= 0 && number < 6,
+       absl::StrCat(number, " is no reduction: expected Average, Sum, Adasum, Min, Max or Product"));
+  return kNames[number];
+}
+
+// What all collectives share: their attributes, and how they begin.
+class CollectiveKernel : public AsyncOpKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
+    std::string tensor_name;
+    bool ignore_name_scope = false;
+    float prescale = 1.0F;
+    float postscale = 1.0F;
+    OP_REQUIRES_OK(construction, construction->GetAttr("process_set_id", &process_set_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("tensor_name", &tensor_name));
+    OP_REQUIRES_OK(construction, construction->GetAttr("ignore_name_scope", &ignore_name_scope));
+    if (construction->HasAttr("reduce_op")) {
+      OP_REQUIRES_OK(construction, construction->GetAttr("reduce_op", &reduce_op_));
+      OP_REQUIRES_OK(construction, construction->GetAttr("prescale_factor", &prescale));
+      OP_REQUIRES_OK(construction, construction->GetAttr("postscale_factor", &postscale));
+    }
+    if (construction->HasAttr("root_rank")) OP_REQUIRES_OK(construction, construction->GetAttr("root_rank", &root_));
+    prescale_ = prescale;
+    postscale_ = postscale;
+    blocking_ = !tensor_name.empty();
+    name_ = blocking_ ? tensor_name : name();
+    if (ignore_name_scope) name_ = name_.substr(name_.rfind('/') + 1);
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
+    Group group;
+    const absl::Status status = attempted([&] {
+      const std::uint64_t number = process_set_group(process_set_);
+      fill(context, static_cast<std::int64_t>(number), group);
+      ask_for(context, done, std::move(group));
+    });
+    OP_REQUIRES_OK_ASYNC(context, status, done);
+  }
+
+ protected:
+  // Describes the collectives; may throw what `attempted` knows.
+  virtual void fill(OpKernelContext* context, std::int64_t group, Group& operations) = 0;
+
+  int reduce_op() const { return reduce_op_; }
+  // The root's place in the group.
+  std::int64_t root() const { return static_cast<std::int64_t>(process_set_root(process_set_, root_)); }
+
+ private:
+  void ask_for(OpKernelContext* context, const DoneCallback& done, Group group) const {
+    // `ask` reads the descriptions while the completion already owns the operations.
+    std::vector<Operation> cores;
+    std::vector<std::size_t> num_dims;
+    std::vector<std::uint64_t> dims;
+    for (const auto& operation : group.operations) cores.push_back(operation.core);
+    for (const auto& shape : group.shapes) {
+      num_dims.push_back(shape.size());
+      dims.insert(dims.end(), shape.begin(), shape.end());
+    }
+    std::vector<Call> calls;
+    for (const auto& core : cores) calls.push_back(core.call());
+    NamedCall named;
+    named.name = rust::Str(name_.data(), name_.size());
+    named.shared = false;
+    named.prescale = prescale_;
+    named.postscale = postscale_;
+    named.blocking = blocking_;
+    named.num_dims = {num_dims.data(), num_dims.size()};
+    named.dims = {dims.data(), dims.size()};
+    ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(context, done, std::move(group)));
+  }
+
+  std::int64_t process_set_ = 0;
+  std::int64_t root_ = 0;
+  int reduce_op_ = 0;
+  double prescale_ = 1.0;
+  double postscale_ = 1.0;
+  bool blocking_ = false;
+  std::string name_;
+};
+
+// Of one tensor or several.
+class AllreduceKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& input = context->input(i);
+      Tensor* output = nullptr;
+      must(context->forward_input_or_allocate_output({i}, i, input.shape(), &output));
+      TensorOperation operation(Collective::AllReduce, group, place_of(context));
+      operation.core.op = reduction(reduce_op());
+      operation.read(input);
+      operation.write(*output);
+      operations.add(std::move(operation), input.shape());
+    }
+  }
+};
+
+class AllgatherKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& input = context->input(i);
+      must(input.dims() > 0, absl::StrCat("`", name(), "`: allgather of a rank-zero tensor: it has no rows"));
+      TensorOperation operation(Collective::AllGatherRows, group, place_of(context));
+      operation.read(input);
+      operation.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
+      operation.core.row_elems = row_elems(input.shape());
+      operations.likes.push_back(input.shape());
+      operations.add(std::move(operation), input.shape());
+    }
+  }
+};
+
+class BroadcastKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    const Tensor& input = context->input(0);
+    TensorOperation operation(Collective::Broadcast, group, place_of(context));
+    operation.core.peer = root();
+    Tensor* output = nullptr;
+    must(context->forward_input_or_allocate_output({0}, 0, input.shape(), &output));
+    // The core broadcasts in place.
+    if (output->data() != input.data()) copy(describe(input, operation.place()), describe(*output, operation.place()));
+    operation.write(*output);
+    operations.add(std::move(operation), input.shape());
+  }
+};
+
+// Of variables that are resources. Their tensors may be shared with whoever has read them, so others get new ones.
+class BroadcastInplaceResourceKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    const std::int64_t root_place = root();
+    const bool is_root = static_cast<std::int64_t>(group_rank(static_cast<std::uint64_t>(group))) == root_place;
+    std::vector<std::pair<tensorflow::core::RefCountPtr<tensorflow::Var>, Tensor>> received;
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      tensorflow::core::RefCountPtr<tensorflow::Var> variable;
+      must(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, i), &variable));
+      Tensor values;
+      {
+        const tensorflow::tf_shared_lock lock(*variable->mu());
+        values = *variable->tensor();
+      }
+      must(variable->is_initialized, absl::StrCat("`", name(), "`: variable ", i, " is not initialized"));
+      if (!is_root) must(context->allocate_temp(values.dtype(), values.shape(), &values));
+      TensorOperation operation(Collective::Broadcast, group, place_of(context));
+      operation.core.peer = root_place;
+      operation.write(values);
+      operations.add(std::move(operation), values.shape());
+      if (!is_root) received.emplace_back(std::move(variable), std::move(values));
+    }
+    // A function that can be copied cannot own what cannot.
+    auto assigned = std::make_shared<decltype(received)>(std::move(received));
+    operations.finish = [assigned] {
+      for (auto& [variable, values] : *assigned) {
+        const tensorflow::mutex_lock lock(*variable->mu());
+        *variable->tensor() = values;
+      }
+    };
+  }
+};
+
+// Of variables of TensorFlow 1, which are memory.
+class BroadcastInplaceKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor values = context->mutable_input(i, false);
+      must(values.IsInitialized(), absl::StrCat("`", name(), "`: variable ", i, " is not initialized"));
+      context->forward_ref_input_to_ref_output(i, i);
+      TensorOperation operation(Collective::Broadcast, group, place_of(context));
+      operation.core.peer = root();
+      operation.write(values);
+      operations.add(std::move(operation), values.shape());
+    }
+  }
+};
+
+class AlltoallKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    const Tensor& input = context->input(0);
+    must(input.dims() > 0, absl::StrCat("`", name(), "`: alltoall of a rank-zero tensor: it has no rows"));
+    const std::vector<std::size_t> rows =
+        rows_of(context->input(1), input.dim_size(0), group_size(static_cast<std::uint64_t>(group)));
+    const std::int64_t sent = static_cast<std::int64_t>(std::accumulate(rows.begin(), rows.end(), std::size_t{0}));
+    TensorOperation operation(Collective::AllToAllRows, group, place_of(context));
+    operation.read_rows(sent == input.dim_size(0) ? input : input.Slice(0, sent), rows);
+    operation.core.rows = rows;
+    operation.core.row_elems = row_elems(input.shape());
+    operations.likes.push_back(input.shape());
+    operations.tells_rows = true;
+    operations.add(std::move(operation), input.shape());
+  }
+
+ private:
+  // Rows for each rank.
+  std::vector<std::size_t> rows_of(const Tensor& splits, std::int64_t height, std::size_t num_ranks) const {
+    const auto ranks = static_cast<std::int64_t>(num_ranks);
+    must(splits.dims() == 1, absl::StrCat("`", name(), "`: alltoall expects a 1D splits tensor, not one of ",
+                                          splits.dims(), " dimensions"));
+    if (splits.NumElements() == 0) {
+      must(height % ranks == 0,
+           absl::StrCat("`", name(), "`: the first dimension, ", height,
+                        ", is not an even multiple of the number of workers, ", ranks, ", and there are no splits"));
+      return std::vector<std::size_t>(num_ranks, static_cast<std::size_t>(height / ranks));
+    }
+    const auto sizes = splits.vec<std::int32_t>();
+    const std::vector<std::int64_t> given(sizes.data(), sizes.data() + sizes.size());
+    const std::string list = absl::StrCat("[", absl::StrJoin(given, ", "), "]");
+    must(static_cast<std::int64_t>(given.size()) == ranks,
+         absl::StrCat("`", name(), "`: the number of splits, ", given.size(), ", does not equal number of workers, ",
+                      ranks));
+    must(std::all_of(given.begin(), given.end(), [](std::int64_t size) { return size >= 0; }),
+         absl::StrCat("`", name(), "`: splits ", list, " must not be negative"));
+    must(std::accumulate(given.begin(), given.end(), std::int64_t{0}) <= height,
+         absl::StrCat("`", name(), "`: the sum of splits ", list, " is greater than the first dimension, ", height));
+    return {given.begin(), given.end()};
+  }
+};
+
+// Of one tensor or several. Rows are shared out evenly, and the first ranks get one more of the rest.
+class ReducescatterKernel final : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+ protected:
+  void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
+    const std::string op = reduction(reduce_op());
+    if (op != "average" && op != "sum") {
+      throw Refusal{absl::AbortedError(
+          absl::StrCat("`", name(), "`: reducescatter currently only supports AVERAGE and SUM, not ", op))};
+    }
+    const auto number = static_cast<std::uint64_t>(group);
+    const auto ranks = static_cast<std::int64_t>(group_size(number));
+    const std::size_t rank = group_rank(number);
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& input = context->input(i);
+      must(input.dims() > 0, absl::StrCat("`", name(), "`: reducescatter does not support scalar inputs"));
+      const std::int64_t height = input.dim_size(0);
+      std::vector<std::size_t> rows;
+      for (std::int64_t other = 0; other < ranks; ++other) {
+        rows.push_back(static_cast<std::size_t>(height / ranks + (other < height % ranks ? 1 : 0)));
+      }
+      TensorShape shape = input.shape();
+      shape.set_dim(0, static_cast<std::int64_t>(rows[rank]));
+      Tensor* output = nullptr;
+      must(context->allocate_output(i, shape, &output));
+      TensorOperation operation(Collective::ReduceScatter, group, place_of(context));
+      operation.core.op = op;
+      operation.read_rows(input, rows);
+      operation.write(*output);
+      operations.add(std::move(operation), input.shape());
+    }
+  }
+};
+
+class BarrierKernel final : public AsyncOpKernel {
+ public:
+  explicit BarrierKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("process_set_id", &process_set_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const absl::Status status = attempted([&] {
+      Operation core;
+      core.collective = Collective::Barrier;
+      core.group = process_set_group(process_set_);
+      const Call call = core.call();
+      const std::size_t num_dims = 0;
+      NamedCall named;
+      named.kind = "barrier";
+      named.name = "noname";
+      named.shared = true;
+      named.prescale = 1.0;
+      named.postscale = 1.0;
+      named.blocking = true;
+      named.num_dims = {&num_dims, 1};
+      ask(named, {&call, 1}, std::make_unique<GroupCompletion>(context, done, Group()));
+    });
+    OP_REQUIRES_OK_ASYNC(context, status, done);
+  }
+
+ private:
+  std::int64_t process_set_ = 0;
+};
+
+class JoinCompletion final : public GroupCompletion {
+ public:
+  using GroupCompletion::GroupCompletion;
+
+ private:
+  void succeeded(std::int64_t last) override {
+    Tensor* output = nullptr;
+    const absl::Status status = context()->allocate_output(0, TensorShape({}), &output);
+    if (!status.ok()) return context()->CtxFailure(status);
+    output->scalar<std::int32_t>()() = static_cast<std::int32_t>(last);
+  }
+};
+
+class JoinKernel final : public AsyncOpKernel {
+ public:
+  using AsyncOpKernel::AsyncOpKernel;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const absl::Status status =
+        attempted([&] { ask_join(process_set_group(0), std::make_unique<JoinCompletion>(context, done, Group())); });
+    OP_REQUIRES_OK_ASYNC(context, status, done);
+  }
+};
+
+// A number that is asked for when the op runs: a job may get others later.
+template <auto ask>
+class NumberKernel final : public OpKernel {
+ public:
+  explicit NumberKernel(OpKernelConstruction* construction) : OpKernel(construction) {
+    if (construction->HasAttr("process_set_id")) {
+      OP_REQUIRES_OK(construction, construction->GetAttr("process_set_id", &process_set_));
+    }
+  }
+
+  void Compute(OpKernelContext* context) override {
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
+    OP_REQUIRES_OK(context,
+                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(ask(process_set_)); }));
+  }
+
+ private:
+  std::int64_t process_set_ = 0;
+};
+
+static std::size_t ranks_of(std::int64_t process_set) { return process_set_ranks(process_set).size(); }
+
+static std::size_t is_included(std::int64_t process_set) {
+  const auto ranks = process_set_ranks(process_set);
+  return std::count(ranks.begin(), ranks.end(), world_place().rank) > 0 ? 1 : 0;
+}
+
+static std::size_t world_rank(std::int64_t) { return world_place().rank; }
+static std::size_t local_rank(std::int64_t) { return world_place().local_rank; }
+static std::size_t local_size(std::int64_t) { return world_place().local_size; }
+
+#define SMD_CPU_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
+// What follows `Device` says which of the tensors are the host's.
+#define SMD_KERNEL(name, on_host, ...) \
+  SMD_CPU_KERNEL(name, __VA_ARGS__);   \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) on_host, __VA_ARGS__)
+
+SMD_KERNEL("HorovodAllreduce", , AllreduceKernel);
+SMD_KERNEL("HorovodGroupedAllreduce", , AllreduceKernel);
+SMD_KERNEL("HorovodAllgather", , AllgatherKernel);
+SMD_KERNEL("HorovodGroupedAllgather", , AllgatherKernel);
+SMD_KERNEL("HorovodBroadcast", , BroadcastKernel);
+SMD_KERNEL("HorovodBroadcastInplace", , BroadcastInplaceKernel);
+SMD_KERNEL("HorovodBroadcastInplaceResource", .HostMemory("resources"), BroadcastInplaceResourceKernel);
+SMD_KERNEL("HorovodAlltoall", .HostMemory("splits").HostMemory("received_splits"), AlltoallKernel);
+SMD_KERNEL("HorovodReducescatter", , ReducescatterKernel);
+SMD_KERNEL("HorovodGroupedReducescatter", , ReducescatterKernel);
+SMD_CPU_KERNEL("HorovodBarrier", BarrierKernel);
+SMD_KERNEL("HorovodJoin", .HostMemory("output"), JoinKernel);
+SMD_KERNEL("HorovodSize", .HostMemory("size"), NumberKernel<&ranks_of>);
+SMD_KERNEL("HorovodProcessSetIncluded", .HostMemory("included"), NumberKernel<&is_included>);
+SMD_KERNEL("HorovodRank", .HostMemory("rank"), NumberKernel<&world_rank>);
+SMD_KERNEL("HorovodLocalRank", .HostMemory("local_rank"), NumberKernel<&local_rank>);
+SMD_KERNEL("HorovodLocalSize", .HostMemory("local_size"), NumberKernel<&local_size>);
+
+#undef SMD_KERNEL
+#undef SMD_CPU_KERNEL
+
+}  // namespace horovod
+}  // namespace smd::tf_ops
