@@ -347,12 +347,12 @@ def everything():
         part()
 
 
-@pytest.mark.timeout(220)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("legacy", ["0", "1"], ids=["keras3", "tf_keras"])
 def test_everything(legacy):
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
-    run_ranks(everything, 2, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=200)
+    run_ranks(everything, 2, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
 
 
 if __name__ == "__main__":

@@ -618,9 +618,9 @@ def everything():
         part()
 
 
-@pytest.mark.timeout(220)
+@pytest.mark.timeout(420)
 def test_everything():
-    run_ranks(everything, 2, env=ENV, timeout=200)
+    run_ranks(everything, 2, env=ENV, timeout=400)
 
 
 if __name__ == "__main__":

@@ -484,6 +484,23 @@ def optimizers():
             module(torch.ones(2, 4)).sum().backward()
             one.step()
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+        # Steps in orthogonal directions add up, which takes the other ranks.
+        weight = torch.nn.Parameter(torch.zeros(size))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), [("orthogonal", weight)], op=hvd.Adasum)
+        (weight[rank] * (rank + 1.0)).backward()
+        optimizer.step()
+        assert weight.tolist() == [-0.5 * (other + 1.0) for other in range(size)]
+    # An embedding with sparse gradients that only rank 0 uses: the others have no rows to add.
+    for as_dense in (False, True):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)], sparse_as_dense=as_dense
+        )
+        if rank == 0:
+            table(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+        assert torch.allclose(table.weight[:, 0], torch.tensor([0.0, -1.0, 0.0, -1.0]) / size)
     # State.
     for make in [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad]:
         net = model(rank)

@@ -445,7 +445,8 @@ def sparse_allreduce_async(
         everybodys_values = synchronize(values_handle)
         if op == Average:
             everybodys_values = everybodys_values / members
-        return torch.sparse_coo_tensor(everybodys_indices.transpose(0, 1), everybodys_values, sparse.size())
+        indices = everybodys_indices.transpose(0, 1)
+        return torch.sparse_coo_tensor(indices, everybodys_values, sparse.size(), check_invariants=False)
 
     return handle
 

@@ -6,6 +6,7 @@ shares its ``__dict__``. So options, state and hooks are one, whichever of both 
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -133,7 +134,7 @@ class _DistributedOptimizer:
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None:
             # Other ranks may have one.
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = _no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.is_sparse:
             return grad.to_dense() if self.sparse_as_dense else grad
@@ -294,6 +295,26 @@ class _DistributedOptimizer:
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         super().zero_grad(*args, **kwargs)
+
+
+def _is_sparse(parameter: torch.Tensor) -> bool:
+    """Whether gradients of a parameter that has none are sparse on ranks that have one: its layer says so. A rank meets this
+    case when it has not used the layer, and then looks for it once a parameter."""
+    known = getattr(parameter, "_hvd_sparse", None)
+    if known is None:
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        # By type: some objects mind being asked for their class.
+        layers = (one for one in gc.get_objects() if issubclass(type(one), kinds))
+        known = any(layer.weight is parameter and layer.sparse for layer in layers)
+        parameter._hvd_sparse = known
+    return known
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient that adds nothing to the others'."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 class _DistributedAdasumOptimizer:
