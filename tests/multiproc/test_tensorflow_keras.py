@@ -142,7 +142,7 @@ def momentum_follows(keras, sdp):
     """v = m v - lr g: with momentum correction, what is in v is scaled as the rate is."""
     import tensorflow as tf
 
-    from smdistributed.dataparallel.tensorflow.keras.callbacks import _velocities
+    from smdistributed.dataparallel.tensorflow.keras.callbacks import velocities
 
     makers = [keras.optimizers.SGD]
     if name_of(keras) == "tf_keras":
@@ -153,13 +153,13 @@ def momentum_follows(keras, sdp):
         callback = sdp.keras.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 1.0 if epoch < 1 else 0.25)
         callback.set_model(model)
         model.fit(*data(sdp), batch_size=16, epochs=1, verbose=0, callbacks=[callback])
-        before = [tf.convert_to_tensor(velocity).numpy() for velocity in _velocities(model.optimizer)]
+        before = [tf.convert_to_tensor(velocity).numpy() for velocity in velocities(model.optimizer)]
         assert len(before) == 4
         callback.on_epoch_begin(1)
         callback.on_train_batch_begin(0)
-        for old, velocity in zip(before, _velocities(model.optimizer), strict=True):
+        for old, velocity in zip(before, velocities(model.optimizer), strict=True):
             assert tf.convert_to_tensor(velocity).numpy() == pytest.approx(0.25 * old)
-    assert _velocities(sdp.DistributedOptimizer(keras.optimizers.Adam())) == []
+    assert velocities(sdp.DistributedOptimizer(keras.optimizers.Adam())) == []
 
 
 def name_of(keras):
