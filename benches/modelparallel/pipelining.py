@@ -4,7 +4,7 @@
 
 One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
 machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
-lets both libraries cast a weight once a step. Equal blocks go to each piece (``even``), or as `auto_partition` finds it (``auto``).
+lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says.
 
 ``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
 """
@@ -30,14 +30,14 @@ from torch.distributed import pipelining
 
 import smdistributed.modelparallel.torch as smp
 
-#: Pipelines of ours: the schedule, pieces for each rank (0: `auto_partition` decides).
+#: Pipelines of ours: the schedule, pieces for each rank (0: as `--cut` says).
 OURS = {
     "ours 1F1B": ("interleaved", 1),
     "ours GPipe": ("simple", 1),
     "ours ZB": ("zero_bubble", 1),
     "ours 1F1B x2": ("interleaved", 2),
-    "ours 1F1B auto": ("interleaved", 0),
-    "ours ZB auto": ("zero_bubble", 0),
+    "ours 1F1B cut": ("interleaved", 0),
+    "ours ZB cut": ("zero_bubble", 0),
 }
 #: Theirs: the schedule, pieces for each rank.
 THEIRS = {
@@ -46,8 +46,7 @@ THEIRS = {
     "torch 1F1B x2": (pipelining.ScheduleInterleaved1F1B, 2),
     "torch ZB x2": (pipelining.ScheduleInterleavedZeroBubble, 2),
     "torch ZBV": (pipelining.ScheduleZBVZeroBubble, 2),
-    # With the blocks as our `auto_partition` cuts them.
-    "torch 1F1B auto": (pipelining.Schedule1F1B, 0),
+    "torch 1F1B cut": (pipelining.Schedule1F1B, 0),
 }
 
 
@@ -76,7 +75,9 @@ class Bench:
         self.shape = Shape(arguments.width, arguments.blocks, arguments.heads, arguments.vocabulary, arguments.sequence)
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.contexts: dict[str, dict[str, Any]] = {}
-        self.cuts: list[int] = []
+        # The rank of each module: the embedding goes with the first block, the head with the last.
+        self.cuts = [rank for rank, blocks in enumerate(arguments.cut) for _ in range(blocks)]
+        self.cuts = [*self.cuts[:1], *self.cuts, *self.cuts[-1:]]
 
     def ours(self, name: str) -> Trained:
         """One of ours. A script has one configuration and one model; what `smp` knows of each is put aside here."""
@@ -84,12 +85,13 @@ class Bench:
         smp.state.__dict__ = {}
         smp.state.__init__()
         config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": schedule}
-        smp.init({**config, "auto_partition": not pieces, "default_partition": 0, "memory_weight": 0.0})
+        smp.init({**config, "auto_partition": False, "default_partition": 0})
         self.seed()
         with smp.delay_param_initialization():
             model = build_meta(self.shape)
-        for place, module in enumerate(model if pieces else ()):
-            smp.set_partition(module, chunk_of(place, self.shape, pieces * self.ranks) % self.ranks)
+        for place, module in enumerate(model):
+            chunk = chunk_of(place, self.shape, pieces * self.ranks) if pieces else self.cuts[place]
+            smp.set_partition(module, chunk % self.ranks)
         model = smp.DistributedModel(model)
         trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
 
@@ -107,8 +109,6 @@ class Bench:
                 self.fill(model.module)
                 trained.parameters = list(model.local_parameters())
                 trained.optimizer = self.adam(trained.parameters)
-                if not pieces:
-                    self.cuts = [model.partition_of(str(place)) for place in range(self.shape.blocks + 2)]
             else:
                 trained.optimizer.step()
             trained.optimizer.zero_grad()
@@ -122,8 +122,6 @@ class Bench:
         """One of theirs."""
         schedule, pieces = THEIRS[name]
         rank, chunks = c10d.get_rank(), (pieces or 1) * self.ranks
-        if pieces == 0 and not self.cuts:
-            raise SystemExit(f"`{name}` needs a pipeline `auto` of ours before it")
         chunk = [chunk_of(p, self.shape, chunks) for p in range(self.shape.blocks + 2)] if pieces else self.cuts
         v_form = schedule is pipelining.ScheduleZBVZeroBubble
         mine = [rank, 2 * self.ranks - 1 - rank] if v_form else list(range(rank, chunks, self.ranks))
@@ -211,6 +209,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     for name, value in (("width", 2048), ("blocks", 32), ("heads", 16), ("vocabulary", 50_304), ("sequence", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--cut", type=int, nargs="+", default=[9, 9, 8, 6], help="blocks of each rank, for `cut`")
     parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
@@ -275,8 +274,6 @@ def main() -> None:
                 f"{name:18} {tokens / middle:10,.0f}  ({rates[0]:,.0f} .. {rates[-1]:,.0f})  {1e3 * middle:7.1f}  {memory}"
             )
         print("JSON", json.dumps(times))
-        if bench.cuts:
-            print("auto:", [bench.cuts.count(index) for index in range(ranks)], "modules on each rank")
     if arguments.profile:
         _profile(trained[arguments.profile], tokens_BT, targets_BT, rank)
     bench.barrier()

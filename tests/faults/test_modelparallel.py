@@ -34,8 +34,8 @@ def _body(victim):
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_rank_is_named_by_all_others():
-    victim = 1
+@pytest.mark.parametrize("victim", range(3))
+def test_a_killed_rank_is_named_by_all_others(victim):
     with start_ranks(_body, 3, victim, timeout=180) as job:
         job.wait_for("training")
         time.sleep(0.05)
@@ -48,5 +48,6 @@ def test_a_killed_rank_is_named_by_all_others():
         assert rank.error is not None, outcome.describe()
         assert rank.error_types[0] == "SMPPeerFailedError", outcome.describe()
         assert f"rank {victim} " in rank.error, outcome.describe()
-        # 5 s on a machine at rest.
-        assert rank.ended_at - killed < 15.0, outcome.describe()
+        # It takes milliseconds; a machine that does much else needs longer for anything.
+        print(f"rank {rank.rank} knew after {1e3 * (rank.ended_at - killed):.0f} ms")
+        assert rank.ended_at - killed < 5.0, outcome.describe()
