@@ -36,6 +36,7 @@ OURS = {
     "ours GPipe": ("simple", 1),
     "ours ZB": ("zero_bubble", 1),
     "ours 1F1B x2": ("interleaved", 2),
+    "ours ZBV": ("zero_bubble", 2),
     "ours 1F1B cut": ("interleaved", 0),
     "ours ZB cut": ("zero_bubble", 0),
 }
@@ -91,7 +92,8 @@ class Bench:
             model = build_meta(self.shape)
         for place, module in enumerate(model):
             chunk = chunk_of(place, self.shape, pieces * self.ranks) if pieces else self.cuts[place]
-            smp.set_partition(module, chunk % self.ranks)
+            there_and_back = min(chunk, 2 * self.ranks - 1 - chunk)
+            smp.set_partition(module, there_and_back if name == "ours ZBV" else chunk % self.ranks)
         model = smp.DistributedModel(model)
         trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
 

@@ -163,6 +163,37 @@ def _differing_body(torch, smp):
     smp.shutdown()
 
 
+def _there_and_back_body(torch, smp):
+    """ZB-V: the first and the last layers are on the first partition."""
+    import copy
+
+    smp.init({**CONFIG, "microbatches": 8, "partitions": 4, "pipeline": "zero_bubble"})
+    torch.manual_seed(5)
+    whole = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(8)))
+    for place, layer in enumerate(whole):
+        smp.set_partition(layer, min(place, 7 - place))
+    alone = copy.deepcopy(whole)
+    model = smp.DistributedModel(whole)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(2):
+        x = _batch(torch, number, 0)
+        losses = step(model, x)
+        for place, piece in enumerate(x.chunk(8)):
+            loss = alone(piece).square().mean()
+            (loss / 8).backward()
+            assert torch.allclose(losses[place], loss, rtol=1e-12)
+    reference = dict(alone.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        assert torch.allclose(parameter.grad, reference[name].grad, rtol=1e-10), name
+    smp.shutdown()
+
+
 def _body():
     import torch
 
@@ -172,6 +203,7 @@ def _body():
     _join_body(torch, smp)
     _hook_body(torch, smp)
     _differing_body(torch, smp)
+    _there_and_back_body(torch, smp)
 
 
 def test_replicas_and_differing_microbatches():
