@@ -535,9 +535,42 @@ def optimizers():
     raises(ValueError, "expected at least 2D input", lambda: synced(torch.ones(3)))
 
 
+def life():
+    """Without a session, and worlds of some ranks."""
+    torch, hvd, rank, size = start()
+    if size > 1:
+        raises(ValueError, "received invalid root rank", lambda: hvd.broadcast(torch.ones(1), size))
+
+        def different():
+            x = torch.ones(1)
+            return hvd.allgather(x, name="one") if rank == 0 else hvd.allreduce(x, name="two")
+
+        raises(hvd.HorovodInternalError, "one|two", different)
+    duplicates = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    raises(ValueError, "is a duplicate", lambda: hvd.init(process_sets=duplicates))
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    text = r"Horovod has not been initialized; use hvd\.init\(\)\."
+    raises(hvd.HorovodInternalError, text, lambda: hvd.allreduce(torch.ones(1)))
+    for ask in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous):
+        raises(ValueError, text, ask)
+    raises(ValueError, "Invalid type of argument comm", lambda: hvd.init(comm="everybody"))
+    # A part of the job, in an order of its own; the others are alone.
+    part = list(range(size))[: max(size - 1, 1)][::-1]
+    hvd.init(comm=part)
+    assert hvd.size() == (len(part) if rank in part else 1)
+    assert hvd.rank() == (part.index(rank) if rank in part else 0)
+    assert hvd.allgather(torch.tensor([rank])).tolist() == (part if rank in part else [rank])
+    assert hvd.global_process_set.ranks == list(range(hvd.size()))
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
 def everything():
     """All in one job, since ranks take long to start."""
-    for part in (reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets):
+    for part in (reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life):
         part()
 
 

@@ -1,0 +1,110 @@
+"""A loader of batches, and a mixin that makes one load ahead on a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class BaseDataLoader:
+    """Yields batches. Subclasses say how many there are and where they come from."""
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        raise NotImplementedError
+
+    def _iterate(self) -> Iterator[Any]:
+        """The batches of an epoch."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch, processed."""
+        for batch in self._iterate():
+            yield self._process_batch(batch)
+
+    def _process_batch(self, batch: Any) -> Any:
+        """What becomes of a batch before the script gets it."""
+        return batch
+
+
+class _Failure:
+    """Stands for an exception on its way to the script."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class AsyncDataLoaderMixin:
+    """Loads ahead: the first of the bases, in front of a :class:`BaseDataLoader`.
+
+    One thread loads epoch after epoch into a queue.
+
+    Args:
+        async_loader_queue_size: Most batches that wait; 0 loads on the script's thread.
+        debug_data_loader: Accepted, and has no effect.
+        *args: For the other bases.
+        **kwargs: For the other bases.
+    """
+
+    def __init__(
+        self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        self.async_loader_queue_size = async_loader_queue_size
+        self.debug_data_loader = debug_data_loader
+        super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.queue: queue.Queue[Any] = queue.Queue(max(self.async_loader_queue_size, 1))
+        self.finished_event = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def _put(self, item: Any) -> bool:
+        """False if the loader is being closed."""
+        while not self.finished_event.is_set():
+            try:
+                self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _async_worker(self) -> None:
+        try:
+            while not self.finished_event.is_set():
+                if not all(self._put(batch) for batch in self._iterate()):
+                    return
+                # The end of an epoch.
+                self._put(None)
+        except Exception as error:  # noqa: BLE001 - it is raised in the script's thread
+            self._put(_Failure(error))
+
+    def close_async_loader(self) -> None:
+        """Ends the thread; what it has loaded is dropped. Iterating starts another one."""
+        self.finished_event.set()
+        if self.thread is not None:
+            self.thread.join()
+        self._begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch, processed.
+
+        Raises:
+            Exception: What loading has raised.
+        """
+        if self.async_loader_queue_size <= 0:
+            yield from super().__iter__()
+            return
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._async_worker, daemon=True, name="async-data-loader")
+            self.thread.start()
+        while True:
+            batch = self.queue.get()
+            if batch is None:
+                return
+            if isinstance(batch, _Failure):
+                self.close_async_loader()
+                raise batch.error
+            yield self._process_batch(batch)
