@@ -42,7 +42,7 @@ def run(script, launcher, timeout):
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(("script", "launcher"), [("torch_digits.py", "mpirun"), ("keras_digits.py", "horovodrun")])
+@pytest.mark.parametrize(("script", "launcher"), [("torch_digits.py", "mpirun")])
 def test_an_example_learns(script, launcher):
     if importlib.util.find_spec(SCRIPTS[script]) is None:
         pytest.skip(f"{SCRIPTS[script]} is not installed")

@@ -292,6 +292,16 @@ def partial_and_custom():
     assert np.ptp(hvd.allgather(first).numpy(), axis=0).max() < 1e-6
     if size > 1:
         assert np.ptp(hvd.allgather(last).numpy(), axis=0).max() > 1e-6
+    # Rank 0 has trained before, and so has more variables than the others.
+    model = model_of(keras)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "sparse_categorical_crossentropy")
+    if rank == 0:
+        given = keras.optimizers.Adam(0.01)
+        given.build(model.trainable_variables)
+        given.iterations.assign(7)
+        model.compile(hvd.DistributedOptimizer(given), "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=32, epochs=1, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert int(model.optimizer.iterations) == 9
     raises(
         ValueError,
         "All local layers must be of",

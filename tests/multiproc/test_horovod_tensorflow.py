@@ -126,6 +126,8 @@ def moving():
     raises(invalid, "not an even multiple of the number of workers", lambda: hvd.alltoall(odd))
     raises(invalid, "greater than the first dimension", lambda: hvd.alltoall(odd, tf.fill([size], 9)))
     raises(invalid, "does not equal number of workers", lambda: hvd.alltoall(odd, tf.fill([size + 1], 0)))
+    raises(invalid, "32-bit integer", lambda: hvd.alltoall(odd, tf.zeros([size], tf.int64)))
+    raises(invalid, "1D splits", lambda: hvd.alltoall(odd, tf.zeros([1, size], tf.int32)))
     raises(invalid, "rank-zero tensor", lambda: hvd.allgather(tf.constant(1.0)))
     raises(invalid, "does not support scalar inputs", lambda: hvd.reducescatter(tf.constant(1.0)))
     raises(tf.errors.AbortedError, "only supports AVERAGE and SUM", lambda: hvd.reducescatter(odd, op=hvd.Min))
@@ -213,7 +215,7 @@ def graphs():
 def gradients():
     tf, hvd, rank, size = start()
 
-    def gradient(call, x, seed=None):
+    def gradient(call, x, seed=None, graph=False):
         def compute(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
@@ -221,15 +223,15 @@ def gradients():
                 loss = tf.reduce_sum(y * (1.0 if seed is None else seed))
             return tape.gradient(loss, x)
 
-        eager = compute(x)
-        graph = tf.function(compute)(x)
-        assert (eager.numpy() == graph.numpy()).all(), (eager, graph)
-        return eager.numpy()
+        eager = compute(x).numpy()
+        # To trace takes long.
+        assert not graph or (tf.function(compute)(x).numpy() == eager).all()
+        return eager
 
     x = tf.ones([size, 2]) * float(rank + 1)
     ranks = sum(other + 1.0 for other in range(size))
     mine = tf.constant(float(rank + 1))
-    assert (gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, name="g.sum"), x) == size).all()
+    assert (gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, name="g.sum"), x, graph=True) == size).all()
     assert abs(gradient(lambda x: hvd.allreduce(x, name="g.average"), x, mine) - ranks / size).max() < 1e-6
     scaled = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, name="g.scaled"), x)
     assert (scaled == 2 * size).all()
@@ -239,17 +241,17 @@ def gradients():
     rows = tf.ones([rank + 1, 1])
     everybody = tf.range(float(sum(range(1, size + 1))))[:, None]
     start_row = sum(range(1, rank + 1))
-    got = gradient(lambda x: hvd.allgather(x, name="g.gathered"), rows, everybody)
+    got = gradient(lambda x: hvd.allgather(x, name="g.gathered"), rows, everybody, graph=True)
     assert got[:, 0].tolist() == [float(start_row + i) for i in range(rank + 1)]
     got = gradient(lambda x: hvd.grouped_allgather([x, 2.0 * x], name="g.gathered2")[1], rows, everybody)
     assert got[:, 0].tolist() == [2.0 * (start_row + i) for i in range(rank + 1)]
-    got = gradient(lambda x: hvd.broadcast(x, 0, name="g.sent"), x, mine)
+    got = gradient(lambda x: hvd.broadcast(x, 0, name="g.sent"), x, mine, graph=True)
     assert abs(got - (ranks / size if rank == 0 else 0.0)).max() < 1e-6
-    got = gradient(lambda x: hvd.alltoall(x, tf.ones([size], tf.int32), name="g.exchanged")[0], x, mine)
+    got = gradient(lambda x: hvd.alltoall(x, tf.ones([size], tf.int32), name="g.exchanged")[0], x, mine, graph=True)
     assert got[:, 0].tolist() == [other + 1.0 for other in range(size)]
     got = gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum, name="g.scattered"), x, mine)
     assert got[:, 0].tolist() == [size * (other + 1.0) for other in range(size)]
-    got = gradient(lambda x: hvd.reducescatter(x, name="g.scattered2", prescale_factor=3.0), x, mine)
+    got = gradient(lambda x: hvd.reducescatter(x, name="g.scattered2", prescale_factor=3.0), x, mine, True)
     assert abs(got[:, 0] - [3 * (other + 1.0) for other in range(size)]).max() < 1e-5
     got = gradient(lambda x: hvd.grouped_reducescatter([x])[0], x, mine)
     assert got[:, 0].tolist() == [other + 1.0 for other in range(size)]
@@ -437,7 +439,7 @@ def tapes():
             tape = hvd.DistributedGradientTape(tf.GradientTape(), **options)
             return tape.gradient(loss(tape), {"all": variables})["all"]
 
-        for run in (step, tf.function(step)):
+        for run in (step, tf.function(step))[: 1 if options else 2]:
             got = run()
             assert got[3] is None
             assert all(abs(gradient - average).numpy().max() < 1e-3 for gradient in got[:3]), (options, got)

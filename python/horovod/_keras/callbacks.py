@@ -47,22 +47,32 @@ class BroadcastGlobalVariablesCallbackImpl:
         self._local_variables.add(underlying(variable).ref())
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcasts what exists."""
-        if not self.broadcast_done:
-            self._broadcast()
+        """Broadcasts what exists on all ranks; one of them may have loaded more than others have made."""
+        if self.broadcast_done or mpi_ops.size() == 1:
+            return
+        for variables in self._variables():
+            described = [(variable.shape.as_list(), variable.dtype.name) for variable in variables]
+            if all(others == described for others in allgather_object(described, name="broadcast_callback")):
+                self._broadcast(variables)
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Broadcasts all, after the first batch: layers and optimizers make variables when they see one."""
         if not self.broadcast_done:
-            self._broadcast()
+            for variables in self._variables():
+                self._broadcast(variables)
             self.broadcast_done = True
 
-    def _broadcast(self) -> None:
-        variables = [*_variables(self.model), *_variables(getattr(self.model, "optimizer", None))]
-        distinct = {variable.ref(): variable for variable in variables}
-        sent = [variable for ref, variable in distinct.items() if ref not in self._local_variables]
+    def _variables(self) -> list[list[tf.Variable]]:
+        """The model's and the optimizer's, without local ones."""
+        lists = []
+        for owner in (self.model, getattr(self.model, "optimizer", None)):
+            distinct = {variable.ref(): variable for variable in _variables(owner)}
+            lists.append([variable for ref, variable in distinct.items() if ref not in self._local_variables])
+        return lists
+
+    def _broadcast(self, variables: list[tf.Variable]) -> None:
         with tf.device(self.device):
-            broadcast_variables(sent, self.root_rank)
+            broadcast_variables(variables, self.root_rank)
 
 
 class MetricAverageCallbackImpl:

@@ -78,7 +78,8 @@ class AsyncDataLoaderMixin:
                     return
                 # The end of an epoch.
                 self._put(None)
-        except Exception as error:  # noqa: BLE001 - it is raised in the script's thread
+        except Exception as error:
+            # Raised in the script's thread.
             self._put(_Failure(error))
 
     def close_async_loader(self) -> None:

@@ -311,6 +311,9 @@ def alltoall(
         What was received, in the order of ranks, and if there are splits, how many rows from each.
     """
     tensor = tf.convert_to_tensor(tensor)
+    if isinstance(splits, (tf.Tensor, tf.Variable)) and splits.dtype.base_dtype != tf.int32:
+        text = f"alltoall expects splits to be a 32-bit integer tensor, not one of {splits.dtype.name}"
+        raise tf.errors.InvalidArgumentError(None, None, text)
     given = tf.constant([], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
     options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
     call = MPI_LIB.horovod_alltoall
