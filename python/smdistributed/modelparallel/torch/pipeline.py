@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ class Pipeline:
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._active = schedule, active
         self.outcomes = Outcomes()
+        self._device = device
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
@@ -116,9 +118,13 @@ class Pipeline:
             outcome = Outcome(shape, tuple(Meta.of(tensor) for tensor in tensors), (), (None,) * len(tensors))
         active.recording = None
         try:
-            return communication.allgather(outcome, communication.CommGroup.PP_GROUP)[task.rank]
+            told = communication.allgather(outcome, communication.CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
+        # Its device has another number here.
+        own = self._device
+        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in told.metas]
+        return dataclasses.replace(told, metas=tuple(metas))
 
     def adopt(self, recording: Recording, task: Task) -> None:
         """What came out of such a task becomes values."""
