@@ -37,6 +37,7 @@ shims.load_tensorflow()
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
 from smdistributed.modelparallel.tensorflow import core as core  # noqa: E402
 from smdistributed.modelparallel.tensorflow import exceptions as exceptions  # noqa: E402
+from smdistributed.modelparallel.tensorflow.checkpoint import CheckpointManager  # noqa: E402
 from smdistributed.modelparallel.tensorflow.communication import (  # noqa: E402
     CommGroup,
     RankType,
@@ -78,6 +79,7 @@ get_world_process_group = get_mp_process_group = get_dp_process_group = process_
 get_pp_process_group = get_tp_process_group = get_rdp_process_group = process_groups
 
 __all__ = [
+    "CheckpointManager",
     "CommGroup",
     "DistributedModel",
     "RankType",

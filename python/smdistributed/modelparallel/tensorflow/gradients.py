@@ -13,6 +13,7 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -43,12 +44,21 @@ def install() -> None:
 @functools.cache
 def _adapt(package: str) -> None:
     base = sys.modules[package].optimizers.Optimizer
-    for cls in reversed(base.__mro__):
-        for name, ours in (("get_gradients", get_gradients), ("compute_gradients", compute_gradients)):
-            if name in vars(cls) and cls is not base:
-                setattr(cls, name, _in_steps(vars(cls)[name], ours))
     for name, ours in (("get_gradients", get_gradients), ("compute_gradients", compute_gradients)):
         setattr(base, name, _in_steps(getattr(base, name, None), ours))
+    apply_gradients = base.apply_gradients
+
+    @functools.wraps(apply_gradients)
+    def whole(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        grads_and_vars = list(grads_and_vars)
+        model = state.model
+        if model is not None and model.is_partitioned:
+            ours = {id(underlying(variable).handle) for variable in model.trainable_variables}
+            if any(id(underlying(variable).handle) in ours for _, variable in grads_and_vars):
+                slots.build(self)
+        return apply_gradients(self, grads_and_vars, *args, **kwargs)
+
+    base.apply_gradients = whole
 
 
 def _in_steps(plain: Any, ours: Any) -> Any:
@@ -83,11 +93,9 @@ def are_gradients(values: Any, variables: Sequence[Any]) -> bool:
 
 def mean_over_replicas(value: Any) -> Any:
     """The mean of a gradient over the replicas of the model."""
-    group, size = state.groups.data, len(state.groups.members["dp"])
     if isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
-    del size
-    return core_ops.smd_all_reduce(tensor=value, op="average", group=group)
+    return core_ops.smd_all_reduce(tensor=value, op="average", group=state.groups.data)
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:

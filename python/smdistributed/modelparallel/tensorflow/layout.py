@@ -21,7 +21,7 @@ from tensorflow.python.framework import auto_control_deps
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
-from smdistributed.modelparallel.tensorflow.placement import FREE, REPLICATED, Placement, tensor_bytes
+from smdistributed.modelparallel.tensorflow.placement import FREE, REPLICATED, Placement, operands_of, tensor_bytes
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Kinds of actions that compute, as the core names them.
@@ -105,7 +105,7 @@ class Layout:
             if op.name in found:
                 continue
             found.add(op.name)
-            pending += [each for each in _operands(op) if places[each.name] in (REPLICATED, FREE)]
+            pending += [each for each in operands_of(op) if places[each.name] in (REPLICATED, FREE)]
         return found
 
     # Segments.
@@ -119,7 +119,7 @@ class Layout:
             phases[op.name] = _REPLICATED_PHASE if placement.places[op.name] < 0 else phase
         takers: dict[str, list[tf.Operation]] = {}
         for op in ops:
-            for each in _operands(op):
+            for each in operands_of(op):
                 takers.setdefault(each.name, []).append(op)
         for op in reversed(ops):
             # LAY-2.
@@ -293,6 +293,8 @@ class Layout:
             }
             for mb in range(microbatches):
                 before[numbers[id(segment)], mb] = {(maker, mb) for maker in makers}
+                if mb and not segment.anchored:
+                    before[numbers[id(segment)], mb].add((numbers[id(segment)], mb - 1))
         for order in orders:
             previous = None
             for kind, stage, mb in order:
@@ -346,10 +348,6 @@ def _must_run(op: tf.Operation) -> bool:
     return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
 
 
-def _operands(op: tf.Operation) -> list[tf.Operation]:
-    return [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-
-
 def _takers(op: tf.Operation) -> list[tf.Operation]:
     return [each for tensor in op.outputs for each in tensor.consumers()]
 
@@ -361,5 +359,5 @@ def _ancestors(ops: Iterable[tf.Operation]) -> set[str]:
         op = pending.pop()
         if op.name not in found:
             found.add(op.name)
-            pending += _operands(op)
+            pending += operands_of(op)
     return found

@@ -11,15 +11,13 @@ import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.tensorflow import communication, layers
+from smdistributed.modelparallel.tensorflow import communication, layers, slots
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
 
 # The Keras that `tf.keras` stands for.
 _Model = tf.keras.Model
 layers.install()
-
-_hooks: list[Callable[[], Any]] = []
 
 
 class DistributedModel(_Model):
@@ -53,6 +51,8 @@ class DistributedModel(_Model):
             state.model = self
         elif state.model is not self:
             raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
+        given = tf.nest.flatten((args, {name: value for name, value in kwargs.items() if name != "training"}))
+        self.__dict__["_smp_example"] = given[0] if len(given) == 1 and isinstance(given[0], tf.Tensor) else None
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
         with trace.out_of_model():
@@ -121,32 +121,30 @@ class DistributedModel(_Model):
 
     def _smp_divide(self, homes: Homes) -> None:
         """The partition is decided: frees what belongs to others, and runs the hooks."""
-        self.__dict__["_smp_homes"] = homes
+        self.__dict__.update(_smp_homes=homes, _smp_slots=[])
         self._smp_free()
         with tf.init_scope():
-            for hook in _hooks:
+            for hook in state.hooks:
                 hook()
 
-    def _smp_elsewhere(self) -> list[tuple[int, Any]]:
-        """Variables of other partitions, with these."""
-        homes, rank = self.__dict__["_smp_homes"], state.groups.rank_in("pp")
+    def _smp_elsewhere(self) -> list[Any]:
+        """Variables of other partitions."""
+        homes, rank = self._smp_homes, state.groups.rank_in("pp")
         with self._smp_as_whole():
-            found = [(homes.variables.get(id(underlying(each).handle), rank), each) for each in self.variables]
-        return [(home, each) for home, each in found if home != rank]
+            return [each for each in self.variables if homes.variables.get(id(underlying(each).handle), rank) != rank]
 
     def _smp_free(self) -> None:
+        """What belongs to other partitions takes no memory."""
         with tf.init_scope():
-            for _, variable in self._smp_elsewhere():
-                inner = underlying(variable)
-                # The variable stays, and takes no memory; TensorFlow's own ways would not let it have another shape.
-                tf.raw_ops.AssignVariableOp(resource=inner.handle, value=tf.zeros([0], inner.dtype))
+            for variable in (*self._smp_elsewhere(), *self._smp_slots):
+                slots.empty(variable)
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
         """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes."""
         if not self.is_partitioned:
             raise SMPUsageError("`save_model` comes after the first step, which builds and divides the model")
         groups = state.groups
-        homes = self.__dict__["_smp_homes"].variables
+        homes = self._smp_homes.variables
         rank = groups.rank_in("pp")
         if groups.rank_in("dp") == 0:
             with self._smp_as_whole():
@@ -217,7 +215,7 @@ def partition(index: int) -> Iterator[None]:
 
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     """Has ``hook`` called once, when the model has been divided and before its first forward; at once if it has been."""
-    _hooks.append(hook)
+    state.hooks.append(hook)
     if state.model is not None and state.model.is_partitioned:
         with tf.init_scope():
             hook()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps
 
 from smdistributed import _core
 from smdistributed._common import errors
@@ -62,6 +63,13 @@ class Homes:
     layers: dict[int, int] = field(default_factory=dict)
     paths: dict[str, int] = field(default_factory=dict)
     variables: dict[int, int] = field(default_factory=dict)
+
+
+def operands_of(op: tf.Operation) -> list[tf.Operation]:
+    """Operations that come before ``op``: those whose results it takes, and those whose effects it waits for. TensorFlow's
+    gradients also wait for what has no effect, to be computed late; segments do that better."""
+    effects = [each for each in op.control_inputs if auto_control_deps.op_is_stateful(each)]
+    return [tensor.op for tensor in op.inputs] + effects
 
 
 def handles_of(trace: Trace) -> dict[str, Any]:
@@ -260,7 +268,7 @@ class Placement:
             self._settle_variables(op, place)
         forward = self.is_forward(op)
         level = 0
-        for each in (*(tensor.op for tensor in op.inputs), *op.control_inputs):
+        for each in operands_of(op):
             before, theirs = self.places[each.name], self.levels[each.name]
             if before >= 0 and (before != place or (forward and not self.is_forward(each))):
                 theirs += 1

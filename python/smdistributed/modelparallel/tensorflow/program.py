@@ -3,7 +3,8 @@
 - PROG-1: calls of anchored segments come in the order of the schedule; a control edge leads from each to the next.
   All others, and all messages, run when their operands are there.
 - PROG-2: a message has a number of its own in a step, as both sides count them in the same layout. So a receive may be
-  posted at any time; it is posted two calls ahead, so that no more memory than that waits.
+  posted at any time. What anchored calls alone take is posted two calls ahead, so that no more memory than that waits;
+  anything else at once, since others may wait for what comes of it.
 - PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
   again when the last call that takes it has ended.
 """
@@ -91,6 +92,10 @@ class Program:
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
+        unanchored = [each for each in layout.segments if not each.anchored]
+        self._taken_at_once = {
+            tensor.name for each in unanchored for tensor in layout.inputs_of(layout.ops_on(each, rank))
+        }
 
     def build(self) -> list[dict[str, tf.Tensor]]:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
@@ -135,7 +140,10 @@ class Program:
 
     def _receive(self, tensor: tf.Tensor, source: int, mb: int) -> tf.Tensor:
         tag = self._tag(tensor, mb)
-        with tf.control_dependencies([*self._start, *self._anchors[-2:-1]]), tf.device("/device:CPU:0"):
+        before = list(self._start)
+        if tensor.name not in self._taken_at_once:
+            before += self._anchors[-2:-1]
+        with tf.control_dependencies(before), tf.device("/device:CPU:0"):
             if tensor.shape.is_fully_defined():
                 shape = tf.constant(tensor.shape.as_list(), tf.int32)
             else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
@@ -20,14 +21,14 @@ class State:
         initialized: Whether ``smp.init`` has been called.
         model: The distributed model, if there is one.
         trace: What is being traced, inside of the body of a step.
-        next_tag: The first number of messages that no step has taken.
+        hooks: What is called when the model has been divided.
     """
 
     def __init__(self) -> None:
         self.initialized = False
         self.model: DistributedModel | None = None
         self.trace: Trace | None = None
-        self.next_tag = 1
+        self.hooks: list[Callable[[], Any]] = []
         self._cfg: Config | None = None
         self._groups: Groups | None = None
 

@@ -55,21 +55,18 @@ class StepFunction:
                     stacklevel=4,
                 )
         autograph = options.pop("autograph", True)
-        extra = options.pop("experimental_autograph_options", None)
+        features = options.pop("experimental_autograph_options", None)
         self._body = function
         if autograph:
             self._body = tf.__internal__.autograph.tf_convert(
-                function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=None), user_requested=True
+                function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=features), user_requested=True
             )
-        del extra
 
         @functools.wraps(function)
         def build(*args: Any, **kwargs: Any) -> Any:
             return self._build(args, kwargs)
 
         self._function = tf.function(build, autograph=False, **options)
-        self._bound: dict[int, StepFunction] = {}
-        self._options = (non_split_inputs, input_split_axes, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -108,12 +105,12 @@ class StepFunction:
             raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
         model = state.model
         assert model is not None, "the model was called"
-        homes = model.__dict__.get("_smp_homes")
+        homes = model._smp_homes if model.is_partitioned else None
         is_first = homes is None
         if is_first:
             homes = placement.decide(traced, cfg)
         places = placement.Placement(traced, homes, cfg)
-        template, wanted = self._wanted(traced, places, homes, size)
+        template, wanted = self._wanted(traced, homes, size)
         _check_dependence(traced, wanted)
         layout = Layout(traced, places, wanted, size)
         if cfg.pipeline == "zero_bubble":
@@ -137,16 +134,13 @@ class StepFunction:
             calls.append((each.args, each.kwargs))
         return calls
 
-    def _wanted(
-        self, traced: Trace, places: placement.Placement, homes: placement.Homes, size: int
-    ) -> tuple[list[Any], list[list[tf.Tensor]]]:
+    def _wanted(self, traced: Trace, homes: placement.Homes, size: int) -> tuple[list[Any], list[list[tf.Tensor]]]:
         """For each rank what the step returns there, in its structure, and the tensors in it."""
         before, state.trace = state.trace, traced
         try:
             variables = list(state.model.trainable_variables) if state.model is not None else []
         finally:
             state.trace = before
-        del places
 
         def on(rank: int, value: Any) -> Any:
             if gradients.are_gradients(value, variables):

@@ -194,10 +194,9 @@ def _tapes_remember() -> Iterator[None]:
     @functools.wraps(plain)
     def remembering(op_name: Any, attrs: Any, count: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        # What a gradient does not need is left out.
-        known = [each for each in outputs or () if isinstance(each, tf.Tensor) and hasattr(each, "graph")]
-        if isinstance(graph, TraceGraph) and known and known[0].graph is graph:
-            with graph._original_op(known[0].op):
+        op = _made_by(graph, op_name, inputs, outputs) if isinstance(graph, TraceGraph) else None
+        if op is not None:
+            with graph._original_op(op):
                 return plain(op_name, attrs, count, inputs, outputs, *rest)
         return plain(op_name, attrs, count, inputs, outputs, *rest)
 
@@ -206,3 +205,16 @@ def _tapes_remember() -> Iterator[None]:
         yield
     finally:
         backprop.pywrap_tfe.TFE_Py_RegisterGradientFunction(plain)
+
+
+def _made_by(graph: TraceGraph, op_type: str, inputs: Any, outputs: Any) -> tf.Operation | None:
+    """The operation of a tape's record, which leaves out what the gradient does not need."""
+    for each in outputs or ():
+        if isinstance(each, tf.Tensor) and getattr(each, "graph", None) is graph:
+            return each.op
+    for each in inputs or ():
+        if isinstance(each, tf.Tensor) and getattr(each, "graph", None) is graph:
+            for op in each.consumers():
+                if op.type == op_type:
+                    return op
+    return None
