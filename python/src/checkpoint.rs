@@ -141,7 +141,7 @@ impl CheckpointReader {
     }
 }
 
-/// Removes what broken attempts to save have left; nobody may be saving there.
+/// Removes what broken attempts to save have left; not what somebody who is saving holds.
 #[pyfunction]
 fn checkpoint_clean(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::clean(&directory))

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{RenameFlags, renameat_with};
 
+use super::claim;
 use super::manifest::Manifest;
 use super::write::Note;
 use super::{MANIFEST, damaged, failed};
@@ -153,7 +154,7 @@ pub fn newest(directory: &Path) -> Result<String> {
     }
 }
 
-/// Removes what broken attempts have left. Nobody may be saving there.
+/// Removes what broken attempts have left; not what somebody holds who is saving, where the file system has locks.
 ///
 /// # Errors
 /// If the directory exists and cannot be read, or something cannot be removed.
@@ -165,7 +166,7 @@ pub fn clean(directory: &Path) -> Result<()> {
         // Ours are `.tag.attempt`; other hidden folders are none of our business.
         let attempt = name.rsplit('.').next().unwrap_or_default();
         let ours = name.starts_with('.') && attempt.len() == 16 && attempt.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if ours && entry.path().is_dir() {
+        if ours && entry.path().is_dir() && claim::is_free(&entry.path()) {
             fs::remove_dir_all(entry.path()).map_err(failed("removing", &entry.path()))?;
         }
     }

@@ -16,6 +16,7 @@
 //! - CKPT-4: a tensor is read by name and slice; who wrote it, and in which pieces, does not matter.
 //! - CKPT-5: nothing that is read is executed: safetensors and JSON only, and a manifest names files of its own folder.
 
+mod claim;
 mod commit;
 mod manifest;
 mod merge;

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::MANIFEST;
+use super::claim::Claim;
 use super::commit::{NEWEST, check_tag, commit, hidden, note_name, put, retain};
 use super::manifest::Manifest;
 use super::staging::Staging;
 use super::write::{Job, Note, write};
-use super::{MANIFEST, failed};
 use crate::error::{Error, Result};
 
 /// The file in which a rank says why it failed.
@@ -140,11 +141,14 @@ impl Saver {
 
 fn run(options: &Options, name: &Name, job: &Job, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let folder = hidden(&options.directory, &name.tag, name.attempt);
-    let result = write_part(options, &folder, job).and_then(|()| {
+    let result = Claim::take(&folder).and_then(|_claim| {
+        write_part(options, &folder, job)?;
         if options.rank == 0 { finish(options, name, &folder, look) } else { follow(options, name, &folder, look) }
     });
     if let Err(error) = &result {
-        // For the others, who wait. They have their time limit if even this fails.
+        // For the others, who wait, and look there also when the folder had its name already and `newest` could not be written. They
+        // have their time limit if even this fails.
+        let _ = fs::create_dir_all(&folder);
         let text = format!("rank {}: {}", options.rank, error.text());
         let _ = put(&folder.join(FAILED), text.as_bytes(), false);
     }
@@ -152,7 +156,6 @@ fn run(options: &Options, name: &Name, job: &Job, look: &mut dyn FnMut() -> Resu
 }
 
 fn write_part(options: &Options, folder: &Path, job: &Job) -> Result<()> {
-    fs::create_dir_all(folder).map_err(failed("creating", folder))?;
     let note = write(folder, options.rank, &job.sources, options.threads, options.durable)?;
     let text = serde_json::to_vec(&note).expect("names and numbers are JSON");
     put(&folder.join(note_name(options.rank)), &text, options.durable)

@@ -318,6 +318,47 @@ fn a_broken_attempt_leaves_what_was_there() {
 }
 
 #[test]
+fn what_somebody_writes_is_no_leftover() {
+    let folder = Folder::new();
+    let tensors = model();
+    let hidden = folder.0.join(format!(".one.{:016x}", 5));
+    let leftover = folder.0.join(format!(".two.{:016x}", 6));
+    fs::create_dir(&leftover).unwrap();
+    std::thread::scope(|scope| {
+        let saver = Saver::new(options(&folder.0, 0, 2));
+        let held = whole(&tensors[..1]);
+        let first = scope.spawn(move || save_one(&saver, "one", 1, 5, &held, false));
+        while !hidden.join("rank-00000.json").exists() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        clean(&folder.0).unwrap();
+        assert!(hidden.exists() && !leftover.exists());
+        let late = Saver::new(options(&folder.0, 1, 2));
+        save_one(&late, "one", 1, 5, &whole(&tensors[1..]), false).unwrap();
+        first.join().unwrap().unwrap();
+    });
+    check(&folder.0, None, &tensors);
+}
+
+#[test]
+fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
+    let folder = Folder::new();
+    let tensors = model();
+    // A folder in its place: it cannot be replaced.
+    fs::create_dir_all(folder.0.join("newest/old")).unwrap();
+    let parts = [whole(&tensors[..1]), whole(&tensors[1..])];
+    let saving = |rank: usize| {
+        let saver = Saver::new(Options { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) });
+        save_one(&saver, "one", 1, 9, &parts[rank], false).unwrap_err().text()
+    };
+    let (first, second) = std::thread::scope(|scope| {
+        let second = scope.spawn(|| saving(1));
+        (saving(0), second.join().unwrap())
+    });
+    assert!(first.starts_with("renaming ") && second.contains(&format!("rank 0: {first}")), "{first}; {second}");
+}
+
+#[test]
 fn asynchronous_saves_hold_what_was_there_at_the_call() {
     let folder = Folder::new();
     let tensors = model();
