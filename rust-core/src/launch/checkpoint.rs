@@ -1,18 +1,16 @@
 //! `smdrun checkpoint`: looks at checkpoints, proves that they are whole, and makes one file of them.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::{Parser, Subcommand};
 
-use super::USAGE_EXIT_CODE;
 use crate::checkpoint::{Checkpoint, describe, merge};
 use crate::error::Result;
 
 /// Looks at checkpoints that `smp.CheckpointManager` wrote.
 #[derive(Debug, Parser)]
 #[command(name = "smdrun checkpoint")]
-struct Args {
+pub(super) struct Args {
     #[command(subcommand)]
     what: What,
 }
@@ -44,31 +42,10 @@ struct Place {
     tag: Option<String>,
 }
 
-/// Runs the subcommand with this command line and returns its exit code.
-pub(super) fn main(argv: &[OsString]) -> i32 {
-    let args = match Args::try_parse_from(argv.iter()) {
-        Ok(args) => args,
-        Err(usage) => {
-            // What is left to say when not even this can be written?
-            let _ = usage.print();
-            return usage.exit_code();
-        }
-    };
-    match run(&args.what) {
-        Ok(text) => {
-            print!("{text}");
-            0
-        }
-        Err(error) => {
-            eprintln!("smdrun: error: {}", error.report());
-            USAGE_EXIT_CODE
-        }
-    }
-}
-
-fn run(what: &What) -> Result<String> {
+/// What `smdrun checkpoint` prints.
+pub(super) fn run(args: &Args) -> Result<String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    match what {
+    match &args.what {
         What::Inspect(place) => Ok(describe(&place.open()?)),
         What::Verify(place) => {
             let checkpoint = place.open()?;

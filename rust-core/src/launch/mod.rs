@@ -47,26 +47,42 @@ const USAGE_EXIT_CODE: i32 = 2;
 /// interpreter for the ranks.
 pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
     match argv.get(1).and_then(|word| word.to_str()) {
-        Some("plan") => return plan::main(&argv[2..]),
-        Some("checkpoint") => return checkpoint::main(&argv[1..]),
-        Some("report") => return trace_report::main(&argv[1..]),
+        Some("plan") => return subcommand(&argv[2..], plan::show),
+        Some("checkpoint") => return subcommand(&argv[2..], checkpoint::run),
+        Some("report") => return subcommand(&argv[2..], trace_report::show),
         _ => {}
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
-        Err(usage) => {
-            // What is left to say when not even this can be written?
-            let _ = usage.print();
-            return usage.exit_code();
-        }
+        Err(usage) => return say(&usage),
     };
-    match prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("smdrun: error: {}", error.report());
-            USAGE_EXIT_CODE
-        }
-    }
+    prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)).unwrap_or_else(complain)
+}
+
+/// Prints what `run` makes of the words after a subcommand's name, and returns the exit code.
+fn subcommand<A: clap::Parser>(words: &[OsString], run: impl FnOnce(&A) -> Result<String>) -> i32 {
+    let name = OsString::from(A::command().get_name());
+    let args = match A::try_parse_from([&name].into_iter().chain(words)) {
+        Ok(args) => args,
+        Err(usage) => return say(&usage),
+    };
+    let printed = run(&args).map(|text| {
+        print!("{text}");
+        0
+    });
+    printed.unwrap_or_else(complain)
+}
+
+/// Prints help, or what is wrong with a command line.
+fn say(usage: &clap::Error) -> i32 {
+    // What is left to say when not even this can be written?
+    let _ = usage.print();
+    usage.exit_code()
+}
+
+fn complain(error: Error) -> i32 {
+    eprintln!("smdrun: error: {}", error.report());
+    USAGE_EXIT_CODE
 }
 
 /// What to start, and how to treat it.

@@ -1,11 +1,9 @@
 //! `smdrun plan`: shows a pipeline's schedule before anybody trains with it.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Parser;
 
-use super::USAGE_EXIT_CODE;
 use crate::error::{Error, Result};
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
 use crate::pipeline::{Costs, Graph, Link, Placement, Timeline, grid, simulate, svg};
@@ -23,7 +21,7 @@ const MAX_FORWARDS: usize = 1 << 22;
     after_help = "In the picture a row is a rank and a column a unit of time: a digit is the forward of a microbatch, a letter its\n\
                   backward, `w` the part of a backward that is put off (zero_bubble), `.` waiting."
 )]
-struct Args {
+pub(super) struct Args {
     /// Ranks of the pipeline
     #[arg(short, long, visible_alias = "pipeline-parallel-degree", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     partitions: u32,
@@ -43,6 +41,10 @@ struct Args {
     /// Microbatches that a rank may have under way
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     active_microbatches: Option<u32>,
+
+    /// Activations that a rank may keep, each of a stage and a microbatch
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    kept_activations: Option<u64>,
 
     /// What a stage costs for one microbatch: its forward, the gradients of its inputs, those of its weights
     #[arg(long, value_name = "F,I,W", default_value = "1,1,1", value_parser = costs)]
@@ -65,30 +67,8 @@ struct Args {
     width: u32,
 }
 
-/// Runs `smdrun plan` with the words after `plan`, and returns its exit code.
-pub(super) fn main(words: &[OsString]) -> i32 {
-    let name = OsString::from("smdrun plan");
-    let args = match Args::try_parse_from([&name].into_iter().chain(words)) {
-        Ok(args) => args,
-        Err(usage) => {
-            // What is left to say when not even this can be written?
-            let _ = usage.print();
-            return usage.exit_code();
-        }
-    };
-    match show(&args) {
-        Ok(text) => {
-            print!("{text}");
-            0
-        }
-        Err(error) => {
-            eprintln!("smdrun: error: {}", error.report());
-            USAGE_EXIT_CODE
-        }
-    }
-}
-
-fn show(args: &Args) -> Result<String> {
+/// What `smdrun plan` prints.
+pub(super) fn show(args: &Args) -> Result<String> {
     let schedule: Schedule = args.pipeline.parse()?;
     let (ranks, stages) = (args.partitions as usize, args.stages_per_rank as usize);
     let forwards = ranks * stages * args.microbatches as usize;
@@ -103,7 +83,11 @@ fn show(args: &Args) -> Result<String> {
     let placement = if there { Placement::There } else { Placement::Looped };
     let graph = Graph::chain(ranks, stages, placement, args.microbatches as usize, args.costs)?
         .with_link(Link { latency: args.transfer, bytes_per_tick: 0 });
-    let bounds = Bounds { active_microbatches: args.active_microbatches.map(|n| n as usize), memory_bytes: None };
+    let bounds = Bounds {
+        active_microbatches: args.active_microbatches.map(|n| n as usize),
+        // In a chain each keeps one byte.
+        memory_bytes: args.kept_activations,
+    };
     let program = plan(&graph, schedule, bounds)?;
     let timeline = simulate(&graph, &program)?;
     let title = format!(
@@ -166,6 +150,8 @@ mod tests {
                         0 0123......AABBCCDD\n1 .0123...AABBCCDD..\n2 ..0123AABBCCDD....\n\
                         0: 0F0 0SF0>1 0F1 0SF1>1";
         assert!(text.starts_with(expected), "{text}");
+        let text = shown("plan -p 3 -m 4 --pipeline simple --kept-activations 2").unwrap();
+        assert!(text.contains("keeps the activations of 2 stages at most"), "{text}");
     }
 
     #[test]

@@ -2,20 +2,18 @@
 //! time and transfers none.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde::Deserialize;
 
-use super::USAGE_EXIT_CODE;
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, Costs, Edge, Graph, Kind, Link, Program, Span, Stage, Timeline, grid, simulate, svg};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
 #[command(name = "smdrun report")]
-struct Args {
+pub(super) struct Args {
     /// The file that `SMD_TIMELINE` named
     trace: PathBuf,
 
@@ -30,28 +28,6 @@ struct Args {
     /// Writes the measured step as an SVG picture as well
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-}
-
-/// Runs the subcommand with this command line and returns its exit code.
-pub(super) fn main(argv: &[OsString]) -> i32 {
-    let args = match Args::try_parse_from(argv.iter()) {
-        Ok(args) => args,
-        Err(usage) => {
-            // What is left to say when not even this can be written?
-            let _ = usage.print();
-            return usage.exit_code();
-        }
-    };
-    match show(&args) {
-        Ok(text) => {
-            print!("{text}");
-            0
-        }
-        Err(error) => {
-            eprintln!("smdrun: error: {}", error.report());
-            USAGE_EXIT_CODE
-        }
-    }
 }
 
 /// A line of the trace, as far as it matters here.
@@ -84,7 +60,8 @@ struct Task {
 /// What one rank computed in one step.
 type Step = Vec<Task>;
 
-fn show(args: &Args) -> Result<String> {
+/// What `smdrun report` prints.
+pub(super) fn show(args: &Args) -> Result<String> {
     let text = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
     let ranks = one_pipeline(steps(&text), &args.trace)?;
