@@ -105,8 +105,7 @@ def plan_pipeline(
     schedule: str,
     active_microbatches: int | None,
 ) -> list[tuple[str, int, int, int | None]]:
-    """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
-    of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program."""
+    """As `PipelineLayout.plan`, for stages that are known already."""
 
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
@@ -164,6 +163,59 @@ def partition_to_json(partitions: dict[str, int]) -> str:
 
 def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
     """The modules and partitions in the text of a partition file; `name` is the file's."""
+
+class PipelineLayout:
+    """The stages of a microbatch: tasks that one rank does without waiting for another."""
+
+    def __init__(self) -> None: ...
+    def extend(
+        self,
+        tasks: Sequence[tuple[int, int, Sequence[int], Sequence[tuple[int, bool]], tuple[int, int, int], int]],
+        early: bool,
+    ) -> list[int]:
+        """Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, bytes and need of a
+        gradient of those that it makes, its prices and the bytes that it keeps. Returns the numbers of their stages."""
+
+    def adopt(self, task: int, makes: Sequence[tuple[int, bool]]) -> int:
+        """The values of a task that was added before anybody knew them; returns its stage."""
+
+    def finish(self, seeds: Sequence[int], returned: Sequence[int]) -> None:
+        """Says at which values backwards begin, and which are returned."""
+
+    def stage_of(self, value: int) -> int:
+        """The stage that makes a value."""
+
+    def stages(
+        self,
+    ) -> list[
+        tuple[
+            int,
+            list[int],
+            dict[int, list[int]],
+            dict[int, list[int]],
+            dict[int, list[int]],
+            list[int],
+            list[int],
+            bool,
+            bool,
+        ]
+    ]:
+        """Of every stage its rank, tasks, values that it takes and gives and gradients that come back to it (each by the other stage),
+        values that it exports, values at which backwards begin, whether it runs early, and whether it has a backward."""
+
+    def plan(
+        self,
+        rank: int,
+        ranks: int,
+        microbatches: int,
+        schedule: str,
+        active_microbatches: int | None,
+        memory_bytes: int | None,
+        link_nanoseconds: int,
+        link_bytes_per_nanosecond: int,
+    ) -> list[tuple[str, int, int, int | None]]:
+        """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
+        of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program."""
 
 class CheckpointSaver:
     """One rank's part in saving checkpoints; one save is under way at a time."""
@@ -229,7 +281,7 @@ class CheckpointReader:
         """Reads everything and compares all checksums."""
 
 def checkpoint_clean(directory: str) -> None:
-    """Removes what broken attempts to save have left; nobody may be saving there."""
+    """Removes what broken attempts to save have left; not what somebody who is saving holds."""
 
 def checkpoint_list(directory: str) -> list[tuple[int, str]]:
     """Complete checkpoints with their steps, the newest step last."""

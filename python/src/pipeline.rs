@@ -1,53 +1,151 @@
-//! Programs of pipelines, and what their execution leaves in the timeline.
+//! Stages and programs of pipelines, and what their execution leaves in the timeline.
+
+use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
-use smd_core::Error;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Edge, Graph, Link, Stage};
+use smd_core::pipeline::{Costs, Edge, Graph, Layout, Link, Made, Section, Stage, Task};
 use smd_core::trace::{self, Track};
+use smd_core::{Error, Result};
 
 use crate::enter::enter;
 
-/// A stage as Python has it: its rank, the prices of its forward, of its gradients of inputs and of weights, the bytes
-/// that it keeps, the stages that it takes values from with their bytes, and whether it has a backward.
-type StageRow = (usize, (u64, u64, u64), u64, Vec<(usize, u64)>, bool);
+/// A value that a task makes: its bytes, and whether a gradient comes back for it.
+type MadeRow = (u64, bool);
+/// A task: its rank and level, the values that it takes and makes, the prices of its forward, of its gradients of inputs and of
+/// weights, and the bytes that it keeps.
+type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), u64);
+/// A stage's attributes in the order of `modelparallel.torch.layout.Stage`.
+type Edges = BTreeMap<usize, Vec<usize>>;
+type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
 /// An action: what it does, the stage, the microbatch, and the stage at the other end of a transfer.
 type ActionRow = (String, u32, u32, Option<u32>);
 
-/// What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
-/// of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program.
+/// The stages of a microbatch: tasks that one rank does without waiting for another.
+#[pyclass(module = "smdistributed._core")]
+pub struct PipelineLayout {
+    layout: Layout,
+}
+
+#[pymethods]
+impl PipelineLayout {
+    #[new]
+    fn new() -> Self {
+        Self { layout: Layout::new() }
+    }
+
+    /// Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, bytes and need of a
+    /// gradient of those that it makes, its prices and the bytes that it keeps. Returns the numbers of their stages.
+    fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
+        let tasks = tasks.into_iter().map(task).collect();
+        enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))
+    }
+
+    /// The values of a task that was added before anybody knew them; returns its stage.
+    fn adopt(&mut self, py: Python<'_>, task: usize, makes: Vec<MadeRow>) -> PyResult<usize> {
+        let makes = makes.into_iter().map(made).collect();
+        enter(py, || self.layout.adopt(task, makes))
+    }
+
+    /// Says at which values backwards begin, and which are returned.
+    fn finish(&mut self, py: Python<'_>, seeds: Vec<usize>, returned: Vec<usize>) -> PyResult<()> {
+        enter(py, || self.layout.finish(&seeds, &returned))
+    }
+
+    /// The stage that makes a value.
+    fn stage_of(&self, py: Python<'_>, value: usize) -> PyResult<usize> {
+        enter(py, || self.layout.stage_of(value))
+    }
+
+    /// Of every stage its rank, tasks, values that it takes and gives and gradients that come back to it (each by the other stage),
+    /// values that it exports, values at which backwards begin, whether it runs early, and whether it has a backward.
+    fn stages(&self) -> Vec<StageRow> {
+        let row = |(number, stage): (usize, &Section)| {
+            let returning = stage.gives.keys().map(|&taker| (taker, self.layout.gradients(number, taker)));
+            (
+                stage.rank,
+                stage.tasks.clone(),
+                stage.takes.clone(),
+                stage.gives.clone(),
+                returning.collect(),
+                stage.exports.clone(),
+                stage.seeds.clone(),
+                stage.early,
+                stage.trains,
+            )
+        };
+        self.layout.stages().iter().enumerate().map(row).collect()
+    }
+
+    /// What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
+    /// of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program.
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        rank: usize,
+        ranks: usize,
+        microbatches: usize,
+        schedule: &str,
+        active_microbatches: Option<usize>,
+        memory_bytes: Option<u64>,
+        link_nanoseconds: u64,
+        link_bytes_per_nanosecond: u64,
+    ) -> PyResult<Vec<ActionRow>> {
+        enter(py, || {
+            let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
+            let graph = self.layout.graph(ranks, microbatches, link)?;
+            planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes })
+        })
+    }
+}
+
+/// A stage that is known already: its rank, the prices of its forward, of its gradients of inputs and of weights, the bytes that it
+/// keeps, the stages that it takes values from with their bytes, and whether it has a backward.
+type KnownStageRow = (usize, (u64, u64, u64), u64, Vec<(usize, u64)>, bool);
+
+/// As `PipelineLayout.plan`, for stages that are known already.
 #[pyfunction]
 pub fn plan_pipeline(
     py: Python<'_>,
     rank: usize,
     ranks: usize,
     microbatches: usize,
-    stages: Vec<StageRow>,
-    schedule: String,
+    stages: Vec<KnownStageRow>,
+    schedule: &str,
     active_microbatches: Option<usize>,
 ) -> PyResult<Vec<ActionRow>> {
     enter(py, || {
-        let stages = stages.into_iter().map(stage).collect();
-        let graph = Graph::new(ranks, microbatches, stages, Link::default())?;
-        let bounds = Bounds { active_microbatches, memory_bytes: None };
-        let schedule: Schedule = schedule.parse()?;
-        let program = schedule::plan(&graph, schedule, bounds)?;
-        let own = program
-            .ranks()
-            .get(rank)
-            .ok_or_else(|| Error::InvalidArgument(format!("there is no rank {rank} in a pipeline of {ranks}")))?;
-        Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
+        let stages =
+            stages.into_iter().map(|(rank, (forward, input, weight), activation_bytes, inputs, backward)| Stage {
+                rank,
+                costs: Costs { forward, input, weight },
+                activation_bytes,
+                inputs: inputs.into_iter().map(|(from, bytes)| Edge { from, bytes }).collect(),
+                backward,
+            });
+        let graph = Graph::new(ranks, microbatches, stages.collect(), Link::default())?;
+        planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes: None })
     })
 }
 
-fn stage((rank, (forward, input, weight), activation_bytes, inputs, backward): StageRow) -> Stage {
-    Stage {
-        rank,
-        costs: Costs { forward, input, weight },
-        activation_bytes,
-        inputs: inputs.into_iter().map(|(from, bytes)| Edge { from, bytes }).collect(),
-        backward,
-    }
+fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result<Vec<ActionRow>> {
+    let schedule: Schedule = schedule.parse()?;
+    let program = schedule::plan(graph, schedule, bounds)?;
+    let own = program
+        .ranks()
+        .get(rank)
+        .ok_or_else(|| Error::InvalidArgument(format!("there is no rank {rank} in a pipeline of {}", graph.ranks())))?;
+    Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
+}
+
+fn task((rank, level, takes, makes, (forward, input, weight), kept_bytes): TaskRow) -> Task {
+    let makes = makes.into_iter().map(made).collect();
+    Task { rank, level, takes, makes, costs: Costs { forward, input, weight }, kept_bytes }
+}
+
+fn made((bytes, wants_gradient): MadeRow) -> Made {
+    Made { bytes, wants_gradient }
 }
 
 /// Nanoseconds on the timeline's clock, or 0 while no timeline is written.

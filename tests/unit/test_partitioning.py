@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from smdistributed.modelparallel.torch import cost_trace, partitioning  # noqa: E402
+from smdistributed.modelparallel.torch import cost_trace, partitioning, prices  # noqa: E402
 
 
 def _config(partitions, **more):
@@ -137,7 +137,7 @@ def test_costs_are_those_of_the_layers():
     assert second.activation_bytes == 0
     assert relu.follows == 1
     assert tree.values == [(1, [3], 4 * 8 * 200)]
-    launch = 3 * int(cost_trace.OPERATION_NANOSECONDS)
+    launch = 3 * int(prices.OPERATION_NANOSECONDS)
     assert (first.time, relu.time, second.time) == (2 * launch, 0, launch)
 
 

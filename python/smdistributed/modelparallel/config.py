@@ -73,6 +73,8 @@ KEYS: dict[str, Key] = {
         "a number from 0.0 to 1.0",
     ),
     "active_microbatches": _positive(None),
+    # Ours: what a schedule may keep on a rank.
+    "activation_memory_bytes": _positive(None),
     "deterministic_server": _flag(),
     "offload_activations": _flag(only=False),
     "activation_loading_horizon": _positive(4),

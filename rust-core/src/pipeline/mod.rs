@@ -2,9 +2,9 @@
 //! microbatches.
 //!
 //! ```text
-//!   Graph ── schedule::plan ──> Program ── validate ──> executed
-//!   (stages, edges,             (one list of              |
-//!    microbatches)               actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
+//!   Layout ──> Graph ── schedule::plan ──> Program ── validate ──> executed
+//!   (tasks in   (stages, edges,            (one list of              |
+//!    stages)     microbatches)              actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
 //! ```
 //!
 //! Everything here is a value: no process, no tensor. Every rank plans for itself and comes to the same program, so
@@ -20,6 +20,7 @@
 mod action;
 mod draw;
 mod graph;
+mod layout;
 mod program;
 pub mod schedule;
 mod simulate;
@@ -31,6 +32,7 @@ mod validate;
 pub use action::{Action, Kind};
 pub use draw::{grid, svg};
 pub use graph::{Costs, Edge, Graph, Link, Placement, Stage};
+pub use layout::{Layout, Made, Section, Task};
 pub use program::Program;
 pub use simulate::{Span, Timeline, simulate};
 pub use validate::validate;

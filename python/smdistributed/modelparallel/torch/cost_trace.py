@@ -19,25 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-# Only ratios matter. About those of a current accelerator that computes in bfloat16.
-FLOPS_PER_NANOSECOND = 400_000.0
-MEMORY_BYTES_PER_NANOSECOND = 3_000.0
-LINK_NANOSECONDS = 10_000
-LINK_BYTES_PER_NANOSECOND = 200
-# No operation takes less: that much its launch costs.
-OPERATION_NANOSECONDS = 2_000.0
+from smdistributed.modelparallel.torch import prices
+
 # A backward computes the gradients of inputs and of parameters, each about as much as the forward.
 FORWARDS_A_MICROBATCH = 3
 # A gradient, and two moments as Adam keeps them.
 STATE_BYTES_PER_PARAMETER_BYTE = 3
-
-_aten = torch.ops.aten
-_FLOPS = dict(flop_registry)
-_FLOPS[_aten._scaled_dot_product_flash_attention_for_cpu] = lambda q, k, v, *args, out_val=None, **kwargs: sdpa_flop(
-    q.shape, k.shape, v.shape
-)
 
 
 @dataclass
@@ -240,8 +228,9 @@ class _Recorder(TorchDispatchMode):
         if module.first_run is None:
             module.first_run = self.clock
         if not is_view:
+            moved = sum(storage.bytes for storage in (*taken, *made))
             self.nanoseconds[owner] += (
-                measured if self.measure_times else self._estimate(func, args, kwargs, out, taken, made)
+                measured if self.measure_times else prices.nanoseconds(func, args, kwargs, out, moved)
             )
         self.last_owner = owner
         if self.frames:
@@ -307,13 +296,6 @@ class _Recorder(TorchDispatchMode):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter_ns()
-
-    @staticmethod
-    def _estimate(func, args, kwargs, out, taken: list[_Storage], made: list[_Storage]) -> float:
-        flops = _FLOPS.get(func._overloadpacket)
-        arithmetic = flops(*args, **kwargs, out_val=out) / FLOPS_PER_NANOSECOND if flops else 0.0
-        moved = sum(storage.bytes for storage in (*taken, *made)) / MEMORY_BYTES_PER_NANOSECOND
-        return max(arithmetic, moved, OPERATION_NANOSECONDS)
 
 
 def _has_state(part: nn.Module) -> bool:

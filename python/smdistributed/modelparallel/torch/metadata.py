@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.handle import Meta
+from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
 
 #: Signatures that are remembered; a step that never repeats one must not fill the memory.
 _LIMIT = 1 << 14
@@ -31,12 +32,14 @@ class Outcome:
         metas: Of these tensors.
         mutated: Places, among the tensors that went in, of those that the call changes.
         aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
+        price: What it is estimated to cost; equal on all ranks.
     """
 
     template: Any
     metas: tuple[Meta, ...]
     mutated: tuple[int, ...]
     aliases: tuple[int | None, ...]
+    price: Price = UNKNOWN
 
 
 class UnknownOutcomeError(Exception):
@@ -49,6 +52,7 @@ class Outcomes:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Outcome] = {}
+        self._counter = Counter()
 
     def known(self, key: Any) -> Outcome | None:
         """What was found for a signature before."""
@@ -69,16 +73,20 @@ class Outcomes:
             UnknownOutcomeError: the call looks at numbers, or does not work without them.
         """
         leaves: list[torch.Tensor] = []
+        counter = self._counter = Counter()
 
         def fake(leaf: Any) -> torch.Tensor:
             leaves.append(self.fake(meta_of(leaf)))
+            if getattr(leaf, "parameter", None) is not None:
+                counter.parameter(leaves[-1])
             return leaves[-1]
 
         try:
             with self._mode:
                 fake_args, fake_kwargs = structure.transform((_own(args), _own(kwargs)), fake)
                 versions = [leaf._version for leaf in leaves]
-                result = call(*fake_args, **fake_kwargs)
+                with counter:
+                    result = call(*fake_args, **fake_kwargs)
                 shape, outputs = structure.template(result)
                 if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
                     raise UnknownOutcomeError("its result is not strided")
@@ -90,7 +98,10 @@ class Outcomes:
             raise UnknownOutcomeError(str(error)) from error
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
         mutated = tuple(place for place, leaf in enumerate(leaves) if leaf._version != versions[place])
-        return Outcome(shape, metas, mutated, tuple(places.get(id(output)) for output in outputs))
+        for tensor in (*leaves, *outputs):
+            counter.outside(tensor)
+        aliases = tuple(places.get(id(output)) for output in outputs)
+        return Outcome(shape, metas, mutated, aliases, counter.price())
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
@@ -113,7 +124,7 @@ class Outcomes:
                 *module.named_parameters(remove_duplicate=False),
                 *module.named_buffers(remove_duplicate=False),
             ):
-                tensors[name] = self.fake(Meta.of(tensor), leaf=True)
+                tensors[name] = self._counter.parameter(self.fake(Meta.of(tensor), leaf=True))
             with preserved_attributes(module):
                 return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=True)
 

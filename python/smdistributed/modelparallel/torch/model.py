@@ -202,7 +202,8 @@ class DistributedModel(nn.Module):
             with errors.translated(CLASSES):
                 materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
         if groups.pipe is not None:
-            self.pipeline = Pipeline(self.module, placement, groups, cfg.pipeline, cfg.active_microbatches, device)
+            bounds = cfg.active_microbatches, cfg.activation_memory_bytes
+            self.pipeline = Pipeline(self.module, placement, groups, device, cfg.pipeline, *bounds)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from smdistributed import _core
 
-from . import cost_trace
+from . import cost_trace, prices
 
 _log = logging.getLogger("smdistributed.modelparallel")
 
@@ -97,8 +97,8 @@ def _automatic(
         microbatches=config.microbatches,
         active_microbatches=config.active_microbatches,
         simple=config.pipeline == "simple",
-        link_nanoseconds=cost_trace.LINK_NANOSECONDS,
-        link_bytes_per_nanosecond=cost_trace.LINK_BYTES_PER_NANOSECOND,
+        link_nanoseconds=prices.LINK_NANOSECONDS,
+        link_bytes_per_nanosecond=prices.LINK_BYTES_PER_NANOSECOND,
     )
     _log.info("Partition assignments:\n%s", table.rstrip())
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}

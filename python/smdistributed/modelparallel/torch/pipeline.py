@@ -40,12 +40,19 @@ class Pipeline:
     """
 
     def __init__(
-        self, root: nn.Module, placement: Placement, groups: Groups, schedule: str, active: int, device: torch.device
+        self,
+        root: nn.Module,
+        placement: Placement,
+        groups: Groups,
+        device: torch.device,
+        schedule: str,
+        active_microbatches: int,
+        memory_bytes: int | None,
     ) -> None:
         assert groups.pipe is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
-        self._schedule, self._active = schedule, active
+        self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.outcomes = Outcomes()
         self._device = device
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
@@ -282,10 +289,9 @@ class Pipeline:
         if program is None:
             if len(self._plans) > _LIMIT:
                 self._plans.clear()
-            rows = part[0].layout.rows(recording.tasks)
             schedule = self._schedule if trains else "_only_forward"
             with errors.translated(CLASSES):
-                program = _core.plan_pipeline(self.rank, self.size, len(part), rows, schedule, self._active)
+                program = part[0].layout.plan(self.rank, self.size, len(part), schedule, *self._bounds)
             self._plans[key] = program
             layout = part[0].layout
             self.transfers.open(layout.edges(range(len(layout.stages))))

@@ -1,0 +1,115 @@
+"""What operations are estimated to take and to keep, from their shapes: for partitions and for schedules.
+
+Only ratios matter. They are about those of a current accelerator that computes in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+FLOPS_PER_NANOSECOND = 400_000.0
+MEMORY_BYTES_PER_NANOSECOND = 3_000.0
+LINK_NANOSECONDS = 10_000
+LINK_BYTES_PER_NANOSECOND = 200
+# No operation takes less: that much its launch costs.
+OPERATION_NANOSECONDS = 2_000.0
+
+_aten = torch.ops.aten
+_FLOPS = dict(flop_registry)
+_FLOPS[_aten._scaled_dot_product_flash_attention_for_cpu] = lambda q, k, v, *args, out_val=None, **kwargs: sdpa_flop(
+    q.shape, k.shape, v.shape
+)
+
+
+class Price(NamedTuple):
+    """Of a task, for one microbatch: nanoseconds of its forward and of both parts of its backward, and the bytes that it keeps
+    beside what goes in and comes out."""
+
+    forward: int
+    input: int
+    weight: int
+    kept_bytes: int
+
+
+#: Of what nobody could look at.
+UNKNOWN = Price(*[int(OPERATION_NANOSECONDS)] * 3, 0)
+
+
+def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:
+    """What an operation takes that reads and writes so many bytes."""
+    flops = _FLOPS.get(func._overloadpacket)
+    arithmetic = flops(*args, **kwargs, out_val=out) / FLOPS_PER_NANOSECOND if flops else 0.0
+    return max(arithmetic, moved_bytes / MEMORY_BYTES_PER_NANOSECOND, OPERATION_NANOSECONDS)
+
+
+class Counter(TorchDispatchMode):
+    """Adds up what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters: set[int] = set()
+        self._outside: set[int] = set()
+        # Kept, so that no address is used again.
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._saved: set[int] = set()
+        self._forward = self._input = self._weight = 0.0
+
+    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Says that a tensor is a parameter; returns it."""
+        self._parameters.add(self._key(tensor))
+        return tensor
+
+    def outside(self, tensor: torch.Tensor) -> None:
+        """Says that a tensor goes in or comes out: it is kept by whoever has it."""
+        self._outside.add(self._key(tensor))
+
+    def price(self) -> Price:
+        """The sum."""
+        kept = sum(self._seen[key][1] for key in self._saved - self._parameters - self._outside)
+        return Price(round(self._forward), round(self._input), round(self._weight), kept)
+
+    def __enter__(self) -> Counter:
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._saving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._saving.__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        taken = {self._key(tensor) for tensor in operands}
+        made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
+        if func._schema.is_mutable or not taken & made:
+            moved = sum(self._seen[key][1] for key in taken | made)
+            time = nanoseconds(func, args, kwargs, out, moved)
+            self._forward += time
+            # A gradient of either costs about as much as the forward.
+            wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
+            self._input += time * min(2, len(wanted - self._parameters))
+            self._weight += time * bool(wanted & self._parameters)
+        elif taken & self._parameters:
+            self._parameters |= made
+        return out
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        memory = tensor.untyped_storage()
+        ref = StorageWeakRef(memory)
+        self._seen.setdefault(ref.cdata, (ref, memory.nbytes()))
+        return ref.cdata
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            self._saved.add(self._key(tensor))
+        return tensor

@@ -1,0 +1,432 @@
+//! From the tasks of a microbatch to stages: what one rank computes without waiting for another.
+//!
+//! ```text
+//!   tasks ── extend ──> stages ── finish ──> what each keeps and gives ── graph ──> schedules
+//!   (rank, level, values,             (seeds of the backward,
+//!    prices)                           what is returned)
+//! ```
+//!
+//! - LAY-1: a stage holds the tasks of one rank that have the same level, the number of changes of the rank before them. So an
+//!   edge leads to a later stage, and stages can be ordered.
+//! - LAY-2: a stage that only one other stage of its rank takes values from becomes a part of that: it need not run earlier.
+//! - LAY-3: a layout is a function of its tasks, in their order: every rank comes to the same one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::{Costs, Edge, Graph, Link, Stage};
+use crate::error::{Error, Result};
+
+/// A tensor that a task makes. Values are numbered in the order in which they are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Made {
+    /// Its size.
+    pub bytes: u64,
+    /// Whether a gradient comes back for it.
+    pub wants_gradient: bool,
+}
+
+/// What is computed at once, for one microbatch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Task {
+    /// Who does it.
+    pub rank: usize,
+    /// See LAY-1.
+    pub level: usize,
+    /// Numbers of the values that it takes.
+    pub takes: Vec<usize>,
+    /// The values that it makes.
+    pub makes: Vec<Made>,
+    /// Its prices.
+    pub costs: Costs,
+    /// Bytes that it keeps for its backward, beside the values that it takes and makes.
+    pub kept_bytes: u64,
+}
+
+/// Tasks of one rank that run together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Section {
+    /// The rank.
+    pub rank: usize,
+    /// The tasks' numbers, in order.
+    pub tasks: Vec<usize>,
+    /// Values of other stages, by the stage that makes them.
+    pub takes: BTreeMap<usize, Vec<usize>>,
+    /// Values for other stages, by the stage that takes them.
+    pub gives: BTreeMap<usize, Vec<usize>>,
+    /// Values that are needed after its forward: those that it gives and those at which a backward begins, in order; then those that
+    /// are only returned.
+    pub exports: Vec<usize>,
+    /// Values at which a backward begins.
+    pub seeds: Vec<usize>,
+    /// Whether it runs while tasks are still being recorded.
+    pub early: bool,
+    /// Whether it has a part in the backward.
+    pub trains: bool,
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, Default)]
+pub struct Layout {
+    tasks: Vec<Task>,
+    stages: Vec<Section>,
+    values: Vec<Made>,
+    /// For each value, the stage that makes it.
+    makers: Vec<usize>,
+}
+
+impl Layout {
+    /// Without tasks.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The stages, in a topological order.
+    pub fn stages(&self) -> &[Section] {
+        &self.stages
+    }
+
+    /// The stage that makes a value.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if nobody makes it.
+    pub fn stage_of(&self, value: usize) -> Result<usize> {
+        self.makers.get(value).copied().ok_or_else(|| unknown(value, self.values.len()))
+    }
+
+    /// Adds tasks, which come after all that are there; `early` ones run before more is known. Returns their stages.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a task takes a value that no task before it makes, or its level is not after that of a value
+    /// from another rank.
+    pub fn extend(&mut self, tasks: Vec<Task>, early: bool) -> Result<Range<usize>> {
+        let (first_task, first_value, first_stage) = (self.tasks.len(), self.values.len(), self.stages.len());
+        let mut groups: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
+        // For each new value, the task that makes it.
+        let mut made_by = Vec::new();
+        for (number, task) in (first_task..).zip(&tasks) {
+            for &value in &task.takes {
+                let Some(&maker) = made_by.get(value.wrapping_sub(first_value)) else {
+                    if value < first_value {
+                        continue;
+                    }
+                    return Err(Error::InvalidArgument(format!(
+                        "task {number} takes value {value}, which no task before it makes"
+                    )));
+                };
+                let maker: &Task = &tasks[maker - first_task];
+                if task.level < maker.level + usize::from(maker.rank != task.rank) {
+                    return Err(Error::InvalidArgument(format!(
+                        "task {number} on rank {} has level {}, and takes a value of level {} on rank {}",
+                        task.rank, task.level, maker.level, maker.rank
+                    )));
+                }
+            }
+            made_by.extend(task.makes.iter().map(|_| number));
+            groups.entry((task.level, task.rank)).or_default().push(number);
+        }
+        self.tasks.extend(tasks);
+        let sections =
+            groups.into_iter().map(|((_, rank), tasks)| Section { rank, tasks, early, ..Section::default() });
+        let sections = self.merged(sections.collect(), first_value, &made_by);
+        self.stages.extend(sections);
+        let mut stage_of_task = vec![0; self.tasks.len() - first_task];
+        for (number, stage) in self.stages.iter().enumerate().skip(first_stage) {
+            stage.tasks.iter().for_each(|task| stage_of_task[task - first_task] = number);
+        }
+        for (task, stage) in self.tasks[first_task..].iter().zip(&stage_of_task) {
+            self.values.extend(&task.makes);
+            self.makers.extend(task.makes.iter().map(|_| stage));
+        }
+        for number in first_stage..self.stages.len() {
+            let inputs = self.inputs(&self.stages[number]);
+            for value in inputs {
+                let maker = self.makers[value];
+                if maker != number {
+                    self.stages[number].takes.entry(maker).or_default().push(value);
+                    self.stages[maker].gives.entry(number).or_default().push(value);
+                }
+            }
+        }
+        Ok(first_stage..self.stages.len())
+    }
+
+    /// The values of a task that was added before anybody knew them; returns its stage.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such task.
+    pub fn adopt(&mut self, task: usize, makes: Vec<Made>) -> Result<usize> {
+        let stage = self.stages.iter().position(|stage| stage.tasks.binary_search(&task).is_ok());
+        let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
+        self.values.extend(&makes);
+        self.makers.extend(makes.iter().map(|_| stage));
+        self.tasks[task].makes.extend(makes);
+        Ok(stage)
+    }
+
+    /// Says what is needed after the forwards: values at which backwards begin, and values that are returned.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if nobody makes one of them.
+    pub fn finish(&mut self, seeds: &[usize], returned: &[usize]) -> Result<()> {
+        for &value in seeds {
+            let stage = self.stage_of(value)?;
+            self.stages[stage].seeds.push(value);
+        }
+        for stage in &mut self.stages {
+            let needed: BTreeSet<usize> = stage.gives.values().flatten().chain(&stage.seeds).copied().collect();
+            stage.exports = needed.into_iter().collect();
+        }
+        for &value in BTreeSet::from_iter(returned) {
+            let stage = self.stage_of(value)?;
+            let exports = &mut self.stages[stage].exports;
+            if !exports.contains(&value) {
+                exports.push(value);
+            }
+        }
+        for number in (0..self.stages.len()).rev() {
+            let stage = &self.stages[number];
+            let reached = stage.gives.keys().any(|&taker| !self.gradients(number, taker).is_empty());
+            self.stages[number].trains = reached || !self.stages[number].seeds.is_empty();
+        }
+        Ok(())
+    }
+
+    /// Values from stage `maker` to stage `taker` whose gradients come back.
+    pub fn gradients(&self, maker: usize, taker: usize) -> Vec<usize> {
+        if !self.stages[taker].trains {
+            return Vec::new();
+        }
+        let values = self.stages[maker].gives.get(&taker).into_iter().flatten();
+        values.copied().filter(|&value| self.values[value].wants_gradient).collect()
+    }
+
+    /// What schedules are made for.
+    ///
+    /// # Errors
+    /// As [`Graph::new`].
+    pub fn graph(&self, ranks: usize, microbatches: usize, link: Link) -> Result<Graph> {
+        let mut stages: Vec<Stage> = Vec::with_capacity(self.stages.len());
+        for section in &self.stages {
+            let size = |values: &[usize]| values.iter().map(|&value| self.values[value].bytes).sum();
+            let inputs: Vec<Edge> =
+                section.takes.iter().map(|(&from, values)| Edge { from, bytes: size(values) }).collect();
+            // To schedules, a stage behind one with a backward has one as well; it may be empty.
+            let backward = section.trains || inputs.iter().any(|edge| stages[edge.from].backward);
+            let mut costs = Costs { forward: 0, input: 0, weight: 0 };
+            let mut values: BTreeSet<usize> = BTreeSet::new();
+            let mut activation_bytes = 0;
+            for &number in &section.tasks {
+                let task = &self.tasks[number];
+                costs.forward += task.costs.forward;
+                if section.trains {
+                    costs.input += task.costs.input;
+                    costs.weight += task.costs.weight;
+                    activation_bytes += task.kept_bytes;
+                }
+                values.extend(&task.takes);
+            }
+            // A value is kept once, whoever needs it: by the tasks that take it, or until it has been sent.
+            values.extend(&section.exports);
+            activation_bytes += values.iter().map(|&value| self.values[value].bytes).sum::<u64>();
+            stages.push(Stage { rank: section.rank, costs, activation_bytes, inputs, backward });
+        }
+        Graph::new(ranks, microbatches, stages, link)
+    }
+
+    /// Values that the tasks of a stage take, each once, in order.
+    fn inputs(&self, stage: &Section) -> BTreeSet<usize> {
+        stage.tasks.iter().flat_map(|&task| &self.tasks[task].takes).copied().collect()
+    }
+
+    /// LAY-2, for stages that are not numbered yet. Tasks in `made_by` made the values from `first_value` on.
+    fn merged(&self, mut sections: Vec<Section>, first_value: usize, made_by: &[usize]) -> Vec<Section> {
+        let mut home = BTreeMap::new();
+        for (place, section) in sections.iter().enumerate() {
+            home.extend(section.tasks.iter().map(|&task| (task, place)));
+        }
+        let mut takers = vec![BTreeSet::new(); sections.len()];
+        for (place, section) in sections.iter().enumerate() {
+            let made_here = self.inputs(section).into_iter().filter(|&value| value >= first_value);
+            for maker in made_here.map(|value| home[&made_by[value - first_value]]).filter(|&maker| maker != place) {
+                takers[maker].insert(place);
+            }
+        }
+        // From the last on, so that a whole chain becomes one. `into`: where a stage's tasks are in the end.
+        let mut into: Vec<usize> = (0..sections.len()).collect();
+        for place in (0..sections.len()).rev() {
+            let goals: BTreeSet<usize> = takers[place].iter().map(|&taker| into[taker]).collect();
+            if let (Some(&goal), 1) = (goals.first(), goals.len())
+                && sections[goal].rank == sections[place].rank
+            {
+                into[place] = goal;
+                let tasks = std::mem::take(&mut sections[place].tasks);
+                sections[goal].tasks.extend(tasks);
+                sections[goal].tasks.sort_unstable();
+            }
+        }
+        sections.retain(|section| !section.tasks.is_empty());
+        sections
+    }
+}
+
+fn unknown(value: usize, count: usize) -> Error {
+    Error::InvalidArgument(format!("there is no value {value} among {count}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::pipeline::schedule::{Bounds, Schedule, plan};
+
+    /// A task that makes `count` values of 8 bytes, all of which want gradients.
+    fn task(rank: usize, level: usize, takes: &[usize], count: usize) -> Task {
+        let makes = vec![Made { bytes: 8, wants_gradient: true }; count];
+        Task {
+            rank,
+            level,
+            takes: takes.to_vec(),
+            makes,
+            costs: Costs { forward: 10, input: 20, weight: 5 },
+            kept_bytes: 100,
+        }
+    }
+
+    fn laid_out(tasks: Vec<Task>, seeds: &[usize], returned: &[usize]) -> Layout {
+        let mut layout = Layout::new();
+        layout.extend(tasks, false).unwrap();
+        layout.finish(seeds, returned).unwrap();
+        layout
+    }
+
+    fn tasks_of(layout: &Layout) -> Vec<(usize, Vec<usize>)> {
+        layout.stages().iter().map(|stage| (stage.rank, stage.tasks.clone())).collect()
+    }
+
+    #[test]
+    fn a_rank_that_is_passed_twice_has_two_stages() {
+        let tasks = vec![task(0, 0, &[], 1), task(0, 0, &[0], 1), task(1, 1, &[1], 1), task(0, 2, &[2], 1)];
+        let layout = laid_out(tasks, &[3], &[2, 3]);
+        assert_eq!(tasks_of(&layout), [(0, vec![0, 1]), (1, vec![2]), (0, vec![3])]);
+        let [first, second, third] = layout.stages() else { panic!("three stages") };
+        assert_eq!((&first.exports, &second.exports, &third.exports), (&vec![1], &vec![2], &vec![3]));
+        assert_eq!(second.takes, [(0, vec![1])].into());
+        assert_eq!(second.gives, [(2, vec![2])].into());
+        assert_eq!(third.seeds, [3]);
+        assert!(layout.stages().iter().all(|stage| stage.trains && !stage.early));
+        assert_eq!(layout.stage_of(1).unwrap(), 0);
+        assert_eq!(layout.stage_of(4).unwrap_err().to_string(), "there is no value 4 among 4");
+    }
+
+    /// Rank 0's first value goes to its last stage only, so it need not be made before.
+    #[test]
+    fn a_stage_that_only_its_own_rank_waits_for_is_no_stage() {
+        let tasks = vec![task(0, 0, &[], 1), task(1, 0, &[], 1), task(0, 1, &[1, 0], 1)];
+        assert_eq!(tasks_of(&laid_out(tasks.clone(), &[2], &[])), [(1, vec![1]), (0, vec![0, 2])]);
+        let mut taken_twice = tasks;
+        taken_twice.push(task(1, 1, &[0], 1));
+        let layout = laid_out(taken_twice, &[2], &[3]);
+        assert_eq!(tasks_of(&layout), [(0, vec![0]), (1, vec![1]), (0, vec![2]), (1, vec![3])]);
+        // What is only returned has no part in the backward.
+        assert_eq!(layout.stages().iter().map(|stage| stage.trains).collect::<Vec<_>>(), [true, true, true, false]);
+        assert_eq!(layout.gradients(0, 2), [0]);
+        assert!(layout.gradients(0, 3).is_empty());
+    }
+
+    #[test]
+    fn what_runs_early_is_known_later() {
+        let mut layout = Layout::new();
+        assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
+        assert_eq!(layout.adopt(1, vec![Made { bytes: 4, wants_gradient: true }]).unwrap(), 1);
+        assert_eq!(layout.extend(vec![task(0, 3, &[0, 1], 1)], false).unwrap(), 2..3);
+        layout.finish(&[2], &[]).unwrap();
+        assert!(layout.stages()[1].early && !layout.stages()[2].early);
+        assert_eq!(layout.stages()[2].takes, [(0, vec![0]), (1, vec![1])].into());
+        assert_eq!(layout.adopt(7, Vec::new()).unwrap_err().to_string(), "there is no task 7");
+    }
+
+    #[test]
+    fn prices_are_those_of_the_tasks_and_each_value_is_kept_once() {
+        let tasks = vec![task(0, 0, &[], 2), task(0, 0, &[0, 1], 1), task(1, 1, &[0, 2], 1)];
+        let graph = laid_out(tasks, &[3], &[]).graph(2, 4, Link::default()).unwrap();
+        let first = graph.stage(0);
+        assert_eq!(first.costs, Costs { forward: 20, input: 40, weight: 10 });
+        assert_eq!(first.activation_bytes, 2 * 100 + 3 * 8);
+        assert_eq!(graph.stage(1).inputs, [Edge { from: 0, bytes: 16 }]);
+        assert_eq!(graph.stage(1).activation_bytes, 100 + 3 * 8);
+    }
+
+    #[test]
+    fn tasks_that_cannot_be_ordered_are_refused() {
+        let refused = |tasks| Layout::new().extend(tasks, false).unwrap_err().to_string();
+        assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 takes value 0, which no task before it makes");
+        assert_eq!(
+            refused(vec![task(0, 1, &[], 1), task(1, 1, &[0], 1)]),
+            "task 1 on rank 1 has level 1, and takes a value of level 1 on rank 0"
+        );
+    }
+
+    /// Random tasks on three ranks, in two parts; levels as a recording counts them.
+    fn recordings() -> impl Strategy<Value = (Vec<Task>, usize, Vec<usize>)> {
+        let index = any::<prop::sample::Index>;
+        let one = (0_usize..3, prop::collection::vec(index(), 0..3), 1_usize..3, any::<bool>());
+        (prop::collection::vec(one, 1..24), index(), prop::collection::vec(index(), 1..3)).prop_map(
+            |(rows, cut, seeds)| {
+                let cut = cut.index(rows.len());
+                let (mut tasks, mut levels): (Vec<Task>, Vec<(usize, usize)>) = Default::default();
+                let mut base = 0;
+                for (number, (rank, takes, count, wants_gradient)) in rows.into_iter().enumerate() {
+                    if number == cut {
+                        base = levels.iter().map(|(_, level)| level + 1).max().unwrap_or(0);
+                    }
+                    let takes: Vec<usize> = if levels.is_empty() {
+                        Vec::new()
+                    } else {
+                        takes.iter().map(|take| take.index(levels.len())).collect()
+                    };
+                    let behind = |&value: &usize| levels[value].1 + usize::from(levels[value].0 != rank);
+                    let level = takes.iter().map(behind).max().unwrap_or(0).max(base);
+                    levels.extend((0..count).map(|_| (rank, level)));
+                    let mut task = task(rank, level, &takes, count);
+                    task.makes.iter_mut().for_each(|made| made.wants_gradient = wants_gradient);
+                    tasks.push(task);
+                }
+                let seeds = seeds.iter().map(|seed| seed.index(levels.len())).collect();
+                (tasks, cut, seeds)
+            },
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn random_tasks_become_stages_that_can_be_scheduled((tasks, cut, seeds) in recordings()) {
+            let mut layout = Layout::new();
+            layout.extend(tasks[..cut].to_vec(), true).unwrap();
+            layout.extend(tasks[cut..].to_vec(), false).unwrap();
+            layout.finish(&seeds, &[0]).unwrap();
+            let mut seen: Vec<usize> = layout.stages().iter().flat_map(|stage| stage.tasks.clone()).collect();
+            seen.sort_unstable();
+            prop_assert!(seen.into_iter().eq(0..tasks.len()), "each task is in one stage");
+            for (number, stage) in layout.stages().iter().enumerate() {
+                prop_assert!(stage.tasks.is_sorted());
+                prop_assert!(stage.tasks.iter().all(|&task| tasks[task].rank == stage.rank));
+                // Whatever a task takes is made before it in its stage, or arrives from an earlier stage.
+                for value in stage.tasks.iter().flat_map(|&task| &tasks[task].takes) {
+                    let maker = layout.stage_of(*value).unwrap();
+                    let arrives = stage.takes.get(&maker).is_some_and(|values| values.contains(value));
+                    prop_assert_eq!(arrives, maker != number);
+                    prop_assert!(maker <= number);
+                    prop_assert!(maker == number || layout.stages()[maker].exports.contains(value));
+                }
+            }
+            for schedule in Schedule::ALL {
+                let graph = layout.graph(3, 4, Link { latency: 3, bytes_per_tick: 1 }).unwrap();
+                prop_assert!(plan(&graph, schedule, Bounds::default()).is_ok());
+            }
+        }
+    }
+}
