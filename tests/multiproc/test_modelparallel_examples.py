@@ -1,0 +1,67 @@
+"""The examples of pipelines learn, and a benchmark's model lies on its ranks in equal parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _examples_body(root):
+    """Every example as a script would run it, one after the other in the same processes."""
+    import math
+    import runpy
+    import sys
+
+    import smdistributed.modelparallel.torch as smp
+
+    lines = [
+        "digits --epochs 3",
+        "digits --epochs 3 --manual --pipeline simple",
+        "resnet18 --epochs 1 --steps 3 --width 8 --batch 32",
+        "gpt --partitions 4 --pipeline zero_bubble --layers 4 --width 32 --length 32 --steps 20",
+    ]
+    found = []
+    for line in lines:
+        name, *words = line.split()
+        script = f"{root}/examples/modelparallel_{name}.py"
+        sys.argv = [script, *words]
+        left = runpy.run_path(script, run_name="__main__")
+        found.append((float(left["loss"]), int(left.get("right", 0))))
+        del left
+        smp.shutdown()
+    assert all(math.isfinite(loss) for loss, _ in found), found
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_the_examples_run():
+    pytest.importorskip("sklearn")
+    found = run_ranks(_examples_body, 4, str(ROOT), timeout=170)
+    # Ranks of a pipeline see one loss, and replicas the same test.
+    assert found[0] == found[1], found
+    automatic, manual, _, gpt = found[0]
+    assert min(automatic[1], manual[1]) > 128, "of 256 digits"
+    assert gpt[0] < 5.5, "nats for each of 256 bytes, of which not all are as frequent"
+
+
+def _memory_body(root):
+    import sys
+
+    sys.path.insert(0, f"{root}/benches/modelparallel")
+    import memory
+
+    return memory.measure(4, 24, 640)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_never_holds_the_whole_model():
+    found = run_ranks(_memory_body, 4, str(ROOT), timeout=110)
+    whole = found[0][0]
+    assert sum(held for _, held, _ in found) == whole
+    assert max(held for _, held, _ in found) <= 0.30 * whole, found
+    assert max(grown for *_, grown in found) < 0.75 * whole, found

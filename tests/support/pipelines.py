@@ -1,0 +1,129 @@
+"""Steps of a pipeline beside the same steps of one process: every output, gradient, parameter and buffer."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from support.models import MODELS, Case
+
+STEPS = 5
+#: The difference that is allowed, as a part of the largest number of a tensor.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+class Worst:
+    """The largest difference that was seen, and where."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance, self.difference, self.where = tolerance, 0.0, ""
+
+    def look(self, where: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compares two tensors."""
+        assert ours.shape == expected.shape, f"{where}: {ours.shape} instead of {expected.shape}"
+        if not expected.numel():
+            return
+        scale = max(expected.abs().max().item(), 1e-3)
+        difference = (ours.double() - expected.double()).abs().max().item() / scale
+        # Not a number is no small difference.
+        if not difference <= self.difference:
+            self.difference, self.where = difference, where
+
+    def check(self, case: str) -> None:
+        """Fails if it is too large."""
+        assert self.difference <= self.tolerance, f"{case}: {self.where} is off by {self.difference:.1e}"
+
+
+def _place(case: Case, partitions: int, looped: bool) -> None:
+    """Rows of neighbouring pieces go to the partitions; `looped`, two rows to each."""
+    rows = partitions * (2 if looped and len(case.pieces) >= 2 * partitions else 1)
+    for place, piece in enumerate(case.pieces):
+        place = case.together[0] if place in case.together else place
+        smp.set_partition(piece, place * rows // len(case.pieces) % partitions)
+
+
+def _batch(case: Case, number: int) -> list[torch.Tensor]:
+    dtype = torch.get_default_dtype()
+    return [each.to(dtype) if each.is_floating_point() else each for each in case.batch(number)]
+
+
+def run_case(name: str, partitions: int, microbatches: int, pipeline: str, looped: bool = False) -> float:
+    """Five steps of one row of the table, in torch's default type; returns the largest difference."""
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": microbatches,
+            "pipeline": pipeline,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    worst = Worst(TOLERANCES[torch.get_default_dtype()])
+    torch.manual_seed(7)
+    case = MODELS[name]()
+    alone = copy.deepcopy(case.model) if name != "checkpointed" else MODELS[name]().model
+    alone.load_state_dict(case.model.state_dict())
+    _place(case, partitions, looped)
+    model = smp.DistributedModel(case.model)
+    # With a momentum, since that follows gradients of any size alike: Adam turns rounding where a gradient is 0 into steps.
+    optimizers = [
+        smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)),
+        torch.optim.SGD(alone.parameters(), lr=0.02, momentum=0.9),
+    ]
+
+    @smp.step
+    def step(model: nn.Module, *batch: torch.Tensor) -> Any:
+        outputs = case.body(model, *batch)
+        model.backward(outputs[0])
+        return outputs
+
+    for number in range(STEPS):
+        batch = _batch(case, number)
+        torch.manual_seed(number)
+        outputs = step(model, *batch)
+        torch.manual_seed(number)
+        expected = []
+        for piece in zip(*(each.chunk(microbatches) for each in batch), strict=True):
+            expected.append(case.body(alone, *piece))
+            (expected[-1][0] / microbatches).backward()
+        for place, column in enumerate(zip(*expected, strict=True)):
+            for microbatch, (ours, theirs) in enumerate(zip(outputs[place], column, strict=True)):
+                if not isinstance(theirs, torch.Tensor):
+                    ours, theirs = torch.tensor(ours), torch.tensor(theirs)
+                worst.look(f"step {number}: output {place} of microbatch {microbatch}", ours, theirs)
+        reference = dict(alone.named_parameters())
+        for path, parameter in model.local_named_parameters():
+            theirs = reference[path].grad
+            assert (parameter.grad is None) == (theirs is None), f"{name}, step {number}: gradient of `{path}`"
+            if theirs is not None:
+                worst.look(f"step {number}: gradient of `{path}`", parameter.grad, theirs)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for path, parameter in model.local_named_parameters():
+        worst.look(f"`{path}` after {STEPS} steps", parameter, reference[path])
+    buffers = dict(alone.named_buffers())
+    for path, buffer in model.local_named_buffers():
+        worst.look(f"buffer `{path}`", buffer, buffers[path])
+    worst.check(f"{name}, {partitions} partitions, {microbatches} microbatches, {pipeline}{', looped' * looped}")
+    smp.shutdown()
+    return worst.difference
+
+
+def run_table(
+    dtype: torch.dtype, partitions: int, rows: list[tuple[int, str, bool]], names: list[str] | None = None
+) -> dict[str, float]:
+    """Rows (microbatches, schedule, looped) with every model; returns the largest difference of each model."""
+    torch.set_default_dtype(dtype)
+    found: dict[str, float] = {}
+    start = time.monotonic()
+    for name in names or MODELS:
+        for microbatches, pipeline, looped in rows:
+            found[name] = max(found.get(name, 0.0), run_case(name, partitions, microbatches, pipeline, looped))
+    print(f"{len(found) * len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
+    return found
