@@ -206,5 +206,6 @@ def _body():
     _there_and_back_body(torch, smp)
 
 
+@pytest.mark.timeout(200)
 def test_replicas_and_differing_microbatches():
-    run_ranks(_body, 4, timeout=110)
+    run_ranks(_body, 4, timeout=180)
