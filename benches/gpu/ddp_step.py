@@ -1,6 +1,7 @@
 """What data parallelism adds to a training step on GPUs: ours beside torch's DistributedDataParallel, in one run.
 
     smdrun -n 4 benches/gpu/ddp_step.py --cases 124M:8 350M:1 1.5B:2 124M:32 --rounds 5
+    smdrun -n 4 benches/gpu/ddp_step.py --cases 1.5B:2 --copies
 
 Every round runs every variant once, in another order each time: warm-up steps first, then timed ones between two
 synchronisations of all ranks. A step is forward, backward and a fused SGD step, under bf16 autocast. The exposed time
@@ -18,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as c10d
+from copies import Copies
 from gpt import CONTEXT, GPT, SIZES, VOCABULARY
 
 import smdistributed.dataparallel.torch.distributed as dist
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ours", nargs="+", type=float, default=[0], help="bucket sizes in MiB; 0 is the default")
     parser.add_argument("--local", action="store_true", help="ours once more, without anybody to reduce with")
+    parser.add_argument("--copies", action="store_true", help="what copy engines would expose at the least (copies.py)")
     parser.add_argument("--torch", nargs="+", default=list(TORCH_VARIANTS), choices=list(TORCH_VARIANTS))
     parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
@@ -80,6 +83,9 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
         # Groups are made by all ranks.
         own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
         variants["ours, local"] = lambda: OurDDP(model, device_ids=[torch.cuda.current_device()], process_group=own)
+    if arguments.copies:
+        variants["copies"] = lambda: Copies(model, staged=False)
+        variants["copies, staged"] = lambda: Copies(model, staged=True)
     for variant in arguments.torch:
         variants[variant] = lambda variant=variant: TorchDDP(
             model, device_ids=[torch.cuda.current_device()], **TORCH_VARIANTS[variant]
@@ -96,6 +102,8 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
                 timed(wrapped, model, tokens, arguments, trace and f"{trace}/{name}-{batch}-{variant}.json")
             )
             peaks[variant] = max(peaks.get(variant, 0), torch.cuda.max_memory_allocated() / 2**30)
+            if isinstance(wrapped, Copies):
+                wrapped.close()
             del wrapped
             model.zero_grad(set_to_none=True)
             gc.collect()

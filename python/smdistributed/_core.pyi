@@ -71,8 +71,8 @@ def process_sets() -> list[tuple[int, list[int]]]:
 def measured_bucket_bytes(group: int = 0) -> int | None:
     """How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group."""
 
-def bucket_bytes(bucket_cap_mb: float | None = None) -> int:
-    """The size in bytes of a bucket of so many MiB, or the default."""
+def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
+    """The size in bytes of a bucket of so many MiB, or the default: of gradients on a device or in the CPU's memory."""
 
 def bucket_sizes(cap_bytes: int) -> list[int]:
     """The sizes of the first bucket and of all others, in bytes, if none may be larger than this."""

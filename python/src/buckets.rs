@@ -5,11 +5,11 @@ use smd_core::reducer;
 
 use crate::enter::enter;
 
-/// The size in bytes of a bucket of so many MiB, or the default.
+/// The size in bytes of a bucket of so many MiB, or the default: of gradients on a device or in the CPU's memory.
 #[pyfunction]
-#[pyo3(signature = (bucket_cap_mb=None))]
-pub fn bucket_bytes(py: Python<'_>, bucket_cap_mb: Option<f64>) -> PyResult<usize> {
-    enter(py, || reducer::bucket_bytes(bucket_cap_mb))
+#[pyo3(signature = (bucket_cap_mb=None, on_device=false))]
+pub fn bucket_bytes(py: Python<'_>, bucket_cap_mb: Option<f64>, on_device: bool) -> PyResult<usize> {
+    enter(py, || reducer::bucket_bytes(bucket_cap_mb, on_device))
 }
 
 /// The sizes of the first bucket and of all others, in bytes, if none may be larger than this.

@@ -337,3 +337,41 @@ def smddp_body():
 def test_torch_over_the_backend():
     failed = run_ranks(smddp_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
+
+
+def abandoned_body():
+    import time
+
+    torch, c10d, dist, rank, _ = start_on_device()
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+    model = DDP(_models(torch)[0][1].cuda(), device_ids=[torch.cuda.current_device()], bucket_cap_mb=0.5)
+    step, start = 0, 0.0
+
+    def interrupt(gradient):
+        # The last layer's gradient is reduced already.
+        if rank == 1 and step == 3:
+            raise ArithmeticError("the script's own")
+        return gradient
+
+    model.module[0].weight.register_hook(interrupt)
+    texts = []
+    while len(texts) < 2:
+        step += 1
+        try:
+            start = time.monotonic()
+            model(torch.randn(16, 64, device="cuda")).square().mean().backward()
+            torch.cuda.synchronize()
+        except Exception as error:
+            texts.append((f"{type(error).__name__}: {error}", time.monotonic() - start))
+    # Who ended at once would be missed for that.
+    dist.barrier()
+    c10d.destroy_process_group()
+    return texts
+
+
+def test_a_rank_that_cannot_go_on_in_the_middle_is_named():
+    texts = run_ranks(abandoned_body, 2, env={"SMD_TIMEOUT_SECONDS": "60"}, timeout=90)
+    assert "ArithmeticError: the script's own" in texts[1][0][0], texts
+    assert "rank 1" in texts[0][0][0], texts
+    assert all(seconds < 10 for rank in texts for _, seconds in rank), texts

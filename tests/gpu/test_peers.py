@@ -13,7 +13,7 @@ from support.devices import NUM_DEVICES, needs_two
 pytestmark = [pytest.mark.timeout(120), needs_two]
 
 #: Less than a vector, whole ones and not, one block and many, one shot and two.
-SIZES = (0, 1, 7, 1000, 4096, 65_537, 700_001)
+SIZES = (0, 1, 7, 1000, 4096, 65_537, 300_007, 700_001)
 CASES = [
     ("float32", "sum"),
     ("float32", "average"),
@@ -89,6 +89,20 @@ def bits_body():
         dist.reduce_scatter_tensor(expected, whole, dist.ReduceOp.AVERAGE)
         if text := _differ(torch, found, expected):
             failed.append(f"reduce_scatter {elems}: {text}")
+    for elems in SIZES:
+        # NCCL would not reduce these; blocks of several lengths are reduced to one member after the other.
+        expected = _values(torch, torch.int16, elems, rank)
+        x, root = expected.cuda(), elems % size
+        for tensor in (x, expected):
+            dist.reduce(tensor, root)
+        if text := _differ(torch, x, expected):
+            failed.append(f"reduce int16 {elems}: {text}")
+        blocks = [_values(torch, torch.int16, elems + to, rank + to) for to in range(size)]
+        found, expected = (torch.zeros(elems + rank, dtype=torch.int16, device=device) for device in ("cuda", "cpu"))
+        dist.reduce_scatter(found, [block.cuda() for block in blocks])
+        dist.reduce_scatter(expected, blocks)
+        if text := _differ(torch, found, expected):
+            failed.append(f"reduce_scatter int16 {elems} and more: {text}")
     # NCCL has no such type, so what is larger than the staging memory goes through it in pieces.
     expected = _values(torch, torch.int16, (9 << 20) + 5, rank)
     x = expected.cuda()

@@ -6,11 +6,12 @@ from smdistributed import _core
 from smdistributed._common import errors
 
 
-def bucket_bytes(bucket_cap_mb: float | None) -> int:
+def bucket_bytes(bucket_cap_mb: float | None, on_device: bool = False) -> int:
     """The size of a bucket in bytes.
 
     Args:
-        bucket_cap_mb: In MiB; ``None`` means 25.
+        bucket_cap_mb: In MiB; ``None`` means 25, or 100 on a device.
+        on_device: Whether the gradients are.
 
     Raises:
         ValueError: It is not positive, or not a multiple of 128 bytes.
@@ -18,6 +19,6 @@ def bucket_bytes(bucket_cap_mb: float | None) -> int:
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float, type(None))):
         raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")
     try:
-        return _core.bucket_bytes(bucket_cap_mb)
+        return _core.bucket_bytes(bucket_cap_mb, on_device)
     except errors.InvalidArgumentError as error:
         raise ValueError(str(error)) from None

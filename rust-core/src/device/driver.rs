@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use parking_lot::Mutex;
 
+use super::ending::{self, Visit};
 use crate::error::{Error, Result};
 
 /// CUDA's answer as a result; `doing` says what was asked for.
@@ -134,20 +135,21 @@ impl Context {
     /// Makes this context current for the calling thread until the guard is dropped (DEV-3).
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`]; [`Error::Closed`] when the process ends (DEV-5).
     pub fn enter(&self) -> Result<Entered> {
+        let visit = ending::visit()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
         let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
         check(asked, || "asking for the current CUDA context".into())?;
         if current == self.raw {
-            return Ok(Entered { pushed: false, not_send: std::marker::PhantomData });
+            return Ok(Entered { pushed: false, visit, not_send: std::marker::PhantomData });
         }
         // SAFETY: the context is never released.
         check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }, || {
             format!("entering the context of `cuda:{}`", self.device)
         })?;
-        Ok(Entered { pushed: true, not_send: std::marker::PhantomData })
+        Ok(Entered { pushed: true, visit, not_send: std::marker::PhantomData })
     }
 
     /// Whether kernels on this device can read and write the memory of the device at `pci` (as in
@@ -193,6 +195,8 @@ impl Context {
 #[derive(Debug)]
 pub struct Entered {
     pushed: bool,
+    #[expect(dead_code, reason = "held (DEV-5)")]
+    visit: Visit,
     /// What is current belongs to the thread.
     not_send: std::marker::PhantomData<*const ()>,
 }

@@ -3,6 +3,7 @@
 use cudarc::driver::sys::{self, CUresult};
 
 use super::driver::{Context, check};
+use super::ending;
 use super::stream::Stream;
 use crate::error::Result;
 
@@ -55,6 +56,7 @@ impl Event {
     /// # Errors
     /// [`crate::Error::Device`], also for a failure of that work.
     pub fn is_done(&self) -> Result<bool> {
+        let _visit = ending::visit()?;
         // SAFETY: the event lives; asking needs no current context.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`driver`] | whether there is CUDA, a device's primary context, its properties, answers as errors |
 //! | [`stream`] | a stream, ours or the framework's |
+//! | [`ending`] | nothing is called any more when the process ends |
 //! | [`event`] | a place in a stream that another one waits for |
 //! | [`memory`] | memory of the device, memory of a peer's device, host memory that the device sees |
 //! | [`kernel`] | kernels compiled from source at run time, and their launch |
@@ -17,6 +18,7 @@
 //! - DEV-4: nothing here waits for the device unless its name says so (`synchronize`, `read`, `write`).
 
 pub mod driver;
+pub(crate) mod ending;
 pub mod event;
 pub mod kernel;
 pub mod memory;

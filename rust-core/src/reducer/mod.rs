@@ -140,6 +140,9 @@ pub struct Options {
 impl Options {
     /// 25 MiB: large enough that a reduction is bound by bandwidth, small enough to overlap.
     pub const DEFAULT_BUCKET_BYTES: usize = 25 << 20;
+    /// The same on devices, where gradients of some size are reduced where they lie, so that a bucket is hardly any memory:
+    /// few long reductions leave more of the device to the computation than many short ones.
+    pub const DEFAULT_DEVICE_BUCKET_BYTES: usize = 100 << 20;
     /// 1 MiB.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
     /// See [`Options::sets_apart`].

@@ -9,12 +9,15 @@ const MULTIPLE_BYTES: usize = 128;
 /// Larger than any memory, and exact as a float.
 const MAX_BYTES: f64 = (1u64 << 62) as f64;
 
-/// The size of a bucket of `mib` MiB, in bytes; [`Options::DEFAULT_BUCKET_BYTES`] where the script does not say.
+/// The size of a bucket of `mib` MiB, in bytes. Where the script does not say: [`Options::DEFAULT_BUCKET_BYTES`], or
+/// [`Options::DEFAULT_DEVICE_BUCKET_BYTES`] for gradients on a device.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if it is not positive, or not a multiple of 128 bytes.
-pub fn bucket_bytes(mib: Option<f64>) -> Result<usize> {
-    let Some(mib) = mib else { return Ok(Options::DEFAULT_BUCKET_BYTES) };
+pub fn bucket_bytes(mib: Option<f64>, on_device: bool) -> Result<usize> {
+    let Some(mib) = mib else {
+        return Ok(if on_device { Options::DEFAULT_DEVICE_BUCKET_BYTES } else { Options::DEFAULT_BUCKET_BYTES });
+    };
     let bytes = mib * MIB;
     // Also refuses what is no number.
     if !(bytes > 0.0 && bytes < MAX_BYTES) {
@@ -40,11 +43,12 @@ mod tests {
 
     #[test]
     fn sizes_are_whole_multiples() {
-        assert_eq!(bucket_bytes(None).unwrap(), 25 << 20);
-        assert_eq!(bucket_bytes(Some(1.0)).unwrap(), 1 << 20);
-        assert_eq!(bucket_bytes(Some(256.0 / MIB)).unwrap(), 256);
+        assert_eq!(bucket_bytes(None, false).unwrap(), 25 << 20);
+        assert_eq!(bucket_bytes(None, true).unwrap(), 100 << 20);
+        assert_eq!(bucket_bytes(Some(1.0), true).unwrap(), 1 << 20);
+        assert_eq!(bucket_bytes(Some(256.0 / MIB), false).unwrap(), 256);
         for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300, 100.0 / MIB, 1.00001] {
-            let text = bucket_bytes(Some(wrong)).unwrap_err().to_string();
+            let text = bucket_bytes(Some(wrong), false).unwrap_err().to_string();
             assert!(text.starts_with("`bucket_cap_mb` is "), "{text}");
         }
     }

@@ -26,6 +26,7 @@ use parking_lot::Mutex;
 
 use crate::collectives::Communicator;
 use crate::config;
+use crate::device::ending;
 use crate::error::{Error, Result};
 use crate::trace;
 use crate::world::env::{self, Launch, Launcher};
@@ -142,7 +143,7 @@ pub fn shutdown() {
 
 /// What a process calls before it ends: [`shutdown`], and then, if it serves the rendezvous, waits until the other
 /// ranks have left too, since their notices would end with it. After a failure it waits only a moment. A process that
-/// uses MPI ends it here, together with the others.
+/// uses MPI ends it here, together with the others. Devices are not called after that.
 pub fn finish() {
     if fork::is_child() {
         return;
@@ -150,6 +151,7 @@ pub fn finish() {
     hosts::leave_mpi();
     shutdown();
     serve::linger();
+    ending::begin();
 }
 
 fn refuse_child() -> Result<()> {

@@ -16,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Cuda;
 use crate::collectives::Done;
 use crate::device::driver::relaxed;
-use crate::device::{Event, Stream};
+use crate::device::{Context, Event, Stream, ending};
 use crate::error::{Error, Result};
 
 /// How long the thread looks without a nap after something happened: most operations take less.
@@ -29,6 +29,8 @@ pub(crate) struct Flying {
     owner: Arc<Cuda>,
     during: String,
     landed: Event,
+    /// Why not everything was queued: told when what was has landed, since its memory is in use so long.
+    error: Option<Error>,
 }
 
 struct Landings {
@@ -39,11 +41,18 @@ struct Landings {
 static LANDINGS: Landings = Landings { new: Mutex::new(Vec::new()), added: Condvar::new() };
 
 impl Flying {
-    pub(super) fn new(owner: &Arc<Cuda>, during: String, stream: &Stream) -> Result<Self> {
+    /// Before something is queued whose memory lives until it has landed: what can fail here must not fail then.
+    pub(super) fn prepare(owner: &Arc<Cuda>, during: String, context: &'static Context) -> Result<Self> {
         start()?;
-        let landed = Event::new(stream.context())?;
-        landed.record(stream)?;
-        Ok(Self { owner: owner.clone(), during, landed })
+        Ok(Self { owner: owner.clone(), during, landed: Event::new(context)?, error: None })
+    }
+
+    /// What `stream` was given so far, also if not all of it could be queued.
+    pub(super) fn depart(mut self, queued: Result<()>, stream: &Stream) -> Result<Self> {
+        self.error = queued.err();
+        // A stream that cannot be marked is one of a device that failed, which does not make anybody wait.
+        self.landed.record(stream).inspect_err(|_| drop(stream.synchronize()))?;
+        Ok(self)
     }
 
     /// Has `done` called when the device gets there, or with what ended the group's operations before that.
@@ -57,7 +66,7 @@ impl Flying {
         match self.landed.is_done() {
             Ok(false) => None,
             // What was aborted is done as well.
-            Ok(true) => Some(self.owner.check(|| self.during.clone())),
+            Ok(true) => Some(self.owner.check(|| self.during.clone()).and(self.error.clone().map_or(Ok(()), Err))),
             Err(error) => Some(self.owner.check(|| self.during.clone()).and(Err(error))),
         }
     }
@@ -84,6 +93,7 @@ fn work() {
             }
             flying.append(&mut new);
         }
+        let Ok(_visit) = ending::visit() else { return };
         // Some stream of the process may be under capture, which must not mind what is asked.
         let outcomes: Vec<_> = relaxed(|| flying.iter().map(|(each, _)| each.outcome()).collect());
         if outcomes.iter().all(Option::is_none) {

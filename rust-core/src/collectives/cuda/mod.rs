@@ -6,7 +6,7 @@
 //!   Whose stream must not wait for other members gives the operation to a stream of the group's, which begins when the
 //!   views' stream has got so far, and is told when the device is done ([`landing`]).
 //! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
-//!   for them. A member uses one device; another one makes another part.
+//!   for them; messages to oneself need none. A member uses one device; another one makes another part.
 //! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
 //!   would wait for the device. Only when an operation is stuck are the members' calls compared ([`watch`]), or when
 //!   kernels of ours find that they differ.
@@ -20,11 +20,11 @@
 mod landing;
 mod measure;
 mod p2p;
+mod part;
 mod queue;
 mod tune;
 mod watch;
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
@@ -36,23 +36,24 @@ use super::call::{self, Call};
 use crate::buffer::Device;
 use crate::config;
 use crate::device::nccl::{Comm, UniqueId};
-use crate::device::{Context, Event, Priority, Stream};
+use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP, Wait};
 use crate::world::{Monitor, Store, host};
 pub(crate) use landing::Flying;
 use p2p::Peers;
+use part::Part;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
 const COMPARED: usize = 64;
 /// How long the news of a death may take after NCCL has lost a connection.
 const NEWS_TIME: Duration = Duration::from_secs(2);
+/// How long a look at the store takes at most, when time is up.
+const LAST_LOOK: Duration = Duration::from_millis(100);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a member that is done keeps its memory for the others before it leaves it to the process's end.
 const RETIRE_LIMIT: Duration = Duration::from_secs(60);
-/// How long an abort waits for the thread that is inside an operation, before it goes ahead (NCL-2).
-const TURN_LIMIT: Duration = Duration::from_secs(1);
 
 /// The CUDA side of one group.
 pub(super) struct Cuda {
@@ -71,39 +72,6 @@ pub(super) struct Cuda {
     failed: OnceLock<Error>,
     /// What suits a reducer, if it was measured.
     bucket_bytes: OnceLock<usize>,
-}
-
-/// One device's communicator, and what is under way on it.
-pub(super) struct Part {
-    number: u64,
-    comm: Comm,
-    /// For small operations, where the members' devices reach each other.
-    peers: Option<Peers>,
-    /// For operations that do not go to their views' stream.
-    stream: OnceLock<Stream>,
-    turn: Mutex<()>,
-    flights: Mutex<Flights>,
-}
-
-#[derive(Default)]
-struct Flights {
-    queue: VecDeque<Flight>,
-    /// Operations so far, without messages, of which every pair has its own number.
-    collectives: u64,
-    /// Events of flights that have landed.
-    events: Vec<Event>,
-}
-
-/// Operations that were queued together and are not known to be done.
-struct Flight {
-    requests: Box<[Request]>,
-    /// How many collectives were called before it.
-    position: u64,
-    /// How many calls each of them made this member's peers see so far, where they are such calls.
-    peer_calls: Box<[u32]>,
-    since: Instant,
-    timeout: Duration,
-    done: Event,
 }
 
 impl Cuda {
@@ -126,6 +94,12 @@ impl Cuda {
     /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
     pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
         let Some((first, stream)) = self.accept_all(requests)? else { return Ok(()) };
+        if let Some(copies) = queue::to_oneself(requests, self.members.me)? {
+            // SAFETY: the requests' promise for their views, all of which are on this device.
+            return copies.iter().try_for_each(|(from, to)| unsafe {
+                memory::copy(to.ptr() as u64, from.ptr() as u64, from.bytes(), &stream)
+            });
+        }
         let (context, device) = (stream.context(), stream.context().device());
         let capturing = stream.is_capturing()?;
         let part = match self.part(context) {
@@ -166,13 +140,14 @@ impl Cuda {
         own.wait(&ready)?;
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
-        part.queue(&moved, own, false, timeout, self).map_err(|error| self.explain(error, first))?;
-        Flying::new(self, self.describe(first), own)
+        let flying = Flying::prepare(self, self.describe(first), context)?;
+        let queued = part.queue(&moved, own, false, timeout, self).map_err(|error| self.explain(error, first));
+        flying.depart(queued, own)
     }
 
     /// What the group has queued into `stream` so far.
     pub(super) fn flying(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<Flying> {
-        Flying::new(self, during.to_owned(), stream)
+        Flying::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
     }
 
     /// Whether an operation on the device of `requests` can be queued without a wait for other members.
@@ -310,8 +285,7 @@ impl Cuda {
         if let Some(choice) = choice {
             let _ = self.bucket_bytes.set(choice.bucket_bytes);
         }
-        let (stream, turn, flights) = Default::default();
-        let part = Arc::new(Part { number, comm, peers, stream, turn, flights });
+        let part = Arc::new(Part::new(number, comm, peers));
         self.parts.write().push(part.clone());
         watch::add(self)?;
         Ok(part)
@@ -373,7 +347,8 @@ impl Cuda {
 
     /// What `rank` writes to `key`.
     fn read(&self, key: &str, rank: usize, wait: &Wait<'_>) -> Result<Vec<u8>> {
-        let remaining = wait.deadline.saturating_duration_since(Instant::now());
+        // At the limit, too, nobody is missed who has written: what took so long may have been this member.
+        let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
         self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
             Error::Timeout { missing, .. } => {
                 Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing }
@@ -434,85 +409,6 @@ impl Cuda {
             Request::Send { .. } | Request::Recv { .. } => Ok(()),
             _ => Call::describe(request, me, size).map(drop),
         }
-    }
-}
-
-impl Part {
-    fn queue(
-        &self,
-        requests: &[Request],
-        stream: &Stream,
-        capturing: bool,
-        timeout: Duration,
-        owner: &Cuda,
-    ) -> Result<()> {
-        let (me, size) = (owner.members.me, owner.members.size());
-        let _turn = self.turn.lock();
-        let _entered = stream.context().enter()?;
-        let mut peer_calls = Vec::new();
-        let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
-        if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
-            for request in requests {
-                // SAFETY: as below.
-                peer_calls.push(unsafe { peers.queue(request, stream) }?);
-            }
-        } else {
-            // SAFETY: `run` has checked the requests, and that all views are on this device and its stream.
-            let one = |request: &Request| unsafe { queue::queue(&self.comm, request, me, size, stream) };
-            match requests {
-                [request] => one(request)?,
-                several => self.comm.group(|| several.iter().try_for_each(one))?,
-            }
-        }
-        if capturing {
-            // Nothing is under way before the graph is launched, and then nobody tells.
-            return Ok(());
-        }
-        // Not while the flights are locked: a device whose queue is full makes this wait, and the watch must see why.
-        let known = self.flights.lock().events.pop();
-        let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
-        done.record(stream)?;
-        let mut flights = self.flights.lock();
-        let position = flights.collectives;
-        flights.collectives += requests.iter().filter(|request| !is_message(request)).count() as u64;
-        let since = Instant::now();
-        let peer_calls = peer_calls.into();
-        flights.queue.push_back(Flight { requests: requests.into(), position, peer_calls, since, timeout, done });
-        Ok(())
-    }
-
-    /// Forgets what is done; whether nothing is under way.
-    fn landed(&self) -> bool {
-        const KEPT: usize = 64;
-        let mut flights = self.flights.lock();
-        // What failed on the device is done as well, and told by CUDA to whoever asks next.
-        while flights.queue.front().is_some_and(|flight| flight.done.is_done().unwrap_or(true)) {
-            // Its error will speak of a flight that is done.
-            if self.peers.as_ref().is_some_and(|peers| peers.mismatch().is_some()) {
-                return false;
-            }
-            let Some(flight) = flights.queue.pop_front() else { break };
-            if flights.events.len() < KEPT {
-                flights.events.push(flight.done);
-            }
-        }
-        flights.queue.is_empty()
-    }
-
-    fn abort(&self) {
-        if let Some(peers) = &self.peers {
-            peers.abort();
-        }
-        let _turn = self.turn.try_lock_for(TURN_LIMIT);
-        self.comm.abort();
-    }
-
-    /// As [`Part::abort`], by a thread that may not wait.
-    fn abort_kernels(&self) {
-        if let Some(peers) = &self.peers {
-            peers.abort();
-        }
-        self.comm.abort();
     }
 }
 

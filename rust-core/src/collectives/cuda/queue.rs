@@ -104,6 +104,25 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
     }
 }
 
+/// What messages of member `me` to itself copy, if there are no others: from where, and to where. The n-th one that it
+/// sends is the n-th one that it receives.
+pub(super) fn to_oneself(requests: &[Request], me: usize) -> Result<Option<Vec<(TensorView, TensorView)>>> {
+    let (mut sent, mut received) = (Vec::new(), Vec::new());
+    for request in requests {
+        match request {
+            Request::Send { data, to, .. } if *to == me => sent.push(*data),
+            Request::Recv { data, from, .. } if *from == Some(me) => received.push(*data),
+            _ => return Ok(None),
+        }
+    }
+    if sent.len() != received.len() || sent.iter().zip(&received).any(|(from, to)| from.bytes() != to.bytes()) {
+        return Err(Error::InvalidArgument(
+            "messages to oneself on a device are sent and received together, each with as many bytes".to_owned(),
+        ));
+    }
+    Ok(Some(sent.into_iter().zip(received).collect()))
+}
+
 /// The start of blocks of equal length, which lie side by side, since the members do not know how the others' lie and
 /// must do the same.
 fn row(blocks: &[TensorView]) -> Result<Option<*mut u8>> {
@@ -124,12 +143,25 @@ mod tests {
     use super::*;
     use crate::buffer::{DType, Device};
 
+    fn view(start: usize, elems: usize) -> TensorView {
+        // SAFETY: nobody reads or writes through it.
+        unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
+    }
+
+    #[test]
+    fn messages_to_oneself_are_copies_in_order() {
+        let send = |start, elems, to| Request::Send { data: view(start, elems), to, tag: 0 };
+        let recv = |start, elems, from| Request::Recv { data: view(start, elems), from: Some(from), tag: 0 };
+        let own = to_oneself(&[recv(64, 4, 1), send(128, 4, 1), send(256, 3, 1), recv(192, 3, 1)], 1).unwrap().unwrap();
+        let addresses: Vec<_> = own.iter().map(|(from, to)| (from.ptr() as usize, to.ptr() as usize)).collect();
+        assert_eq!(addresses, [(128, 64), (256, 192)]);
+        assert!(to_oneself(&[recv(64, 4, 1), send(128, 4, 0)], 1).unwrap().is_none());
+        assert!(to_oneself(&[recv(64, 4, 1)], 1).is_err());
+        assert!(to_oneself(&[recv(64, 4, 1), send(128, 3, 1)], 1).is_err());
+    }
+
     #[test]
     fn a_row_is_equal_blocks_side_by_side() {
-        let view = |start: usize, elems: usize| {
-            // SAFETY: nobody reads or writes through it.
-            unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
-        };
         assert_eq!(row(&[view(64, 4), view(80, 4), view(96, 4)]).unwrap(), Some(64 as *mut u8));
         assert!(row(&[view(64, 4), view(96, 4), view(80, 4)]).is_err());
         assert_eq!(row(&[view(64, 4), view(80, 3)]).unwrap(), None);

@@ -14,6 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use super::{Cuda, Part, is_message};
 use crate::collectives::Request;
 use crate::device::driver::relaxed;
+use crate::device::ending;
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP};
 use crate::world::Departure;
@@ -51,7 +52,11 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     // Some stream of the process may be under capture, which must not mind what is asked.
     let start = || {
         spawn("smd-cuda-news", |group, _| look_for_news(group))?;
-        spawn("smd-cuda", |group, notes| relaxed(|| look_at(group, notes)))
+        spawn("smd-cuda", |group, notes| {
+            if let Ok(_visit) = ending::visit() {
+                relaxed(|| look_at(group, notes));
+            }
+        })
     };
     THREAD.get_or_init(start).clone()
 }

@@ -1,5 +1,6 @@
 // All-reduce and reduce-scatter between peers that write to each other's staging memory. TYPE is an element of number.cuh,
-// OP one of its operations, RANKS the number of members.
+// OP one of its operations, RANKS the number of members. A reduction to one member is an all-reduce that the others have no
+// output for.
 //
 // Every element is folded in rank order in its accumulation type and rounded once (COL-1), by one member (two shots) or by
 // each (one shot), so all members get the same bits, and the CPU's.
@@ -45,7 +46,9 @@ static __device__ __forceinline__ Vector load(const TYPE *from, u64 at, u64 elem
   return lanes.vector;
 }
 
+// Nothing, without a tensor.
 static __device__ __forceinline__ void store(TYPE *to, u64 at, u64 elems, bool whole, const Vector &vector) {
+  if (!to) return;
   if (whole && (at + 1) * LANES <= elems) {
     ((Vector *)to)[at] = vector;
     return;

@@ -70,7 +70,7 @@ class DistributedDataParallel(_TorchDDP):
         process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
             ours or the one of ``torch.distributed``.
         bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE`` measured on
-            GPUs, else 25.
+            GPUs, else 100 there and 25 on CPUs.
         dim: For torch's sake: inputs are not scattered.
         init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
@@ -142,7 +142,8 @@ class DistributedDataParallel(_TorchDDP):
         self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
         self.static_graph = bool(static_graph)
         self.bucket_bytes_cap_list = arguments.bucket_bytes_list(bucket_cap_mb_list)
-        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=arguments.bucket_bytes(bucket_cap_mb))
+        bucket_bytes = arguments.bucket_bytes(bucket_cap_mb, any(p.is_cuda for p in module.parameters()))
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=bucket_bytes)
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not self.bucket_bytes_cap_list
         self.gradient_accumulation_steps = arguments.accumulation_steps(gradient_accumulation_steps)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

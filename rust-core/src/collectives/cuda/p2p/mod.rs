@@ -38,6 +38,8 @@ const FINGERPRINT_BITS: u32 = 24;
 const HEADER_BYTES: usize = MAX_BLOCKS as usize * (MAX_RANKS + 1) * 8 + 256;
 /// Bytes that move as one.
 const VECTOR: usize = 16;
+/// Who has a reduction's result: no member's number.
+const ALL: u64 = u64::MAX;
 
 /// Words of the control block, which the host and the kernels see.
 const ABORT: usize = 0;
@@ -229,11 +231,12 @@ impl Peers {
     pub fn accepts(&self, request: &Request) -> bool {
         let most = self.tuning.lock().peer_bytes.min(self.piece_bytes());
         match request {
-            Request::AllReduce { input, op, .. } => input.bytes() <= most || nccl::reduction(input, *op).is_err(),
+            Request::AllReduce { input, op, .. } | Request::Reduce { input, op, .. } => {
+                input.bytes() <= most || nccl::reduction(input, *op).is_err()
+            }
             Request::ReduceScatter { inputs, output, op } => {
-                let equal = inputs.iter().all(|input| input.elems() == output.elems());
-                let fits = output.bytes() <= block_bytes(most, self.size);
-                equal && (fits || nccl::reduction(output, *op).is_err())
+                (is_even(inputs) && output.bytes() <= block_bytes(most, self.size))
+                    || nccl::reduction(output, *op).is_err()
             }
             _ => false,
         }
@@ -248,44 +251,88 @@ impl Peers {
     /// # Safety
     /// The views are as the request demands, on this device, until what is queued is done; `stream` is of this device.
     pub unsafe fn queue(&self, request: &Request, stream: &Stream) -> Result<u32> {
-        let tuning = self.tuning();
         let mut turn = self.turn.lock();
+        // SAFETY, for every call: the caller's promise.
         match request {
             Request::AllReduce { input, output, op } => {
-                let dtype = input.dtype();
-                for (start, elems) in pieces(input.elems(), self.piece_bytes() / dtype.size()) {
-                    let (input, output) = (input.slice(start, elems), output.slice(start, elems));
-                    let argument = AllReduceArgument {
-                        peers: self.argument(&[1, dtype as u64, *op as u64, elems as u64]),
-                        input: input.ptr() as u64,
-                        output: output.ptr() as u64,
-                        elems: elems as u64,
-                    };
-                    let way = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
-                    // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the
-                    // caller's promise.
-                    unsafe { self.launch(&mut turn, way, dtype, *op, &argument, stream)? };
-                }
+                // SAFETY: see above.
+                unsafe { self.reduce(&mut turn, input, Some(output), *op, ALL, stream)? };
+            }
+            Request::Reduce { input, output, op, root } => {
+                let output = (self.me == *root).then_some(output);
+                // SAFETY: see above.
+                unsafe { self.reduce(&mut turn, input, output, *op, *root as u64, stream)? };
+            }
+            Request::ReduceScatter { inputs, output, op } if is_even(inputs) => {
+                // SAFETY: see above.
+                unsafe { self.reduce_scatter(&mut turn, inputs, output, *op, stream)? };
             }
             Request::ReduceScatter { inputs, output, op } => {
-                let dtype = output.dtype();
-                for (start, elems) in pieces(output.elems(), block_bytes(self.piece_bytes(), self.size) / dtype.size())
-                {
-                    let output = output.slice(start, elems);
-                    let argument = ReduceScatterArgument {
-                        peers: self.argument(&[2, dtype as u64, *op as u64, elems as u64]),
-                        inputs: addresses(inputs, start, elems),
-                        output: output.ptr() as u64,
-                        elems: elems as u64,
-                    };
-                    let way = Way::reduce_scatter(output.bytes(), &tuning);
-                    // SAFETY: as above.
-                    unsafe { self.launch(&mut turn, way, dtype, *op, &argument, stream)? };
+                for (root, input) in inputs.iter().enumerate() {
+                    let output = (self.me == root).then_some(output);
+                    // SAFETY: see above.
+                    unsafe { self.reduce(&mut turn, input, output, *op, root as u64, stream)? };
                 }
             }
             _ => return Err(Error::Internal("an operation that peers do not have was queued for them".into())),
         }
         Ok(turn.calls)
+    }
+
+    /// Reduces to `output`, where this member has one; `who` says which members do.
+    ///
+    /// # Safety
+    /// As [`Peers::queue`].
+    unsafe fn reduce(
+        &self,
+        turn: &mut Turn,
+        input: &TensorView,
+        output: Option<&TensorView>,
+        op: ReduceOp,
+        who: u64,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (tuning, dtype) = (self.tuning(), input.dtype());
+        for (start, elems) in pieces(input.elems(), self.piece_bytes() / dtype.size()) {
+            let input = input.slice(start, elems);
+            let argument = AllReduceArgument {
+                peers: self.argument(&[1, dtype as u64, op as u64, elems as u64, who]),
+                input: input.ptr() as u64,
+                output: output.map_or(0, |output| output.slice(start, elems).ptr() as u64),
+                elems: elems as u64,
+            };
+            let way = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
+            // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the caller's
+            // promise.
+            unsafe { self.launch(turn, way, dtype, op, &argument, stream)? };
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Peers::queue`].
+    unsafe fn reduce_scatter(
+        &self,
+        turn: &mut Turn,
+        inputs: &[TensorView],
+        output: &TensorView,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (tuning, dtype) = (self.tuning(), output.dtype());
+        for (start, elems) in pieces(output.elems(), block_bytes(self.piece_bytes(), self.size) / dtype.size()) {
+            let output = output.slice(start, elems);
+            let argument = ReduceScatterArgument {
+                peers: self.argument(&[2, dtype as u64, op as u64, elems as u64]),
+                inputs: addresses(inputs, start, elems),
+                output: output.ptr() as u64,
+                elems: elems as u64,
+            };
+            let way = Way::reduce_scatter(output.bytes(), &tuning);
+            // SAFETY: as in `reduce`.
+            unsafe { self.launch(turn, way, dtype, op, &argument, stream)? };
+        }
+        Ok(())
     }
 
     /// Ends what waits in kernels now, and every later call: they return at once, without a result.
@@ -370,6 +417,11 @@ fn kernel(
     let ranks = size.to_string();
     let defines = [("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks.as_str())];
     Kernel::get(context, &SOURCE, entry, &defines)
+}
+
+/// Whether all members get blocks of one length.
+fn is_even(blocks: &[TensorView]) -> bool {
+    blocks.windows(2).all(|pair| pair[0].elems() == pair[1].elems())
 }
 
 /// `elems` elements as starts and lengths of at most `most`.
@@ -462,7 +514,7 @@ mod tests {
         for dtype in 0..12 {
             for op in 0..8 {
                 for elems in [1, 2, 3, 1000, 1001] {
-                    let print = fingerprint(&[1, dtype, op, elems]);
+                    let print = fingerprint(&[1, dtype, op, elems, ALL]);
                     assert!(print < 1 << FINGERPRINT_BITS);
                     assert!(seen.insert(print), "dtype {dtype}, op {op}, {elems} elements");
                 }
