@@ -9,9 +9,12 @@ import ctypes
 
 import torch
 import torch.distributed as c10d
-from torch.multiprocessing.reductions import reduce_tensor
 
 BUCKET_BYTES = 100 << 20
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class Copies:
@@ -28,22 +31,22 @@ class Copies:
         self.stream = torch.cuda.Stream(priority=-1)
         elems = BUCKET_BYTES // 4
         self.source, self.target, self.folded = (torch.zeros(elems, device="cuda") for _ in range(3))
-        # A place for each rank: pieces to be folded, and results.
-        self.places = torch.zeros(2, self.size, elems // self.size, device="cuda")
-        shared = [None] * self.size
-        c10d.all_gather_object(shared, reduce_tensor(self.places))
-        self.peers = [
-            self.places if rank == self.rank else rebuild(*arguments)
-            for rank, (rebuild, arguments) in enumerate(shared)
-        ]
-        runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0])
-        for peer in self.peers:
-            if peer.device != self.source.device:
-                runtime.cudaDeviceEnablePeerAccess(peer.device.index, 0)
-        # That it was enabled already, perhaps.
-        runtime.cudaGetLastError()
-        self._copy = runtime.cudaMemcpyAsync
+        # What was received to be folded; a place for each rank, as in the memory that the peers see.
+        self.pieces = torch.zeros(self.size, elems // self.size, device="cuda")
+        self.place_bytes = elems // self.size * 4
+        self.runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0])
+        self._copy = self.runtime.cudaMemcpyAsync
         self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        self.own = ctypes.c_void_p()
+        self._check(self.runtime.cudaMalloc(ctypes.byref(self.own), ctypes.c_size_t(2 * self.size * self.place_bytes)))
+        handle, shared = _Handle(), [b""] * self.size
+        self._check(self.runtime.cudaIpcGetMemHandle(ctypes.byref(handle), self.own))
+        c10d.all_gather_object(shared, bytes(handle))
+        self.peers = [ctypes.c_void_p() for _ in range(self.size)]
+        for rank, peer in enumerate(self.peers):
+            if rank != self.rank:
+                handle = _Handle.from_buffer_copy(shared[rank])
+                self._check(self.runtime.cudaIpcOpenMemHandle(ctypes.byref(peer), handle, 1))
         self.bytes, self.begun = 0, False
         self.hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in model.parameters()]
 
@@ -56,6 +59,12 @@ class Copies:
             hook.remove()
         torch.cuda.synchronize()
         c10d.barrier()
+        for rank, peer in enumerate(self.peers):
+            if rank != self.rank:
+                self._check(self.runtime.cudaIpcCloseMemHandle(peer))
+        torch.cuda.synchronize()
+        c10d.barrier()
+        self._check(self.runtime.cudaFree(self.own))
 
     def _ready(self, parameter: torch.Tensor) -> None:
         if not self.begun:
@@ -77,7 +86,7 @@ class Copies:
             self.bytes -= min(self.bytes, BUCKET_BYTES)
             self._push(0, self.source, part)
             with torch.cuda.stream(self.stream):
-                torch.sum(self.places[0, :, :part], 0, out=self.folded[:part])
+                torch.sum(self.pieces[:, :part], 0, out=self.folded[:part])
             self._push(1, self.folded, part)
             if self.staged:
                 with torch.cuda.stream(self.stream):
@@ -86,7 +95,11 @@ class Copies:
 
     def _push(self, which: int, source: torch.Tensor, part: int) -> None:
         for step in range(1, self.size):
-            place = self.peers[(self.rank + step) % self.size][which, self.rank]
-            answer = self._copy(place.data_ptr(), source.data_ptr(), 4 * part, 4, self.stream.cuda_stream)
-            if answer != 0:
-                raise RuntimeError(f"a copy failed with {answer}")
+            peer = (self.rank + step) % self.size
+            place = self.peers[peer].value + (which * self.size + self.rank) * self.place_bytes
+            begin = source.data_ptr() + (4 * part * peer if which == 0 else 0)
+            self._check(self._copy(place, begin, 4 * part, 4, self.stream.cuda_stream))
+
+    def _check(self, answer: int) -> None:
+        if answer != 0:
+            raise RuntimeError(f"CUDA's runtime answered {answer}")

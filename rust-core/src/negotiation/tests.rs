@@ -301,7 +301,7 @@ fn callers_that_wait_drive(make: Make) {
                     Pending::ask(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
                 assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
                 assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
-                if (step + rank.me) % 15 == 0 {
+                if (step + rank.me).is_multiple_of(15) {
                     // Longer than the negotiation's own thread stands aside.
                     std::thread::sleep(Duration::from_millis(4));
                 }
