@@ -6,8 +6,8 @@
 //!                                  ^------------- answers -------'-> the communicator's worker runs them
 //! ```
 //!
-//! - `machine` decides, as a value without threads; [`Negotiator`] is its thread, which waits for calls and
-//!   messages.
+//! - `machine` decides, as a value without threads; `work` takes calls and messages and does what it says, on the thread of
+//!   the [`Negotiator`] or on one that waits for a call ([`Asked`]).
 //! - A member tells its parent what all ranks behind it are ready for: a bit for each name that was agreed on before
 //!   (`cache`), a description for others. The root answers what all ranks are ready for. So nobody sends or receives
 //!   more than a few messages for whatever is ready together, whatever the numbers of ranks and tensors.

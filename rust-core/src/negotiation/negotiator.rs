@@ -227,7 +227,8 @@ impl Negotiator {
         }
         let free = name.clone();
         let is_over = Arc::new(AtomicBool::new(false));
-        let asked = Asked { shared: self.shared.clone(), is_over: is_over.clone() };
+        let is_seen_to = AtomicBool::new(!blocking);
+        let asked = Asked { shared: self.shared.clone(), is_over: is_over.clone(), is_seen_to };
         let done: Done = Box::new(move |result| {
             if unique {
                 // Before the caller hears of it, who may use the name again.
@@ -240,7 +241,7 @@ impl Negotiator {
             }
         });
         inbox.calls.push(Call::Named { name, requests, factors, description, blocking, since: Instant::now(), done });
-        // A caller that is going to wait comes to drive; should it not, the thread's next look finds the call.
+        // A caller that is going to wait comes to drive; should it not, dropping the handle wakes the thread.
         if !blocking {
             self.shared.wake(inbox);
         }
@@ -303,6 +304,16 @@ impl Call {
 pub struct Asked {
     shared: Arc<Shared>,
     is_over: Arc<AtomicBool>,
+    /// Whether the thread was woken for it, or the caller came to drive.
+    is_seen_to: AtomicBool,
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        if !self.is_seen_to.load(Ordering::Relaxed) && !self.is_over.load(Ordering::Acquire) {
+            self.shared.wake(self.shared.inbox.lock());
+        }
+    }
 }
 
 impl Asked {
@@ -311,6 +322,7 @@ impl Asked {
     pub fn drive(&self) -> bool {
         let shared = &*self.shared;
         let Some(transport) = shared.transport.get() else { return false };
+        self.is_seen_to.store(true, Ordering::Relaxed);
         shared.drivers.fetch_add(1, Ordering::SeqCst);
         let outcome = self.take_turns(&**transport);
         shared.driven.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
