@@ -117,6 +117,18 @@ def timeline_stage(kind: str, stage: int, microbatch: int, start: int) -> None:
     # Errors
     `ValueError` for another kind."""
 
+def start_names_timeline(path: str, mark_cycles: bool) -> None:
+    """From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing."""
+
+def stop_names_timeline() -> None:
+    """Ends that timeline; the file is complete when this returns."""
+
+def is_this_host(name: str) -> bool:
+    """Whether a name is this host's, or one of its addresses."""
+
+def next_hosts_update(seconds: float) -> tuple[float, int] | None:
+    """When the launcher of an elastic job found other hosts, and what changed; waits for such news."""
+
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""
 

@@ -36,6 +36,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_class::<pipeline::PipelineLayout>()?;
+    module.add_function(wrap_pyfunction!(launch::is_this_host, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::plan_pipeline, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_now, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_stage, module)?)?;

@@ -1,7 +1,10 @@
 //! Life cycle, ranks and groups.
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
 use smd_core::collectives::Request;
+use smd_core::negotiation::timeline;
 use smd_core::session::{self, InitOptions, Session};
 use smd_core::world::env;
 
@@ -127,6 +130,39 @@ fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
     })
 }
 
+/// When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
+/// or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session.
+#[pyfunction]
+fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>> {
+    let timeout = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+    enter(py, || {
+        let Ok(session) = session::current("next_hosts_update") else {
+            std::thread::sleep(timeout);
+            return Ok(None);
+        };
+        let update = session.next_hosts_updated(timeout);
+        Ok(update.map(|update| (update.at_micros as f64 / 1e6, update.kinds)))
+    })
+}
+
+/// From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing.
+#[pyfunction]
+fn start_names_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
+    with(py, "start_timeline", |session| match session.rank() {
+        0 => timeline::start(path, mark_cycles),
+        _ => Ok(()),
+    })
+}
+
+/// Ends that timeline; the file is complete when this returns.
+#[pyfunction]
+fn stop_names_timeline(py: Python<'_>) -> PyResult<()> {
+    enter(py, || {
+        timeline::stop();
+        Ok(())
+    })
+}
+
 /// Whether a launcher's variables are in the environment.
 #[pyfunction]
 fn is_launched(py: Python<'_>) -> PyResult<bool> {
@@ -166,6 +202,9 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(measured_bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(report_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(start_names_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;
     module.add_function(wrap_pyfunction!(is_launched, module)?)?;
     module.add_function(wrap_pyfunction!(missing_environment, module)?)
 }

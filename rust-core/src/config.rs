@@ -37,6 +37,10 @@ knobs! {
         "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it a key is derived from the launcher's variables.";
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",
         "`host:port` of a rendezvous that the launcher serves. Without it rank 0 serves one.";
+    WORKER = "SMD_WORKER", [], "",
+        "Name of this process in a job whose processes come and go, set by `smdrun elastic`: it then gets its rank from the launcher at each `init()`.";
+    ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
+        "Longest wait of such a job for enough slots, and of a process for its next rank, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
         "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Each group takes four times as much of every GPU's memory, once it is used there.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
@@ -45,6 +49,8 @@ knobs! {
         "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
         "After this time a collective that has a name and is not called by all ranks is told on standard error, with the ranks that are missing, and again after as long; in seconds.";
+    STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",
+        "1: no such warning.";
     STALL_SHUTDOWN_SECONDS = "SMD_STALL_SHUTDOWN_SECONDS", ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], "0",
         "After this time such a collective fails on every rank, and with it all that wait; in seconds. 0: not before `SMD_TIMEOUT_SECONDS`.";
     FUSION_BYTES = "SMD_FUSION_BYTES", ["HOROVOD_FUSION_THRESHOLD"], "67108864",
@@ -53,8 +59,12 @@ knobs! {
         "Names of collectives that a group remembers, so that a bit tells that one is ready again; 0: none. Rank 0 of the group says so for all.";
     DYNAMIC_PROCESS_SETS = "SMD_DYNAMIC_PROCESS_SETS", ["HOROVOD_DYNAMIC_PROCESS_SETS"], "0",
         "1: `horovod`'s process sets may be added and removed after `init()`.";
-    TIMELINE = "SMD_TIMELINE", ["HOROVOD_TIMELINE"], "",
-        "Path of a Chrome trace to write; Perfetto opens it.";
+    TIMELINE = "SMD_TIMELINE", [], "",
+        "Path of a Chrome trace to write, of what all ranks do; Perfetto opens it.";
+    NAMES_TIMELINE = "SMD_NAMES_TIMELINE", ["HOROVOD_TIMELINE"], "",
+        "Path of a Chrome trace to write, of collectives by name as rank 0 sees them, in the form of Horovod's timelines. `DYNAMIC`: none before `start_timeline`.";
+    NAMES_TIMELINE_MARK_CYCLES = "SMD_NAMES_TIMELINE_MARK_CYCLES", ["HOROVOD_TIMELINE_MARK_CYCLES"], "0",
+        "1: that trace marks each answer of the negotiation.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
         "What to log on standard error: error, warn, info, debug or trace.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",

@@ -38,13 +38,15 @@ pub enum Code {
     Device,
     /// A signal arrived during a wait.
     Interrupted,
+    /// The launcher has no place for this process any more.
+    Removed,
     /// An invariant of the core is broken: a bug in OpenSMD.
     Internal,
 }
 
 impl Code {
     /// Every code, in declaration order.
-    pub const ALL: [Code; 14] = [
+    pub const ALL: [Code; 15] = [
         Code::NotInitialized,
         Code::AlreadyInitialized,
         Code::Closed,
@@ -58,6 +60,7 @@ impl Code {
         Code::Io,
         Code::Device,
         Code::Interrupted,
+        Code::Removed,
         Code::Internal,
     ];
 
@@ -77,6 +80,7 @@ impl Code {
             Code::Io => "io",
             Code::Device => "device",
             Code::Interrupted => "interrupted",
+            Code::Removed => "removed",
             Code::Internal => "internal",
         }
     }
@@ -166,6 +170,9 @@ pub enum Error {
         /// The operation.
         during: String,
     },
+    /// See [`Code::Removed`].
+    #[error("this process has been removed from the elastic job: {0}")]
+    Removed(String),
     /// A bug in OpenSMD.
     #[error("internal error: {0} (this is a bug in OpenSMD: please report it)")]
     Internal(String),
@@ -199,6 +206,7 @@ impl Error {
             Error::Io { .. } => Code::Io,
             Error::Device { .. } => Code::Device,
             Error::Interrupted { .. } => Code::Interrupted,
+            Error::Removed(_) => Code::Removed,
             Error::Internal(_) => Code::Internal,
         }
     }

@@ -142,8 +142,7 @@ impl Drop for Span {
 /// # Errors
 /// [`Error::Io`] if the file cannot be opened for writing.
 pub fn start(rank: usize, first: bool) -> Result<()> {
-    // Horovod's word for "not now".
-    let Some(path) = config::TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
+    let Some(path) = config::TIMELINE.text() else { return Ok(()) };
     let open = |truncate: bool| {
         // Append mode makes each write a line of its own, whoever else writes (TRC-1); it excludes `truncate`.
         let file = OpenOptions::new().create(true).append(true).open(&path)?;

@@ -21,7 +21,8 @@ const LIMIT: Duration = Duration::from_secs(20);
 fn serve(size: usize) -> Server {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let key = JobKey::new(SECRET);
-    let options = server::Options { key, size, patience: Duration::ZERO, peer_timeout: Duration::from_secs(10) };
+    let options =
+        server::Options { key, size: Some(size), patience: Duration::ZERO, peer_timeout: Duration::from_secs(10) };
     Server::serve(listener, options).unwrap()
 }
 

@@ -117,6 +117,12 @@ class WaitInterruptedError(SmdistributedError):
     code = "interrupted"
 
 
+class RemovedError(SmdistributedError):
+    """The launcher has no place for this process any more: its host is gone from an elastic job."""
+
+    code = "removed"
+
+
 class InternalError(SmdistributedError):
     """A bug in OpenSMD."""
 
@@ -139,6 +145,7 @@ CLASSES: dict[str, type[SmdistributedError]] = {
         SystemCallError,
         DeviceError,
         WaitInterruptedError,
+        RemovedError,
         InternalError,
     )
 }

@@ -45,6 +45,22 @@ pub(super) struct Args {
     #[arg(long, hide = true)]
     pub horovod: bool,
 
+    /// Hosts and how many ranks each takes, such as `a:2,b:2`; by default all are here. Others are reached by `ssh`
+    #[arg(long, value_name = "HOSTS", value_parser = super::elastic::hosts)]
+    pub hosts: Option<super::elastic::HostList>,
+
+    /// Port of `ssh` on the other hosts
+    #[arg(long, value_name = "PORT")]
+    pub ssh_port: Option<u16>,
+
+    /// Key for `ssh`
+    #[arg(long, value_name = "FILE")]
+    pub ssh_identity_file: Option<PathBuf>,
+
+    /// With `--horovod`: lines begin with the time
+    #[arg(long, hide = true)]
+    pub prefix_timestamp: bool,
+
     /// Runs a module, as `python -m` does, instead of a script
     #[arg(short = 'm', long)]
     pub module: bool,

@@ -51,6 +51,34 @@ pub(super) struct Job {
     user: Vec<(String, String)>,
     /// Variables that are the rank.
     ranks: Vec<&'static str>,
+    /// Where each rank runs; empty if all run here.
+    seats: Vec<Seat>,
+    /// Ranks get the variables of `horovodrun`, too.
+    horovod: bool,
+}
+
+/// A rank's place on its host, and among the ranks with this local rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Seat {
+    pub host: String,
+    pub host_index: usize,
+    pub local: (usize, usize),
+    pub cross: (usize, usize),
+}
+
+/// Seats of the first `num_ranks` slots, host by host.
+pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<Seat> {
+    let slots =
+        hosts.iter().enumerate().flat_map(|(index, (host, slots))| (0..*slots).map(move |slot| (index, host, slot)));
+    let taken: Vec<(usize, &String, usize)> = slots.take(num_ranks).collect();
+    let count = |which: &dyn Fn(&(usize, &String, usize)) -> bool| taken.iter().filter(|one| which(one)).count();
+    let seat = |&(index, host, slot): &(usize, &String, usize)| Seat {
+        host: host.clone(),
+        host_index: index,
+        local: (slot, count(&|other| other.0 == index)),
+        cross: (count(&|other| other.2 == slot && other.0 < index), count(&|other| other.2 == slot)),
+    };
+    taken.iter().map(seat).collect()
 }
 
 impl Job {
@@ -91,12 +119,13 @@ impl Job {
         add_training_variables(&mut defaults, &mut shared, &distribution, num_ranks, script_dir.as_deref());
         let user = distribution.mpi_variables.iter().chain(env).cloned().collect();
         let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK"];
-        Ok(Self { num_ranks, defaults, shared, user, ranks })
+        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), horovod: false })
     }
 
     /// Adds the variables by which scripts for Horovod know their place.
     pub fn add_horovod(&mut self) {
         self.ranks.extend(["HOROVOD_RANK", "HOROVOD_LOCAL_RANK"]);
+        self.horovod = true;
         let size = self.num_ranks.to_string();
         let shared = [
             ("HOROVOD_SIZE", size.as_str()),
@@ -108,6 +137,48 @@ impl Job {
             ("HOROVOD_CPU_OPERATIONS", "gloo"),
         ];
         self.shared.extend(shared.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    }
+
+    /// Places the ranks on these hosts, in order.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if they have too few slots; [`Error::Io`] if another host is not found.
+    pub fn spread(&mut self, hosts: &[(String, usize)]) -> Result<()> {
+        let seats = seats(hosts, self.num_ranks);
+        if seats.len() < self.num_ranks {
+            return Err(Error::Config(format!(
+                "Requested more processes ({}) than there are available slots ({})",
+                self.num_ranks,
+                seats.len()
+            )));
+        }
+        if seats.iter().all(|seat| super::remote::is_here(&seat.host)) {
+            // Several names of this host are one host.
+            return Ok(());
+        }
+        let first = &seats[0].host;
+        let master = match super::remote::is_here(first) {
+            true => {
+                let other = seats.iter().find(|seat| !super::remote::is_here(&seat.host)).expect("not all are here");
+                super::remote::address_towards(&other.host)?.to_string()
+            }
+            false => first.clone(),
+        };
+        self.shared.insert("MASTER_ADDR".into(), master);
+        let last = seats.last().map_or(0, |seat| seat.host_index);
+        self.shared.insert("GROUP_WORLD_SIZE".into(), (last + 1).to_string());
+        self.seats = seats;
+        Ok(())
+    }
+
+    /// The host of a rank.
+    pub fn host(&self, rank: usize) -> &str {
+        self.seats.get(rank).map_or(HOST, |seat| &seat.host)
+    }
+
+    /// All hosts.
+    pub fn hosts(&self) -> impl Iterator<Item = &str> {
+        self.seats.iter().map(|seat| seat.host.as_str())
     }
 
     /// Adds how to find and enter the job.
@@ -122,22 +193,55 @@ impl Job {
         rank: usize,
         inherited: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> BTreeMap<OsString, OsString> {
-        let mut variables: BTreeMap<OsString, OsString> = inherited
-            .into_iter()
-            .filter(|(name, _)| {
-                let name = name.to_string_lossy();
-                !OTHER_LAUNCHERS.iter().any(|prefix| name.starts_with(prefix))
-            })
-            .collect();
+        let mut variables = without_launchers(inherited);
         for (name, value) in &self.defaults {
             variables.entry(name.into()).or_insert_with(|| value.into());
         }
         let ranks = self.ranks.iter().map(|name| (name.into(), rank.to_string().into()));
         variables.extend(self.shared.iter().map(|(name, value)| (name.into(), value.into())));
         variables.extend(ranks);
+        if let Some(seat) = self.seats.get(rank) {
+            variables.extend(seat.variables(self.horovod));
+        }
         variables.extend(self.user.iter().map(|(name, value)| (name.into(), value.into())));
         variables
     }
+}
+
+impl Seat {
+    fn variables(&self, horovod: bool) -> Vec<(OsString, OsString)> {
+        let mut variables = vec![
+            ("LOCAL_RANK", self.local.0.to_string()),
+            ("LOCAL_WORLD_SIZE", self.local.1.to_string()),
+            ("GROUP_RANK", self.host_index.to_string()),
+        ];
+        if horovod {
+            variables.extend(self.horovod_variables());
+        }
+        variables.into_iter().map(|(name, value)| (name.into(), value.into())).collect()
+    }
+
+    /// What `horovodrun` tells a rank of its place.
+    pub fn horovod_variables(&self) -> [(&'static str, String); 5] {
+        [
+            ("HOROVOD_LOCAL_RANK", self.local.0.to_string()),
+            ("HOROVOD_LOCAL_SIZE", self.local.1.to_string()),
+            ("HOROVOD_CROSS_RANK", self.cross.0.to_string()),
+            ("HOROVOD_CROSS_SIZE", self.cross.1.to_string()),
+            ("HOROVOD_HOSTNAME", self.host.clone()),
+        ]
+    }
+}
+
+/// What was inherited, less the marks of other launchers.
+pub(super) fn without_launchers(
+    inherited: impl IntoIterator<Item = (OsString, OsString)>,
+) -> BTreeMap<OsString, OsString> {
+    let is_mark = |name: &OsString| {
+        let name = name.to_string_lossy();
+        OTHER_LAUNCHERS.iter().any(|prefix| name.starts_with(prefix))
+    };
+    inherited.into_iter().filter(|(name, _)| !is_mark(name)).collect()
 }
 
 /// The variables of the SageMaker containers that scripts, Hugging Face's Trainer and `smp.init()` read.

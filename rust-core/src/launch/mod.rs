@@ -20,18 +20,23 @@
 mod args;
 mod checkpoint;
 mod distribution;
+mod elastic;
 mod environment;
 mod output;
 mod parameters;
 mod plan;
 mod process;
+mod remote;
 mod report;
 mod signals;
+mod streams;
 mod supervisor;
 mod trace_report;
 mod warden;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -39,6 +44,9 @@ use crate::error::{Error, Result};
 
 use distribution::Distribution;
 use environment::Job;
+use output::{Look, Sink};
+use process::{Input, Pipes, Process};
+use remote::Ssh;
 
 /// What ends `smdrun` when the command line or the configuration is wrong, before any process is started.
 const USAGE_EXIT_CODE: i32 = 2;
@@ -49,6 +57,7 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
     match argv.get(1).and_then(|word| word.to_str()) {
         Some("plan") => return subcommand(&argv[2..], plan::show),
         Some("checkpoint") => return subcommand(&argv[2..], checkpoint::run),
+        Some("elastic") => return elastic::main(&argv[1..]),
         Some("report") => return subcommand(&argv[2..], trace_report::show),
         _ => {}
     }
@@ -85,6 +94,11 @@ fn complain(error: Error) -> i32 {
     USAGE_EXIT_CODE
 }
 
+/// Whether `name` is this host's, or one of its addresses.
+pub fn is_this_host(name: &str) -> bool {
+    remote::is_here(name)
+}
+
 /// What to start, and how to treat it.
 #[derive(Debug)]
 struct Plan {
@@ -96,6 +110,37 @@ struct Plan {
     output_dir: Option<PathBuf>,
     /// As `horovodrun` shows it.
     horovod: bool,
+    /// With the time in front, where it is shown so.
+    timestamp: bool,
+    ssh: Ssh,
+}
+
+impl Plan {
+    /// How lines of this stream begin.
+    fn look(&self, sink: Sink) -> Look {
+        let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
+        if self.horovod { Look::Horovod { stream, timestamp: self.timestamp } } else { Look::Ours }
+    }
+
+    /// Starts the command on `host`.
+    fn start(&self, host: &str, variables: BTreeMap<OsString, OsString>, input: Input<'_>) -> Result<(Process, Pipes)> {
+        let started = if remote::is_here(host) {
+            Process::start(&self.command, variables, input)
+        } else {
+            let (command, script) = self.ssh.wrap(host, &self.command, &variables);
+            Process::start(&command, std::env::vars_os().collect(), Input::Text(&script))
+        };
+        let name = self.command[0].to_string_lossy();
+        started.map_err(|error| Error::io(format!("starting `{name}` on `{host}`"), error))
+    }
+
+    /// Where the rendezvous listens, and where ranks on these hosts find it.
+    fn addresses<'a>(&self, hosts: impl IntoIterator<Item = &'a str>) -> Result<(IpAddr, IpAddr)> {
+        match hosts.into_iter().find(|host| !remote::is_here(host)) {
+            None => Ok((Ipv4Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into())),
+            Some(host) => Ok((Ipv4Addr::UNSPECIFIED.into(), remote::address_towards(host)?)),
+        }
+    }
 }
 
 fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
@@ -126,9 +171,15 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
         command.extend(["--mp_parameters".into(), parameters.argument().into()]);
     }
     let mut job = Job::new(num_ranks, distribution, args.script_dir(), &args.env)?;
+    if let Some(hosts) = &args.hosts {
+        job.spread(hosts)?;
+    }
     if args.horovod {
         job.add_horovod();
     }
     let output_dir = args.output_dir.clone();
-    Ok((Plan { command, grace: args.grace, output_dir, horovod: args.horovod }, job))
+    let ssh = Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() };
+    let plan =
+        Plan { command, grace: args.grace, output_dir, horovod: args.horovod, timestamp: args.prefix_timestamp, ssh };
+    Ok((plan, job))
 }

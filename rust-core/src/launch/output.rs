@@ -83,8 +83,16 @@ pub(super) struct Style {
     pub live: bool,
     /// Digits of the largest rank.
     pub width: usize,
-    /// Lines begin as `horovodrun`'s do, with this name of the stream.
-    pub stream: Option<&'static str>,
+    pub look: Look,
+}
+
+/// How lines begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// `[3] `.
+    Ours,
+    /// As those of `horovodrun`, with this name of the stream, and perhaps the time in front.
+    Horovod { stream: &'static str, timestamp: bool },
 }
 
 /// Writes to our own streams; the only one who does while ranks run.
@@ -196,13 +204,28 @@ fn without_cursor_control(text: &[u8]) -> Vec<u8> {
 fn prefix(style: Style, rank: usize) -> Vec<u8> {
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let Style { width, .. } = style;
-    if let Some(stream) = style.stream {
-        format!("[{rank}]<{stream}>:").into_bytes()
+    if let Look::Horovod { stream, timestamp } = style.look {
+        let time = if timestamp { local_time() } else { String::new() };
+        format!("{time}[{rank}]<{stream}>:").into_bytes()
     } else if style.colour {
         format!("\x1b[{}m[{rank:width$}]\x1b[0m ", COLOURS[rank % COLOURS.len()]).into_bytes()
     } else {
         format!("[{rank:width$}] ").into_bytes()
     }
+}
+
+/// The time as `Mon Jan 20 12:00:01 2020`.
+fn local_time() -> String {
+    let mut text = [0u8; 64];
+    // SAFETY: the calls write to variables of this frame, whose sizes they are told; `localtime_r` fills `fields` before it is
+    // read, and one that fails leaves the zeros, which are a valid time.
+    let length = unsafe {
+        let now = libc::time(std::ptr::null_mut());
+        let mut fields: libc::tm = std::mem::zeroed();
+        libc::localtime_r(&now, &mut fields);
+        libc::strftime(text.as_mut_ptr().cast(), text.len(), c"%a %b %d %H:%M:%S %Y".as_ptr(), &fields)
+    };
+    String::from_utf8_lossy(&text[..length]).into_owned()
 }
 
 #[cfg(test)]
@@ -259,14 +282,15 @@ mod tests {
 
     #[test]
     fn a_file_gets_finished_lines_only() {
-        let style = Style { colour: false, live: false, width: 2, stream: None };
+        let style = Style { colour: false, live: false, width: 2, look: Look::Ours };
         let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
         assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
     }
 
     #[test]
     fn lines_may_begin_as_horovods_do() {
-        let style = Style { colour: false, live: false, width: 2, stream: Some("stdout") };
+        let style =
+            Style { colour: false, live: false, width: 2, look: Look::Horovod { stream: "stdout", timestamp: false } };
         assert_eq!(shown(style, &[(0, line("a")), (11, line(""))]), "[0]<stdout>:a\n[11]<stdout>:\n");
     }
 
@@ -278,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_terminal_keeps_rank_0s_progress_below_the_lines() {
-        let style = Style { colour: true, live: true, width: 1, stream: None };
+        let style = Style { colour: true, live: true, width: 1, look: Look::Ours };
         let pieces = [(0, progress("50%")), (1, progress("40%")), (1, line("b")), (0, line("100%"))];
         let live = "\r\x1b[K\x1b[?7l\x1b[36m[0]\x1b[0m 50%\x1b[?7h";
         let erase = "\r\x1b[K";

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -49,6 +49,16 @@ pub(super) struct Process {
     group: Pid,
 }
 
+/// What a process reads.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Input<'a> {
+    Nothing,
+    /// Our standard input.
+    Ours,
+    /// This, and no end of it while the process runs.
+    Text(&'a [u8]),
+}
+
 /// Its output.
 pub(super) struct Pipes {
     pub stdout: OwnedFd,
@@ -56,11 +66,11 @@ pub(super) struct Pipes {
 }
 
 impl Process {
-    /// Starts `command` with exactly `variables` (RUN-2). `input` passes our standard input on.
+    /// Starts `command` with exactly `variables` (RUN-2).
     pub fn start(
         command: &[OsString],
         variables: BTreeMap<OsString, OsString>,
-        input: bool,
+        input: Input<'_>,
     ) -> io::Result<(Self, Pipes)> {
         let (program, args) = command.split_first().expect("a command has a program");
         let parent = std::process::id();
@@ -69,7 +79,11 @@ impl Process {
             .args(args)
             .env_clear()
             .envs(variables)
-            .stdin(if input { Stdio::inherit() } else { Stdio::null() })
+            .stdin(match input {
+                Input::Nothing => Stdio::null(),
+                Input::Ours => Stdio::inherit(),
+                Input::Text(_) => Stdio::piped(),
+            })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             // Of its own, so that a rank and all it started can be signalled as one (RUN-1).
@@ -92,6 +106,10 @@ impl Process {
         }
         let mut child = builder.spawn()?;
         let group = Pid::from_child(&child);
+        if let (Input::Text(text), Some(pipe)) = (input, &mut child.stdin) {
+            // Whoever does not read it is about to end, which is noticed. The pipe stays open as long as the process.
+            let _ = pipe.write_all(text);
+        }
         let stdout = child.stdout.take().expect("asked for a pipe").into();
         let stderr = child.stderr.take().expect("asked for a pipe").into();
         for pipe in [&stdout, &stderr] {
@@ -180,7 +198,8 @@ mod tests {
     #[test]
     fn a_process_has_its_own_group_and_ends_when_dropped() {
         let (process, _pipes) =
-            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), false).expect("sleep starts");
+            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), Input::Nothing)
+                .expect("sleep starts");
         let pid = process.pid();
         assert!(children().contains(&pid));
         assert_eq!(rustix::process::getpgid(Pid::from_raw(pid)).expect("it runs"), process.group);

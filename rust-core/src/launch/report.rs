@@ -61,7 +61,7 @@ impl Tail {
     }
 
     /// The line that names the exception: the first that is not indented after the last traceback's frames.
-    fn exception(&self) -> Option<&str> {
+    pub fn exception(&self) -> Option<&str> {
         let start = self.lines.iter().rposition(|line| line == TRACEBACK)?;
         self.lines.iter().skip(start + 1).find(|line| !line.is_empty() && !line.starts_with(' ')).map(String::as_str)
     }

@@ -1,9 +1,9 @@
 //! The loop that starts the ranks, passes their output on, and ends them.
 
-use std::fs::File;
-use std::io::{self, IsTerminal, Stderr, Stdout, Write};
-use std::net::Ipv4Addr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, IsTerminal, Stderr, Stdout};
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,10 +11,11 @@ use rustix::process::Signal;
 
 use super::Plan;
 use super::environment::{self, Job};
-use super::output::{Piece, Printer, Sink, Splitter, Style};
-use super::process::{self, Exit, Process};
+use super::output::{Look, Piece, Printer, Sink, Style};
+use super::process::{self, Exit, Input, Process};
 use super::report::{self, End, Tail};
 use super::signals::{self, Signals};
+use super::streams::Streams;
 use super::warden::Warden;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
@@ -37,8 +38,9 @@ pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     // The rendezvous says whom it turns away.
     crate::session::log::start(None);
     let secret = environment::random_hex(32)?;
-    let server = Server::start((Ipv4Addr::LOCALHOST, 0).into(), secret.as_bytes(), job.num_ranks)?;
-    job.set_rendezvous(server.address().to_string(), secret);
+    let (bind, reach) = plan.addresses(job.hosts())?;
+    let server = Server::start((bind, 0).into(), secret.as_bytes(), job.num_ranks)?;
+    job.set_rendezvous(SocketAddr::new(reach, server.address().port()).to_string(), secret);
     let children_before = process::children();
     process::adopt_orphans(true);
     let result = Supervisor::start(plan, &job, server, warden, children_before).and_then(|mut supervisor| {
@@ -53,17 +55,8 @@ pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
 /// One rank.
 struct Rank {
     process: Process,
-    streams: Vec<Stream>,
+    streams: Streams,
     ended: bool,
-}
-
-/// One open pipe of a rank.
-struct Stream {
-    sink: Sink,
-    pipe: OwnedFd,
-    splitter: Splitter,
-    /// Gets the bytes as they are.
-    file: Option<File>,
 }
 
 /// How far the end of the job has come (RUN-3).
@@ -102,15 +95,17 @@ impl<'a> Supervisor<'a> {
         for rank in 0..job.num_ranks {
             let variables = job.variables(rank, std::env::vars_os());
             // Those that run already end when `ranks` is dropped.
-            let (process, pipes) = Process::start(&plan.command, variables, input && rank == 0).map_err(|error| {
-                Error::io(format!("starting rank {rank}: `{}`", plan.command[0].to_string_lossy()), error)
-            })?;
+            let input = if input && rank == 0 { Input::Ours } else { Input::Nothing };
+            let (process, pipes) = plan.start(job.host(rank), variables, input)?;
             warden.add(process.pid());
-            let stream = |sink, pipe| {
-                let file = output_file(plan, rank, job.num_ranks, sink)?;
-                Ok::<_, Error>(Stream { sink, pipe, splitter: Splitter::default(), file })
-            };
-            let streams = vec![stream(Sink::Stdout, pipes.stdout)?, stream(Sink::Stderr, pipes.stderr)?];
+            let folder = output_folder(plan, rank, job.num_ranks);
+            if let Some(folder) = &folder {
+                // What is there is of an earlier job.
+                for name in ["stdout", "stderr"] {
+                    let _ = std::fs::remove_file(folder.join(name));
+                }
+            }
+            let streams = Streams::new(pipes, folder.as_deref())?;
             ranks.push(Rank { process, streams, ended: false });
         }
         let width = (job.num_ranks - 1).to_string().len();
@@ -123,8 +118,8 @@ impl<'a> Supervisor<'a> {
             ranks,
             ends: Vec::new(),
             printer: Printer::new(
-                (io::stdout(), style(&io::stdout(), width, plan.horovod.then_some("stdout"))),
-                (io::stderr(), style(&io::stderr(), width, plan.horovod.then_some("stderr"))),
+                (io::stdout(), style(&io::stdout(), width, plan.look(Sink::Stdout))),
+                (io::stderr(), style(&io::stderr(), width, plan.look(Sink::Stderr))),
             ),
             step: Step::Running,
             deadline: None,
@@ -154,7 +149,7 @@ impl<'a> Supervisor<'a> {
 
     /// Sleeps until there is a signal, output, or `sleep` has passed.
     fn wait_for_events(&self, signals: Option<&Signals>, sleep: Duration) -> Result<()> {
-        let pipes = self.ranks.iter().flat_map(|rank| &rank.streams).map(|stream| stream.pipe.as_fd());
+        let pipes = self.ranks.iter().flat_map(|rank| rank.streams.pipes());
         let mut fds: Vec<_> = signals
             .map(AsFd::as_fd)
             .into_iter()
@@ -274,23 +269,7 @@ impl<'a> Supervisor<'a> {
         let mut pieces = Vec::new();
         let mut buffer = vec![0; 64 * 1024];
         for (index, rank) in self.ranks.iter_mut().enumerate() {
-            rank.streams.retain_mut(|stream| {
-                let mut emit = |piece| pieces.push((index, stream.sink, piece));
-                match rustix::io::read(&stream.pipe, &mut buffer) {
-                    Ok(0) => {
-                        stream.splitter.end(&mut emit);
-                        false
-                    }
-                    Ok(read) => {
-                        // A full disk must not end the job.
-                        stream.file = stream.file.take().filter(|mut file| file.write_all(&buffer[..read]).is_ok());
-                        stream.splitter.feed(&buffer[..read], &mut emit);
-                        true
-                    }
-                    Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => true,
-                    Err(_) => false,
-                }
-            });
+            rank.streams.read(&mut buffer, &mut |sink, piece| pieces.push((index, sink, piece)));
         }
         let at = self.start.elapsed();
         for (rank, sink, piece) in pieces {
@@ -300,7 +279,7 @@ impl<'a> Supervisor<'a> {
             let shown = self.printer.rank(sink, rank, &piece);
             self.check_shown(shown);
         }
-        self.ranks.iter().any(|rank| !rank.streams.is_empty())
+        self.ranks.iter().any(|rank| !rank.streams.ended())
     }
 
     fn say(&mut self, text: &str) {
@@ -374,18 +353,14 @@ impl Drop for Supervisor<'_> {
     }
 }
 
-/// Where a stream of a rank goes, too.
-fn output_file(plan: &Plan, rank: usize, num_ranks: usize, sink: Sink) -> Result<Option<File>> {
-    let Some(folder) = &plan.output_dir else { return Ok(None) };
-    let width = (num_ranks - 1).to_string().len();
-    let folder = folder.join(format!("rank.{rank:0width$}"));
-    let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });
-    let file = std::fs::create_dir_all(&folder).and_then(|()| File::create(&path));
-    file.map(Some).map_err(|error| Error::io(format!("making `{}`", path.display()), error))
+/// Where the output of a rank goes, too.
+pub(super) fn output_folder(plan: &Plan, rank: usize, num_ranks: usize) -> Option<PathBuf> {
+    let width = num_ranks.saturating_sub(1).to_string().len();
+    plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))
 }
 
-fn style(stream: &impl IsTerminal, width: usize, name: Option<&'static str>) -> Style {
+pub(super) fn style(stream: &impl IsTerminal, width: usize, look: Look) -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-    Style { colour: live && !set("NO_COLOR"), live, width, stream: name }
+    Style { colour: live && !set("NO_COLOR"), live, width, look }
 }

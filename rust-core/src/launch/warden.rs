@@ -103,12 +103,13 @@ impl Drop for Warden {
 
 #[cfg(test)]
 mod tests {
-    use super::super::process::Process;
+    use super::super::process::{Input, Process};
     use super::*;
 
     fn sleeper() -> Process {
         let (process, _pipes) =
-            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), false).expect("sleep starts");
+            Process::start(&["sleep".into(), "60".into()], std::env::vars_os().collect(), Input::Nothing)
+                .expect("sleep starts");
         process
     }
 

@@ -131,6 +131,8 @@ pub(super) struct Machine {
     last_joined: usize,
     told_joined: bool,
     stall: Stall,
+    /// For the timeline: names that children said they are ready for, and which members those speak for.
+    log: Option<Vec<(Arc<str>, Range<usize>)>>,
 }
 
 impl Machine {
@@ -157,7 +159,18 @@ impl Machine {
             last_joined: 0,
             told_joined: false,
             stall,
+            log: None,
         }
+    }
+
+    /// Whether to keep what [`Machine::take_log`] gives.
+    pub(super) fn log_ready(&mut self, on: bool) {
+        self.log = on.then(Vec::new);
+    }
+
+    /// Names that children have said they are ready for, and the members that they speak for.
+    pub(super) fn take_log(&mut self) -> Vec<(Arc<str>, Range<usize>)> {
+        self.log.take().unwrap_or_default()
     }
 
     /// This member asks for `description` under `name`.
@@ -283,6 +296,12 @@ impl Machine {
         if up.heard >= self.void_before {
             let news = !up.ready.is_empty() || !up.named.is_empty();
             self.stall.heard(child, up.report, news, up.heard == self.number, now);
+            if let Some(log) = &mut self.log {
+                let members = &self.sources[at].ranks;
+                let known = up.ready.iter().filter_map(|position| self.cache.slot(position));
+                log.extend(known.map(|slot| (slot.name.clone(), members.clone())));
+                log.extend(up.named.iter().map(|named| (Arc::from(named.name.as_str()), members.clone())));
+            }
             self.hear_ready(at, &up.ready, &up.lent);
             for Announcement { name, variants, lent } in up.named {
                 let name = self.known_name(name);

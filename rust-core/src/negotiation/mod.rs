@@ -40,6 +40,7 @@ mod negotiator;
 mod neutral;
 mod post;
 mod stall;
+pub mod timeline;
 mod tree;
 mod work;
 

@@ -15,6 +15,7 @@ use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
+use super::timeline::{self, Traced};
 use super::tree::Tree;
 use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, Request};
@@ -41,6 +42,7 @@ struct Open {
     requests: Vec<Request>,
     bytes: u64,
     factors: Factors,
+    traced: Option<Traced>,
     done: Done,
 }
 
@@ -127,7 +129,11 @@ impl Work {
         while let Some((from, message)) = self.post.receive()? {
             busy = true;
             let now = shared.now();
+            self.machine.log_ready(timeline::enabled());
             self.machine.receive(from, message, now, &mut self.actions)?;
+            for (name, members) in self.machine.take_log() {
+                timeline::heard(&name, members, &shared.members.ranks);
+            }
         }
         self.post.retire()?;
         if busy {
@@ -167,8 +173,10 @@ impl Work {
             Call::Named { name, requests, factors, description, blocking, since: called, done } => {
                 self.ticket += 1;
                 let bytes = description.all_bytes();
+                let traced = Traced::new(&name, &description);
+                traced.iter().for_each(|traced| timeline::negotiates(traced, shared.monitor.me()));
                 match self.machine.submit(self.ticket, &name, description, blocking, since(called)) {
-                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, bytes, factors, done })),
+                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, bytes, factors, traced, done })),
                     Err(error) => done(Err(error)),
                 }
             }
@@ -191,6 +199,7 @@ impl Work {
                 Action::Run(parts) => self.operate(parts, by_caller)?,
                 Action::Fail(ticket, error) => {
                     if let Some(open) = self.open.remove(&ticket) {
+                        open.traced.iter().for_each(timeline::fails);
                         (open.done)(Err(error));
                     }
                 }
@@ -219,6 +228,10 @@ impl Work {
         let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
         let mut calls = Vec::with_capacity(parts.len());
+        let mut traces = Vec::new();
+        if timeline::enabled() {
+            timeline::cycle();
+        }
         let mut after = After::default();
         let mut bytes = 0;
         for part in parts {
@@ -226,6 +239,10 @@ impl Work {
                 Part::Own(ticket) => {
                     let Some(open) = self.open.remove(&ticket) else { continue };
                     bytes += open.bytes;
+                    if let Some(traced) = open.traced {
+                        timeline::begins(&traced, self.activity(&open.requests));
+                        traces.push(traced);
+                    }
                     for request in open.requests {
                         let scaled = open.factors.apply(request, size)?;
                         requests.push(after.keep(scaled));
@@ -254,6 +271,7 @@ impl Work {
             if result.is_ok() {
                 after.scale();
             }
+            traces.iter().for_each(timeline::ends);
             for done in calls {
                 done(result.clone());
             }
@@ -267,6 +285,16 @@ impl Work {
             self.communicator.submit_batch(requests, None, Box::new(done));
         }
         Ok(())
+    }
+
+    /// What carries an operation, for the timeline.
+    fn activity(&self, requests: &[Request]) -> &'static str {
+        match self.transport.name() {
+            _ if requests.iter().any(Description::is_on_device) => "NCCL",
+            "tcp" => "TCP",
+            "mpi" => "MPI",
+            _ => "SHM",
+        }
     }
 
     /// What is looked at a few times a second.

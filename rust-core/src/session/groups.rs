@@ -123,7 +123,10 @@ impl Session {
         let options = negotiation::Options {
             cache_capacity: config::CACHE_CAPACITY.count()?,
             fusion_bytes: config::FUSION_BYTES.most_bytes()? as u64,
-            stall_warning: config::STALL_WARNING_SECONDS.seconds()?,
+            stall_warning: match config::STALL_CHECK_DISABLE.flag()? {
+                true => self.groups.timeout,
+                false => config::STALL_WARNING_SECONDS.seconds()?,
+            },
             stall_limit: limit.min(self.groups.timeout),
         };
         let id = negotiation_id(group);

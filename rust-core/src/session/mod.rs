@@ -17,6 +17,7 @@ pub mod membership;
 mod plans;
 mod process_sets;
 mod serve;
+mod worker;
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
@@ -28,10 +29,11 @@ use crate::collectives::Communicator;
 use crate::config;
 use crate::device::ending;
 use crate::error::{Error, Result};
+use crate::negotiation::timeline;
 use crate::trace;
 use crate::world::env::{self, Launch, Launcher};
 use crate::world::rendezvous::client::{self, Client};
-use crate::world::rendezvous::message::{Join, Place};
+use crate::world::rendezvous::message::{Join, Place, Welcome};
 use crate::world::{LocalStore, Monitor, Store, fork, host};
 
 use groups::Groups;
@@ -165,11 +167,26 @@ fn refuse_child() -> Result<()> {
     })
 }
 
+fn introduction(launch: &Launch) -> Join {
+    Join {
+        version: crate::VERSION.to_owned(),
+        rank: launch.rank as u32,
+        size: launch.size as u32,
+        host: host::identity(),
+        hostname: host::name(),
+        pid: std::process::id(),
+        local: launch.local.map(|(rank, size)| (rank as u32, size as u32)),
+    }
+}
+
 impl Session {
     fn start(options: &InitOptions) -> Result<Arc<Self>> {
         let start = Instant::now();
         let variables = options.variables.clone().unwrap_or_else(env::variables);
         let meeting = options.meeting.as_ref();
+        if let (None, Some(worker)) = (meeting, config::WORKER.text()) {
+            return Self::start_as_worker(&worker, &variables);
+        }
         let launch = match meeting {
             Some(meeting) => meeting.launch(&variables),
             None => env::detect(&variables)?,
@@ -203,13 +220,17 @@ impl Session {
             session.close();
             return Err(error);
         }
+        session.say_joined(start);
+        Ok(Arc::new(session))
+    }
+
+    fn say_joined(&self, start: Instant) {
         tracing::info!(
             "joined a job of {} processes on {} hosts in {:.1?}",
-            session.size(),
-            session.hosts.len(),
+            self.size(),
+            self.hosts.len(),
             start.elapsed()
         );
-        Ok(Arc::new(session))
     }
 
     fn alone(launch: Launch, monitor: Arc<Monitor>, timeout: Duration, met: bool) -> Self {
@@ -240,19 +261,22 @@ impl Session {
     ) -> Result<Self> {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let options = client::Options { addresses, key, served_by_rank_0, deadline, peer_timeout };
-        let join = Join {
-            version: crate::VERSION.to_owned(),
-            rank: launch.rank as u32,
-            size: launch.size as u32,
-            host: host::identity(),
-            hostname: host::name(),
-            pid: std::process::id(),
-            local: launch.local.map(|(rank, size)| (rank as u32, size as u32)),
-        };
+        let join = introduction(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
+        Ok(Self::connected(launch, monitor, timeout, client, welcome, met))
+    }
+
+    fn connected(
+        launch: Launch,
+        monitor: Arc<Monitor>,
+        timeout: Duration,
+        client: Arc<Client>,
+        welcome: Welcome,
+        met: bool,
+    ) -> Self {
         let place = welcome.places[launch.rank];
         let launch = Launch { local: Some((place.local_rank as usize, place.local_size as usize)), ..launch };
-        Ok(Self {
+        Self {
             launch,
             id: welcome.session,
             places: welcome.places,
@@ -265,7 +289,7 @@ impl Session {
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
-        })
+        }
     }
 
     /// Makes the group of all ranks, and with it starts the timeline: the first rank of a host before the group stands,
@@ -281,8 +305,22 @@ impl Session {
         let ranks: Vec<usize> = (0..self.size()).collect();
         let communicator = self.connect(groups::WORLD, &ranks, timeout)?;
         self.groups.insert(groups::WORLD, communicator);
+        self.start_names_timeline()?;
         if !first {
             trace::start(self.rank(), first)?;
+        }
+        Ok(())
+    }
+
+    /// Rank 0 writes the timeline of collectives by name, if there is to be one. One that cannot be written is told, and no
+    /// reason not to train.
+    fn start_names_timeline(&self) -> Result<()> {
+        let Some(path) = config::NAMES_TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
+        let mark_cycles = config::NAMES_TIMELINE_MARK_CYCLES.flag()?;
+        if self.rank() == 0
+            && let Err(error) = timeline::start(&path, mark_cycles)
+        {
+            tracing::warn!("{}", error.text());
         }
         Ok(())
     }
@@ -304,6 +342,7 @@ impl Session {
             between.close();
         }
         trace::stop();
+        timeline::stop();
     }
 
     fn store(&self) -> Arc<dyn Store> {

@@ -79,7 +79,7 @@ fn start(listener: TcpListener, key: JobKey, size: usize) -> Result<server::Serv
     // Nobody else watches the processes, so a lost connection is all that there is to know.
     let patience = Duration::ZERO;
     let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
-    server::Server::serve(listener, server::Options { key, size, patience, peer_timeout })
+    server::Server::serve(listener, server::Options { key, size: Some(size), patience, peer_timeout })
 }
 
 /// Starts a server with a secret of its own, or keeps the last one that served `reach` and `size`; its port and secret.

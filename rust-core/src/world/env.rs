@@ -379,6 +379,13 @@ fn port(parts: &[&str]) -> u16 {
 }
 
 impl Launch {
+    /// A place in session `generation` of the elastic job whose launcher is at `address`.
+    pub fn seated(rank: usize, size: usize, generation: u64, address: &str) -> Self {
+        let job = format!("session {generation} of the elastic job at {address}");
+        let master_port = port(&[&job, "torch"]);
+        Self { launcher: Launcher::Torch, rank, size, local: None, master_addr: None, master_port, job }
+    }
+
     /// Ports at which rank 0 may serve the rendezvous, the same on all ranks. `MASTER_PORT` is not among them: torch's
     /// own store may be there.
     pub fn rendezvous_ports(&self) -> Vec<u16> {

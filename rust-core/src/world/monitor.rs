@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -74,7 +74,7 @@ pub fn raise_later() -> bool {
 /// Departures seen so far; shared by the control plane, which writes it, and all waits, which read it.
 #[derive(Debug)]
 pub struct Monitor {
-    me: usize,
+    me: AtomicUsize,
     seen: Mutex<Seen>,
     changed: Condvar,
     generation: AtomicU64,
@@ -93,7 +93,7 @@ impl Monitor {
     /// The monitor of global rank `me`.
     pub fn new(me: usize) -> Self {
         Self {
-            me,
+            me: AtomicUsize::new(me),
             seen: Mutex::default(),
             changed: Condvar::new(),
             generation: AtomicU64::new(0),
@@ -103,7 +103,12 @@ impl Monitor {
 
     /// The global rank that this monitor belongs to.
     pub fn me(&self) -> usize {
-        self.me
+        self.me.load(Ordering::Relaxed)
+    }
+
+    /// This process has got its rank only now.
+    pub fn set_me(&self, rank: usize) {
+        self.me.store(rank, Ordering::Relaxed);
     }
 
     /// Records a departure (MON-1) and wakes those who [`Monitor::wait_change`].
@@ -144,7 +149,7 @@ impl Monitor {
         let departed = members.iter().filter_map(|rank| Some((*rank, seen.departed.get(rank)?)));
         if let Some((rank, (_, how, _))) = departed.min_by_key(|(_, (order, how, _))| (*how == Departure::Left, *order))
         {
-            return Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me, during: during.to_owned() });
+            return Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me(), during: during.to_owned() });
         }
         match &seen.closed {
             Some(reason) => Err(Error::Closed { reason: reason.clone() }),

@@ -1,6 +1,6 @@
 //! A rank's connection to the rendezvous: writes from any thread, one thread that reads.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::frame::{Opener, Sealer};
 use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
-use super::message::{self, Join, MAX_KEY, MAX_VALUE, ToClient, ToServer, Welcome, shorten};
+use super::message::{self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, Seat, ToClient, ToServer, Welcome, shorten};
 use crate::error::{Error, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
@@ -46,6 +46,9 @@ pub struct Options {
 #[derive(Default)]
 struct State {
     welcome: Option<Welcome>,
+    seat: Option<Seat>,
+    removed: Option<String>,
+    hosts_updated: VecDeque<HostsUpdated>,
     refused: Option<String>,
     missing: Option<Vec<u32>>,
     /// Answers of the store by ticket.
@@ -103,10 +106,48 @@ impl Client {
     /// [`Error::PeerFailed`] if one of them departed; [`Error::Interrupted`].
     pub fn join(options: &Options, join: Join, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Welcome)> {
         let start = Instant::now();
+        let client = Self::connect(options, monitor, start)?;
+        let welcome = client.take_place(join, start, options.deadline)?;
+        Ok((client, welcome))
+    }
+
+    /// Finds the rendezvous of an elastic job and waits for a rank, until `patience` has passed; [`Client::take_place`]
+    /// comes next.
+    ///
+    /// # Errors
+    /// As [`Client::join`]; [`Error::Removed`] if there is no place any more.
+    pub fn enter(
+        options: &Options,
+        worker: &str,
+        patience: Duration,
+        monitor: Arc<Monitor>,
+    ) -> Result<(Arc<Self>, Seat)> {
+        let start = Instant::now();
+        let client = Self::connect(options, monitor, start)?;
+        client.send(&ToServer::Enter { worker: worker.to_owned() })?;
+        let during = "init(): waiting for a place in the job";
+        let outcome = client.wait(during, start, start + patience, &[], |state| {
+            if let Some(reason) = state.refused.take() {
+                return Ok(Err(Error::Rendezvous(reason)));
+            }
+            if let Some(reason) = state.removed.take() {
+                return Ok(Err(Error::Removed(reason)));
+            }
+            state.seat.take().map(Ok).ok_or(Departures::Wait)
+        });
+        match outcome.and_then(|seat| seat) {
+            Ok(seat) => Ok((client, seat)),
+            Err(error) => {
+                client.leave();
+                Err(error)
+            }
+        }
+    }
+
+    fn connect(options: &Options, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {
         let (stream, keys, address) = connect(options, &monitor, start)?;
         let io = |error| Error::io(format!("using the connection to the rendezvous at {address}"), error);
         let reading = stream.try_clone().map_err(io)?;
-        let size = join.size as usize;
         let client = Arc::new(Self {
             _guard: fork::Guard::new(&stream),
             address: address.clone(),
@@ -124,14 +165,31 @@ impl Client {
         let (reader, guard) = (client.clone(), fork::Guard::new(&reading));
         let opener = Opener::new(keys.receive);
         *client.reader.lock() = Some(thread.spawn(move || reader.read(guard, reading, opener)).map_err(io)?);
-        client.send(&ToServer::Join(join))?;
-        match client.wait_for_welcome(size, start, options.deadline) {
-            Ok(welcome) => Ok((client, welcome)),
-            Err(error) => {
-                // Why this rank gives up is news to those who wait for it.
-                client.fail(&error.text());
-                client.leave();
-                Err(error)
+        Ok(client)
+    }
+
+    /// Joins as a rank, and waits until all ranks have joined.
+    ///
+    /// # Errors
+    /// As [`Client::join`].
+    pub fn take_place(&self, join: Join, start: Instant, deadline: Instant) -> Result<Welcome> {
+        let size = join.size as usize;
+        let outcome = self.send(&ToServer::Join(join)).and_then(|()| self.wait_for_welcome(size, start, deadline));
+        outcome.inspect_err(|error| {
+            // Why this rank gives up is news to those who wait for it.
+            self.fail(&error.text());
+            self.leave();
+        })
+    }
+
+    /// The oldest news of hosts that nobody has taken; waits for some, at most for `timeout`.
+    pub fn next_hosts_updated(&self, timeout: Duration) -> Option<HostsUpdated> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.state.lock();
+        loop {
+            let update = state.hosts_updated.pop_front();
+            if update.is_some() || state.ended || self.changed.wait_until(&mut state, deadline).timed_out() {
+                return update;
             }
         }
     }
@@ -310,6 +368,9 @@ impl Client {
         match message {
             ToClient::Refused { reason } => state.refused = Some(reason),
             ToClient::Welcome(welcome) => state.welcome = Some(welcome),
+            ToClient::Seat(seat) => state.seat = Some(seat),
+            ToClient::Removed { reason } => state.removed = Some(reason),
+            ToClient::HostsUpdated(update) => state.hosts_updated.push_back(update),
             ToClient::Missing { ranks } => state.missing = Some(ranks),
             // A ticket that is not there was forgotten meanwhile.
             ToClient::Value { ticket, value } => {

@@ -5,11 +5,17 @@
 //!   forming --last rank joins--> running --last connection ends--> forgotten
 //!      \-----a member departs---> failed ----------/
 //! ```
+//!
+//! In an elastic job ranks mean something else in each session: workers, who have names, enter, and the launcher seats them.
+//!
+//! ```text
+//!   Enter --> entered --seat()--> seated --Join--> a member of the session that the seat is in
+//! ```
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::message::{Join, MAX_KEY, MAX_VALUE, Place, ToClient, ToServer, Welcome, shorten};
+use super::message::{HostsUpdated, Join, MAX_KEY, MAX_VALUE, Place, Seat, ToClient, ToServer, Welcome, shorten};
 use crate::world::Departure;
 
 /// Names a connection; never used twice.
@@ -40,7 +46,7 @@ struct Session {
     /// By rank; `None` before it joins and after its connection has ended.
     members: Vec<Option<ConnectionId>>,
     joins: Vec<Option<Join>>,
-    departed: Vec<bool>,
+    departed: Vec<Option<Departure>>,
     store: HashMap<String, Vec<u8>>,
     store_bytes: usize,
     /// Who waits for a key that is not yet written.
@@ -53,6 +59,26 @@ struct Suspect {
     rank: usize,
     detail: String,
     until: Instant,
+}
+
+/// What the launcher of an elastic job hears.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// A worker asks for a rank.
+    Entered(String),
+    /// It does not any more: its connection has ended.
+    Withdrew(String),
+}
+
+#[derive(Default)]
+struct Elastic {
+    generation: u64,
+    entered: HashMap<String, ConnectionId>,
+    /// Session and rank of connections that have a seat and have not joined.
+    seated: HashMap<ConnectionId, (u64, usize)>,
+    /// Each worker's last seat.
+    workers: HashMap<String, (u64, usize)>,
+    news: Vec<News>,
 }
 
 /// See the module's text.
@@ -68,6 +94,7 @@ pub struct Job {
     /// off.
     gone: Vec<(usize, Departure)>,
     suspects: Vec<Suspect>,
+    elastic: Option<Elastic>,
     outbox: Vec<(ConnectionId, ToClient)>,
 }
 
@@ -84,7 +111,86 @@ impl Job {
             connections: HashMap::new(),
             gone: Vec::new(),
             suspects: Vec::new(),
+            elastic: None,
             outbox: Vec::new(),
+        }
+    }
+
+    /// A job whose processes come and go.
+    pub fn elastic(patience: Duration, seed: u64) -> Self {
+        Self { elastic: Some(Elastic::default()), ..Self::new(0, patience, seed) }
+    }
+
+    /// What the launcher has not heard yet, in order.
+    pub fn take_news(&mut self) -> Vec<News> {
+        self.elastic.as_mut().map(|elastic| std::mem::take(&mut elastic.news)).unwrap_or_default()
+    }
+
+    /// Begins a session of these workers, in the order of ranks. One that has gone meanwhile counts as dead in it.
+    pub fn seat(&mut self, workers: &[String]) {
+        let id = self.new_session(workers.len());
+        let Some(elastic) = &mut self.elastic else { return };
+        elastic.generation += 1;
+        let mut absent = Vec::new();
+        for (rank, worker) in workers.iter().enumerate() {
+            elastic.workers.insert(worker.clone(), (id, rank));
+            let Some(connection) = elastic.entered.remove(worker) else {
+                absent.push(rank);
+                continue;
+            };
+            elastic.seated.insert(connection, (id, rank));
+            let seat = Seat { generation: elastic.generation, rank: rank as u32, size: workers.len() as u32 };
+            self.outbox.push((connection, ToClient::Seat(seat)));
+        }
+        for rank in absent {
+            self.depart(id, rank, Departure::Died { detail: "it left before the session began".to_owned() });
+        }
+    }
+
+    /// Tells a worker who has entered that there is no place for it.
+    pub fn remove(&mut self, worker: &str, reason: &str) {
+        if let Some(connection) = self.elastic.as_mut().and_then(|elastic| elastic.entered.remove(worker)) {
+            self.outbox.push((connection, ToClient::Removed { reason: reason.to_owned() }));
+        }
+    }
+
+    /// Tells all members of sessions that hosts have come or gone.
+    pub fn hosts_updated(&mut self, update: HostsUpdated) {
+        self.outbox.extend(self.connections.keys().map(|to| (*to, ToClient::HostsUpdated(update))));
+    }
+
+    /// As [`Job::report_death`], of a worker.
+    pub fn report_worker_death(&mut self, worker: &str, detail: &str) {
+        let Some((session, rank)) = self.elastic.as_mut().and_then(|elastic| elastic.workers.remove(worker)) else {
+            return;
+        };
+        self.suspects.retain(|suspect| (suspect.session, suspect.rank) != (session, rank));
+        self.depart(session, rank, Departure::Died { detail: shorten(detail) });
+    }
+
+    fn enter(&mut self, from: ConnectionId, worker: String) -> Verdict {
+        let Some(elastic) = &mut self.elastic else {
+            let reason = format!("worker `{worker}` asks for a rank, but the launcher's variables give them out here");
+            self.outbox.push((from, ToClient::Refused { reason }));
+            return Verdict::Close;
+        };
+        elastic.entered.insert(worker.clone(), from);
+        elastic.news.push(News::Entered(worker));
+        Verdict::Keep
+    }
+
+    /// A connection that has no part in a session is gone.
+    fn withdraw(&mut self, from: ConnectionId, departure: Departure) {
+        let Some(elastic) = &mut self.elastic else { return };
+        if let Some(worker) =
+            elastic.entered.iter().find(|(_, connection)| **connection == from).map(|(name, _)| name.clone())
+        {
+            elastic.entered.remove(&worker);
+            elastic.news.push(News::Withdrew(worker));
+        }
+        if let Some((id, rank)) = elastic.seated.remove(&from) {
+            self.depart(id, rank, departure);
+            self.forget_if_empty(id);
         }
     }
 
@@ -106,12 +212,21 @@ impl Job {
         let Some(&(id, rank)) = self.connections.get(&from) else {
             return match message {
                 ToServer::Join(join) => Ok(self.join(from, join)),
+                ToServer::Enter { worker } => Ok(self.enter(from, worker)),
+                ToServer::Fail { message } => {
+                    self.withdraw(from, Departure::Failed { message: shorten(&message) });
+                    Ok(Verdict::Keep)
+                }
+                ToServer::Goodbye => {
+                    self.withdraw(from, Departure::Left);
+                    Ok(Verdict::Close)
+                }
                 _ => Err("a message came before `Join`".to_owned()),
             };
         };
         let session = self.sessions.get_mut(&id).expect("a connection's session lives as long as the connection");
         match message {
-            ToServer::Join(_) => return Err("a second `Join` came".to_owned()),
+            ToServer::Join(_) | ToServer::Enter { .. } => return Err("a second `Join` came".to_owned()),
             ToServer::Set { key, value } => {
                 let outbox = &mut self.outbox;
                 session.set(key, value, |to, message| outbox.push((to, message)))?;
@@ -129,7 +244,8 @@ impl Job {
                 session.store_bytes = session.store.iter().map(|(key, value)| key.len() + value.len()).sum();
             }
             ToServer::WhoIsMissing => {
-                let ranks = (0..self.size).filter(|&rank| session.joins[rank].is_none()).map(|rank| rank as u32);
+                let missing = session.joins.iter().enumerate().filter(|(_, join)| join.is_none());
+                let ranks = missing.map(|(rank, _)| rank as u32);
                 self.outbox.push((from, ToClient::Missing { ranks: ranks.collect() }));
             }
             ToServer::Fail { message } => self.depart(id, rank, Departure::Failed { message: shorten(&message) }),
@@ -144,7 +260,9 @@ impl Job {
 
     /// A connection ended without a goodbye, for the reason `why`.
     pub fn disconnected(&mut self, connection: ConnectionId, why: &str, now: Instant) {
-        let Some(&(session, rank)) = self.connections.get(&connection) else { return };
+        let Some(&(session, rank)) = self.connections.get(&connection) else {
+            return self.withdraw(connection, Departure::Died { detail: format!("its connection {why}") });
+        };
         let join = self.sessions[&session].joins[rank].as_ref().expect("a connection's rank has joined");
         let detail = match self.gone.iter().find(|(gone, _)| *gone == rank) {
             Some((_, Departure::Died { detail })) => detail.clone(),
@@ -161,9 +279,10 @@ impl Job {
         let Some(session) = self.sessions.get(&id) else { return };
         let lost = session.joins[rank].as_ref().expect("a connection's rank has joined");
         let is_there = |rank: &usize| {
-            session.joins[*rank].as_ref().is_some_and(|join| join.host == lost.host) && !session.departed[*rank]
+            session.joins[*rank].as_ref().is_some_and(|join| join.host == lost.host)
+                && session.departed[*rank].is_none()
         };
-        let ranks: Vec<usize> = (0..self.size).filter(is_there).collect();
+        let ranks: Vec<usize> = (0..session.members.len()).filter(is_there).collect();
         let detail = format!("no sign of host {}, where ranks {ranks:?} ran, for {silence:.0?}", lost.hostname);
         for rank in ranks {
             let departure = Departure::Died { detail: detail.clone() };
@@ -184,6 +303,10 @@ impl Job {
     }
 
     fn note_gone(&mut self, rank: usize, departure: &Departure) {
+        if self.elastic.is_some() {
+            // The same rank of the next session is somebody else.
+            return;
+        }
         match self.gone.iter_mut().find(|(gone, _)| *gone == rank) {
             Some((_, known)) => known.clone_from(departure),
             None => self.gone.push((rank, departure.clone())),
@@ -208,8 +331,9 @@ impl Job {
     fn join(&mut self, from: ConnectionId, join: Join) -> Verdict {
         let rank = join.rank as usize;
         let place = format!("rank {rank} (process {} on host {})", join.pid, join.hostname);
-        if rank >= self.size || join.size as usize != self.size {
-            let size = self.size;
+        let seat = self.elastic.as_mut().and_then(|elastic| elastic.seated.remove(&from));
+        let size = seat.map_or(self.size, |(id, _)| self.sessions.get(&id).map_or(0, |session| session.members.len()));
+        if rank >= size || join.size as usize != size || seat.is_some_and(|(_, seat)| seat != rank) {
             let reason = format!("{place} expects {} processes, but the job has {size}", join.size);
             return self.refuse(from, rank, reason, true);
         }
@@ -218,8 +342,9 @@ impl Job {
             let reason = format!("{place} has version {theirs} of the library, but the rendezvous has {ours}");
             return self.refuse(from, rank, reason, true);
         }
-        let forming = self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
-        let id = forming.unwrap_or_else(|| self.new_session());
+        let forming = || self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
+        let id = seat.map(|(id, _)| id).or_else(forming);
+        let id = id.unwrap_or_else(|| self.new_session(self.size));
         let session = self.sessions.get_mut(&id).expect("it was found or made above");
         if let Some(first) = &session.joins[rank] {
             let reason =
@@ -233,6 +358,10 @@ impl Job {
         self.gone.retain(|(gone, _)| *gone != rank);
         for (rank, departure) in self.gone.clone() {
             self.depart(id, rank, departure);
+        }
+        if seat.is_some() {
+            // Who departed before this one joined: nobody told it.
+            self.repeat_departures(id, from);
         }
         self.start_if_complete(id);
         Verdict::Keep
@@ -250,7 +379,7 @@ impl Job {
         Verdict::Close
     }
 
-    fn new_session(&mut self) -> u64 {
+    fn new_session(&mut self, size: usize) -> u64 {
         self.made += 1;
         // SplitMix64 of a random seed: distinct for each session, and 63 bits wide so that every language holds it.
         let mut id = self.seed.wrapping_add(self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -261,9 +390,9 @@ impl Job {
             id,
             Session {
                 phase: Phase::Forming,
-                members: vec![None; self.size],
-                joins: vec![None; self.size],
-                departed: vec![false; self.size],
+                members: vec![None; size],
+                joins: vec![None; size],
+                departed: vec![None; size],
                 store: HashMap::new(),
                 store_bytes: 0,
                 waiting: HashMap::new(),
@@ -289,8 +418,11 @@ impl Job {
     /// Records and tells that `rank` departed from a session; the first time counts.
     fn depart(&mut self, id: u64, rank: usize, departure: Departure) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        if rank < self.size && std::mem::replace(&mut session.departed[rank], true) {
-            return;
+        if let Some(known) = session.departed.get_mut(rank) {
+            if known.is_some() {
+                return;
+            }
+            *known = Some(departure.clone());
         }
         if session.phase == Phase::Forming {
             session.phase = Phase::Failed;
@@ -303,15 +435,29 @@ impl Job {
         }
     }
 
+    fn repeat_departures(&mut self, id: u64, to: ConnectionId) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        for (rank, departure) in session.departed.iter().enumerate() {
+            if let Some(departure) = departure {
+                self.outbox.push((to, ToClient::Notice { rank: rank as u32, departure: departure.clone() }));
+            }
+        }
+    }
+
     fn forget_connection(&mut self, connection: ConnectionId) -> Option<(u64, usize)> {
         let (id, rank) = self.connections.remove(&connection)?;
         let session = self.sessions.get_mut(&id).expect("a connection's session lives as long as the connection");
         session.members[rank] = None;
         session.forget(|(waiter, _)| waiter == connection);
-        if session.members.iter().all(Option::is_none) {
+        self.forget_if_empty(id);
+        Some((id, rank))
+    }
+
+    fn forget_if_empty(&mut self, id: u64) {
+        let awaited = self.elastic.as_ref().is_some_and(|elastic| elastic.seated.values().any(|(seat, _)| *seat == id));
+        if !awaited && self.sessions.get(&id).is_some_and(|session| session.members.iter().all(Option::is_none)) {
             self.sessions.remove(&id);
         }
-        Some((id, rank))
     }
 }
 

@@ -54,11 +54,33 @@ pub struct Welcome {
     pub places: Vec<Place>,
 }
 
+/// A rank of an elastic job, for one session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seat {
+    /// Which session of the job, counted from 1.
+    pub generation: u64,
+    /// Global rank.
+    pub rank: u32,
+    /// Processes of the session.
+    pub size: u32,
+}
+
+/// The launcher of an elastic job has found other hosts, or other numbers of slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostsUpdated {
+    /// When it was found, in microseconds since 1970.
+    pub at_micros: u64,
+    /// 1: places were removed, 2: places were added, 3: both.
+    pub kinds: u8,
+}
+
 /// From a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are explained at their variant")]
 pub enum ToServer {
-    /// The first message, and only the first.
+    /// The first message where the launcher gives out the ranks: asks for one.
+    Enter { worker: String },
+    /// The first message, or the answer to [`ToClient::Seat`].
     Join(Join),
     /// Writes a key of the store.
     Set { key: String, value: Vec<u8> },
@@ -82,6 +104,12 @@ pub enum ToServer {
 pub enum ToClient {
     /// The rank may not join; the connection ends.
     Refused { reason: String },
+    /// The answer to [`ToServer::Enter`]: join as this.
+    Seat(Seat),
+    /// The other answer to [`ToServer::Enter`]: there is no place any more, for this reason.
+    Removed { reason: String },
+    /// Hosts have come or gone, as the launcher says.
+    HostsUpdated(HostsUpdated),
     /// See [`Welcome`].
     Welcome(Welcome),
     /// The answer to [`ToServer::Get`], at once or after [`ToClient::NotYet`].
@@ -144,6 +172,7 @@ mod tests {
             any::<u64>().prop_map(|ticket| ToServer::Forget { ticket }),
             ".{0,40}".prop_map(|prefix| ToServer::RemovePrefix { prefix }),
             ".{0,40}".prop_map(|message| ToServer::Fail { message }),
+            ".{0,40}".prop_map(|worker| ToServer::Enter { worker }),
             Just(ToServer::WhoIsMissing),
             Just(ToServer::Goodbye),
         ]

@@ -15,6 +15,7 @@
 //! - RDV-3: a connection that ends without a goodbye is a death. All other members of the session are told in the
 //!   same order, and the server tells it before anything that the news caused.
 //! - RDV-4: one server serves sessions one after another, so that `init` works again after `shutdown`.
+//! - RDV-5: in an elastic job the launcher gives out the ranks. Workers enter without one and wait to be seated.
 //!
 //! What a session is lives in [`job`], which has no sockets and no clock; [`server`] and [`client`] move its messages.
 

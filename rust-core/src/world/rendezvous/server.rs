@@ -3,17 +3,19 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::frame::{MAX_PAYLOAD, Opener, Sealer};
 use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
-use super::job::{Job, Verdict};
-use super::message::{self, ToServer};
+use super::job::{Job, News, Verdict};
+use super::message::{self, HostsUpdated, ToServer};
 use super::refusals::Refusals;
 use crate::error::{Error, Result};
 use crate::world::{fork, socket};
@@ -44,8 +46,8 @@ const FIRST_CONNECTION: usize = 2;
 pub struct Options {
     /// Who may join.
     pub key: JobKey,
-    /// Processes of the job.
-    pub size: usize,
+    /// Processes of the job; none: the launcher of an elastic job gives out the ranks.
+    pub size: Option<usize>,
     /// How long to wait for [`Server::report_death`] after a connection was lost.
     pub patience: Duration,
     /// Silence after which a host counts as vanished.
@@ -54,6 +56,10 @@ pub struct Options {
 
 enum Command {
     Death { rank: usize, detail: String },
+    WorkerDeath { worker: String, detail: String },
+    Seat(Vec<String>),
+    Remove { worker: String, reason: String },
+    HostsUpdated(HostsUpdated),
     Stop,
 }
 
@@ -61,6 +67,9 @@ struct Shared {
     commands: Mutex<Vec<Command>>,
     connected: Mutex<usize>,
     changed: Condvar,
+    news: Mutex<Vec<News>>,
+    /// Becomes readable when there are news.
+    bell: OwnedFd,
 }
 
 /// A running rendezvous; dropping it ends it.
@@ -81,7 +90,21 @@ impl Server {
         let listener =
             TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
-        Self::serve(listener, Options { key: JobKey::new(secret), size: world_size, patience: PATIENCE, peer_timeout })
+        Self::serve(
+            listener,
+            Options { key: JobKey::new(secret), size: Some(world_size), patience: PATIENCE, peer_timeout },
+        )
+    }
+
+    /// As [`Server::start`], for a job whose processes come and go: [`Server::seat`] gives out the ranks of each session.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start_elastic(bind: SocketAddr, secret: &[u8]) -> Result<Self> {
+        let listener =
+            TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
+        let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
+        Self::serve(listener, Options { key: JobKey::new(secret), size: None, patience: PATIENCE, peer_timeout })
     }
 
     /// Serves at `listener`.
@@ -100,13 +123,21 @@ impl Server {
         let waker = Waker::new(poll.registry(), WAKER).map_err(io)?;
         let mut seed = [0; 8];
         getrandom::fill(&mut seed).map_err(|error| io(std::io::Error::other(error)))?;
-        let shared =
-            Arc::new(Shared { commands: Mutex::default(), connected: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            commands: Mutex::default(),
+            connected: Mutex::default(),
+            changed: Condvar::new(),
+            news: Mutex::default(),
+            bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?,
+        });
         let server = Loop {
             _guard: fork::Guard::new(&listener),
             listener,
             poll,
-            job: Job::new(options.size, options.patience, u64::from_le_bytes(seed)),
+            job: match options.size {
+                Some(size) => Job::new(size, options.patience, u64::from_le_bytes(seed)),
+                None => Job::elastic(options.patience, u64::from_le_bytes(seed)),
+            },
             options,
             connections: HashMap::new(),
             strangers: BTreeMap::new(),
@@ -131,6 +162,38 @@ impl Server {
     /// or not. Ranks that said goodbye before are not affected.
     pub fn report_death(&self, rank: usize, detail: &str) {
         self.command(Command::Death { rank, detail: detail.to_owned() });
+    }
+
+    /// What workers of an elastic job have asked for since the last call.
+    pub fn take_news(&self) -> Vec<News> {
+        // The counter only wakes who waits; what it says does not matter.
+        let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+        std::mem::take(&mut *self.shared.news.lock())
+    }
+
+    /// Is readable while there may be news.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.shared.bell.as_fd()
+    }
+
+    /// Begins a session of these workers, in the order of ranks.
+    pub fn seat(&self, workers: Vec<String>) {
+        self.command(Command::Seat(workers));
+    }
+
+    /// Tells a worker that waits for a rank that there is none.
+    pub fn remove(&self, worker: &str, reason: &str) {
+        self.command(Command::Remove { worker: worker.to_owned(), reason: reason.to_owned() });
+    }
+
+    /// Tells all members that hosts have come or gone.
+    pub fn hosts_updated(&self, update: HostsUpdated) {
+        self.command(Command::HostsUpdated(update));
+    }
+
+    /// As [`Server::report_death`], of a worker of an elastic job.
+    pub fn report_worker_death(&self, worker: &str, detail: &str) {
+        self.command(Command::WorkerDeath { worker: worker.to_owned(), detail: detail.to_owned() });
     }
 
     /// Waits until no member is connected, at most until `deadline` or until `stop` says so. Whether that is so.
@@ -263,6 +326,10 @@ impl Loop {
         for command in std::mem::take(&mut *self.shared.commands.lock()) {
             match command {
                 Command::Death { rank, detail } => self.job.report_death(rank, &detail),
+                Command::WorkerDeath { worker, detail } => self.job.report_worker_death(&worker, &detail),
+                Command::Seat(workers) => self.job.seat(&workers),
+                Command::Remove { worker, reason } => self.job.remove(&worker, &reason),
+                Command::HostsUpdated(update) => self.job.hosts_updated(update),
                 Command::Stop => return false,
             }
         }
@@ -447,7 +514,13 @@ impl Loop {
         Some(connection)
     }
 
-    fn publish(&self) {
+    fn publish(&mut self) {
+        let news = self.job.take_news();
+        if !news.is_empty() {
+            self.shared.news.lock().extend(news);
+            // It can only fail by being full, and then it is readable.
+            let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+        }
         let mut connected = self.shared.connected.lock();
         if *connected != self.job.connected() {
             *connected = self.job.connected();

@@ -1,0 +1,136 @@
+//! The command line of `smdrun elastic`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+
+use super::driver::Limits;
+use super::hosts::Cooldown;
+use crate::error::{Error, Result};
+
+/// Names of hosts and their slots, in order.
+pub(in super::super) type HostList = Vec<(String, usize)>;
+
+/// Starts workers on the hosts that a script finds, and goes on while enough of them live: each session of the training gets
+/// those that are there.
+#[derive(Debug, Parser)]
+#[command(
+    name = "smdrun elastic",
+    override_usage = "smdrun elastic -n N --min-np N --host-discovery-script SCRIPT [OPTIONS] COMMAND...",
+    after_help = "The script prints `host:slots` lines; it is asked every second. The command is run as it is."
+)]
+pub(super) struct Args {
+    /// Slots that the first session waits for
+    #[arg(short = 'n', long = "num-processes", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub first: u32,
+
+    /// Slots without which nobody trains; by default as many as the first session has
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub min_np: Option<u32>,
+
+    /// Slots beyond which none is used
+    #[arg(long, value_name = "N", default_value = "4096", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub max_np: u32,
+
+    /// Prints the hosts
+    #[arg(long, value_name = "SCRIPT", required_unless_present = "hosts", conflicts_with = "hosts")]
+    pub host_discovery_script: Option<OsString>,
+
+    /// The hosts, if they are always the same, such as `a:2,b:2`
+    #[arg(long, value_name = "HOSTS", value_parser = hosts)]
+    pub hosts: Option<HostList>,
+
+    /// Slots of hosts for which the script prints none
+    #[arg(long, value_name = "N")]
+    pub slots_per_host: Option<usize>,
+
+    /// Longest wait for enough slots, in seconds; by default `SMD_ELASTIC_TIMEOUT_SECONDS`
+    #[arg(long, value_name = "SECONDS")]
+    pub elastic_timeout: Option<u64>,
+
+    /// Sessions after the first, at most
+    #[arg(long, value_name = "N")]
+    pub reset_limit: Option<usize>,
+
+    /// How long a host where a worker failed is not used, the first time and at most, in seconds; by default for ever
+    #[arg(long, value_names = ["LOW", "HIGH"], num_args = 2)]
+    pub blacklist_cooldown_range: Option<Vec<u64>>,
+
+    /// Also writes what each rank prints to DIR/rank.RANK/stdout and DIR/rank.RANK/stderr
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+
+    /// Lines begin as those of `horovodrun`
+    #[arg(long, hide = true)]
+    pub horovod: bool,
+
+    /// With `--horovod`: lines begin with the time
+    #[arg(long, hide = true)]
+    pub prefix_timestamp: bool,
+
+    /// Gets the reason if the job fails
+    #[arg(long, hide = true)]
+    pub reason_file: Option<PathBuf>,
+
+    /// Port of `ssh` on the other hosts
+    #[arg(long, value_name = "PORT")]
+    pub ssh_port: Option<u16>,
+
+    /// Key for `ssh`
+    #[arg(long, value_name = "FILE")]
+    pub ssh_identity_file: Option<PathBuf>,
+
+    /// What each worker runs
+    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub command: Vec<OsString>,
+}
+
+/// Reads the command line; the error is also what `--help` prints.
+pub(super) fn parse(argv: &[OsString]) -> std::result::Result<Args, clap::Error> {
+    Args::try_parse_from(argv)
+}
+
+impl Args {
+    /// What the driver keeps to.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming options that do not fit.
+    pub fn limits(&self) -> Result<Limits> {
+        let (first, most) = (self.first as usize, self.max_np as usize);
+        let least = self.min_np.map_or(first, |least| least as usize);
+        if least > most || first > most {
+            return Err(Error::Config(format!(
+                "`--max-np` is {most}, less than `-n`, which is {first}, or `--min-np`, which is {least}"
+            )));
+        }
+        let seconds = |low: u64, high: u64| Cooldown { low: Duration::from_secs(low), high: Duration::from_secs(high) };
+        let cooldown = match self.blacklist_cooldown_range.as_deref() {
+            None => None,
+            Some(&[low, high]) if low >= 1 && high <= 3600 && low <= high => Some(seconds(low, high)),
+            Some(range) => {
+                return Err(Error::Config(format!(
+                    "`--blacklist-cooldown-range` is {range:?}: expected two numbers of seconds, 1 to 3600, the smaller first"
+                )));
+            }
+        };
+        let timeout = match self.elastic_timeout {
+            Some(seconds) => Duration::from_secs(seconds),
+            None => crate::config::ELASTIC_TIMEOUT_SECONDS.seconds()?,
+        };
+        // More slots than the least are welcome, and worth no wait.
+        Ok(Limits { first: first.max(least), least, most, resets: self.reset_limit, timeout, cooldown })
+    }
+}
+
+/// Reads `a:2,b:2`.
+pub(in super::super) fn hosts(text: &str) -> std::result::Result<HostList, String> {
+    let host = |part: &str| match part.trim().rsplit_once(':') {
+        Some((name, slots)) if !name.is_empty() => Some((name.to_owned(), slots.parse().ok()?)),
+        _ => None,
+    };
+    text.split(',')
+        .map(|part| host(part).ok_or_else(|| format!("expected a list such as `a:2,b:2`, not `{part}`")))
+        .collect()
+}

@@ -1,0 +1,381 @@
+//! Who works where, and when a new session begins: a state machine without processes, sockets or a clock, so that every
+//! order of events can be tested.
+//!
+//! ```text
+//!   starting --enters--> waiting --seated--> training --enters again--> waiting ..
+//!       \_________________\____________________\________ended
+//! ```
+//!
+//! - DRV-1: a session begins when every worker that lives waits for one. So nobody has a part in two.
+//! - DRV-2: ranks follow the places, host by host, the oldest first (HSL-1). A worker keeps its place while it lives, so rank 0
+//!   of a later session has had a part in an earlier one, and has the state.
+//! - DRV-3: a worker that fails takes its host along: its workers are ended, and the host is banned (HSL-2).
+//! - DRV-4: nothing waits for ever: neither for slots, nor for a worker that does not come back, since both have a time limit.
+//! - DRV-5: a worker that has ended well means that the training is done. No session begins after that.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use super::hosts::{Cooldown, Hosts, Place};
+
+/// Members of a running session hear again of places that differ from theirs, in case a script lost the first word.
+const REPEAT: Duration = Duration::from_secs(5);
+
+/// What the user asked for.
+#[derive(Clone, Debug)]
+pub(super) struct Limits {
+    /// Slots that the first session waits for.
+    pub first: usize,
+    /// Slots without which nobody trains.
+    pub least: usize,
+    /// Slots beyond which none is used.
+    pub most: usize,
+    /// Sessions after the first, at most.
+    pub resets: Option<usize>,
+    /// DRV-4.
+    pub timeout: Duration,
+    pub cooldown: Option<Cooldown>,
+}
+
+/// Names a worker: a process.
+pub(super) type WorkerId = usize;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Starting,
+    Waiting,
+    Training,
+    /// It was told to end; how it does tells nothing.
+    Ending,
+}
+
+#[derive(Debug)]
+struct Worker {
+    id: WorkerId,
+    place: Place,
+    state: State,
+    /// It has been in a session.
+    is_old: bool,
+}
+
+/// What the driver wants done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Start a process there; `rank` and `size` are what it will probably be.
+    Start { worker: WorkerId, place: Place, rank: usize, size: usize },
+    /// End a process.
+    Stop { worker: WorkerId },
+    /// Tell one that waits that there is no place for it.
+    Remove { worker: WorkerId },
+    /// Begin a session, in the order of ranks.
+    Seat { workers: Vec<WorkerId> },
+    /// Tell those who train that places were removed (1), added (2), or both (3).
+    Notify { kinds: u8 },
+    /// Tell the user.
+    Say(String),
+}
+
+/// How the job ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Done,
+    /// Why it could not go on.
+    Failed(String),
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct Driver {
+    limits: Limits,
+    hosts: Hosts,
+    /// Those that have not ended.
+    workers: Vec<Worker>,
+    made: usize,
+    sessions: usize,
+    succeeded: bool,
+    /// How the first worker failed since a session last began.
+    failure: Option<String>,
+    /// Since when there are too few slots.
+    short_since: Option<Instant>,
+    /// Since when somebody waits for a session.
+    waiting_since: Option<Instant>,
+    /// The places that those who train were told of, and when.
+    told: Option<(Vec<Place>, Instant)>,
+    outcome: Option<Outcome>,
+    actions: Vec<Action>,
+}
+
+impl Driver {
+    pub fn new(limits: Limits) -> Self {
+        let hosts = Hosts::new(limits.cooldown);
+        Self {
+            limits,
+            hosts,
+            workers: Vec::new(),
+            made: 0,
+            sessions: 0,
+            succeeded: false,
+            failure: None,
+            short_since: None,
+            waiting_since: None,
+            told: None,
+            outcome: None,
+            actions: Vec::new(),
+        }
+    }
+
+    /// What is to be done since the last call, in order.
+    pub fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// How the job ended, once it has and no worker is left.
+    pub fn outcome(&self) -> Option<&Outcome> {
+        self.outcome.as_ref().filter(|_| self.workers.is_empty())
+    }
+
+    /// The discovery found these hosts.
+    pub fn discovered(&mut self, found: Vec<(String, usize)>, now: Instant) {
+        self.hosts.discover(found, now);
+        self.settle(now);
+    }
+
+    /// A worker asks for a place in the next session.
+    pub fn entered(&mut self, id: WorkerId, now: Instant) {
+        self.enter(id, State::Waiting);
+        self.settle(now);
+    }
+
+    /// It does not any more, and will ask again or end.
+    pub fn withdrew(&mut self, id: WorkerId, now: Instant) {
+        if self.worker(id).is_some_and(|worker| worker.state == State::Waiting) {
+            self.enter(id, State::Starting);
+        }
+        self.settle(now);
+    }
+
+    /// A worker has ended: well, or as `failure` says. `jitter`, 0 to 1, spreads the ends of bans.
+    pub fn ended(&mut self, id: WorkerId, failure: Option<String>, jitter: f64, now: Instant) {
+        let Some(index) = self.workers.iter().position(|worker| worker.id == id) else { return };
+        let worker = self.workers.remove(index);
+        match failure {
+            _ if worker.state == State::Ending => {}
+            None => self.succeeded = true,
+            Some(failure) => {
+                self.say(format!(
+                    "worker {id} on {} failed ({failure}); its host is not used any more",
+                    worker.place.host
+                ));
+                self.failure.get_or_insert(failure);
+                self.hosts.ban(&worker.place.host, now, jitter);
+                self.stop(|other| other.place.host == worker.place.host);
+            }
+        }
+        self.settle(now);
+    }
+
+    /// The user wants no more, for this reason.
+    pub fn stop_all(&mut self, why: &str) {
+        self.end(Outcome::Failed(why.to_owned()));
+    }
+
+    /// Lets time pass; returns when to call next, at the latest.
+    pub fn tick(&mut self, now: Instant) -> Option<Instant> {
+        self.hosts.refresh(now);
+        self.settle(now);
+        let limit = |since: Option<Instant>| since.map(|since| since + self.limits.timeout);
+        let repeat = self.told.as_ref().map(|(_, at)| *at + REPEAT);
+        [self.hosts.next_end(now), limit(self.short_since), limit(self.waiting_since), repeat]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    fn worker(&self, id: WorkerId) -> Option<&Worker> {
+        self.workers.iter().find(|worker| worker.id == id)
+    }
+
+    fn enter(&mut self, id: WorkerId, state: State) {
+        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.id == id && worker.state != State::Ending) {
+            worker.state = state;
+        }
+    }
+
+    fn say(&mut self, text: String) {
+        self.actions.push(Action::Say(text));
+    }
+
+    fn stop(&mut self, which: impl Fn(&Worker) -> bool) {
+        for worker in self.workers.iter_mut().filter(|worker| worker.state != State::Ending && which(worker)) {
+            worker.state = State::Ending;
+            self.actions.push(Action::Stop { worker: worker.id });
+        }
+    }
+
+    fn end(&mut self, outcome: Outcome) {
+        if self.outcome.is_none() {
+            self.outcome = Some(outcome);
+            self.stop(|_| true);
+        }
+    }
+
+    /// Does all that can be done now.
+    fn settle(&mut self, now: Instant) {
+        if self.outcome.is_some() {
+            return;
+        }
+        if self.succeeded {
+            return self.wind_up();
+        }
+        let places = self.hosts.places(self.limits.most);
+        let needed = if self.sessions == 0 { self.limits.first } else { self.limits.least };
+        if let Some(why) = self.why_not(&places, needed, now) {
+            return self.end(Outcome::Failed(why));
+        }
+        if places.len() < needed {
+            return;
+        }
+        self.start_missing(&places);
+        self.notify(&places, now);
+        self.begin(&places, now);
+    }
+
+    /// DRV-5: who still trains may finish, nobody else is needed.
+    fn wind_up(&mut self) {
+        self.stop(|worker| worker.state == State::Starting);
+        let waiting: Vec<WorkerId> =
+            self.workers.iter().filter(|worker| worker.state == State::Waiting).map(|worker| worker.id).collect();
+        for id in waiting {
+            self.enter(id, State::Ending);
+            self.actions.push(Action::Remove { worker: id });
+        }
+        if self.workers.is_empty() {
+            self.outcome = Some(Outcome::Done);
+        }
+    }
+
+    /// Why the job cannot go on, if it cannot.
+    fn why_not(&mut self, places: &[Place], needed: usize, now: Instant) -> Option<String> {
+        let live = || self.workers.iter().filter(|worker| worker.state != State::Ending);
+        let cause = || self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
+        if self.failure.is_some() && self.hosts.all_lost() {
+            return Some(format!("workers have failed on all hosts{}", cause()));
+        }
+        if self.failure.is_some() && live().next().is_none() {
+            return Some(format!("all workers have failed{}", cause()));
+        }
+        if self.sessions > 0 && !live().any(|worker| worker.is_old) {
+            return Some(format!(
+                "no worker that has the state is left, so the job is unable to broadcast state to others{}",
+                cause()
+            ));
+        }
+        if places.len() >= needed || live().any(|worker| worker.state == State::Training) {
+            self.short_since = None;
+        } else {
+            let since = *self.short_since.get_or_insert(now);
+            if since == now && self.sessions > 0 {
+                let text = format!("{} of at least {needed} slots are left: the job waits for more", places.len());
+                self.say(text);
+            }
+            if now >= since + self.limits.timeout {
+                return Some(format!(
+                    "timed out after {:.0?} waiting for the minimum number of slots to become available: there are {} of \
+                     {needed}{}",
+                    self.limits.timeout,
+                    places.len(),
+                    self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"))
+                ));
+            }
+        }
+        None
+    }
+
+    fn start_missing(&mut self, places: &[Place]) {
+        let taken: HashSet<Place> = self.workers.iter().map(|worker| worker.place.clone()).collect();
+        for (rank, place) in places.iter().enumerate().filter(|(_, place)| !taken.contains(place)) {
+            let id = self.made;
+            self.made += 1;
+            self.workers.push(Worker { id, place: place.clone(), state: State::Starting, is_old: false });
+            self.actions.push(Action::Start { worker: id, place: place.clone(), rank, size: places.len() });
+        }
+    }
+
+    fn notify(&mut self, places: &[Place], now: Instant) {
+        let training: HashSet<&Place> =
+            self.workers.iter().filter(|worker| worker.state == State::Training).map(|worker| &worker.place).collect();
+        if training.is_empty() || self.workers.iter().any(|worker| worker.state == State::Waiting && worker.is_old) {
+            // Nobody to tell, or the session has ended already.
+            self.told = None;
+            return;
+        }
+        let wanted: HashSet<&Place> = places.iter().collect();
+        let removed = training.difference(&wanted).next().is_some();
+        let added = wanted.difference(&training).next().is_some();
+        let kinds = u8::from(removed) + 2 * u8::from(added);
+        let is_news = self.told.as_ref().is_none_or(|(told, at)| told != places || now >= *at + REPEAT);
+        if kinds == 0 {
+            self.told = None;
+        } else if is_news {
+            self.told = Some((places.to_vec(), now));
+            self.actions.push(Action::Notify { kinds });
+        }
+    }
+
+    /// DRV-1.
+    fn begin(&mut self, places: &[Place], now: Instant) {
+        let waits = |worker: &Worker| worker.state == State::Waiting;
+        if !self.workers.iter().any(waits) {
+            self.waiting_since = None;
+            return;
+        }
+        if !self.workers.iter().all(waits) {
+            let since = *self.waiting_since.get_or_insert(now);
+            if now >= since + self.limits.timeout {
+                self.give_up_late();
+                self.waiting_since = Some(now);
+            }
+            return;
+        }
+        self.waiting_since = None;
+        if self.sessions > self.limits.resets.unwrap_or(usize::MAX) {
+            let limit = self.sessions - 1;
+            return self.end(Outcome::Failed(format!("number of resets during elastic job exceeded limit: {limit}")));
+        }
+        let mut seats = Vec::new();
+        for worker in &mut self.workers {
+            match places.iter().position(|place| *place == worker.place) {
+                Some(rank) => seats.push((rank, worker.id)),
+                None => {
+                    worker.state = State::Ending;
+                    self.actions.push(Action::Remove { worker: worker.id });
+                }
+            }
+        }
+        seats.sort_unstable();
+        for (_, id) in &seats {
+            self.enter(*id, State::Training);
+        }
+        for worker in self.workers.iter_mut().filter(|worker| worker.state == State::Training) {
+            worker.is_old = true;
+        }
+        self.sessions += 1;
+        self.failure = None;
+        self.told = None;
+        self.actions.push(Action::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
+    }
+
+    /// DRV-4: who has not come back by now is stuck.
+    fn give_up_late(&mut self) {
+        let late: Vec<WorkerId> =
+            self.workers.iter().filter(|worker| worker.state != State::Waiting).map(|worker| worker.id).collect();
+        for id in late {
+            self.say(format!("worker {id} has not come back to the job for {:.0?}: it is ended", self.limits.timeout));
+            self.stop(|worker| worker.id == id);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "driver_tests.rs"]
+mod tests;

@@ -1,0 +1,224 @@
+use super::super::hosts::parse;
+use super::*;
+
+struct Job {
+    driver: Driver,
+    now: Instant,
+}
+
+impl Job {
+    fn new(first: usize, least: usize, most: usize) -> Self {
+        let timeout = Duration::from_secs(60);
+        let limits = Limits { first, least, most, resets: None, timeout, cooldown: None };
+        Self { driver: Driver::new(limits), now: Instant::now() }
+    }
+
+    fn hosts(&mut self, text: &str) -> Vec<Action> {
+        self.driver.discovered(parse(text, None).unwrap(), self.now);
+        self.driver.take_actions()
+    }
+
+    fn enter(&mut self, ids: &[WorkerId]) -> Vec<Action> {
+        ids.iter().for_each(|id| self.driver.entered(*id, self.now));
+        self.driver.take_actions()
+    }
+
+    fn fail(&mut self, id: WorkerId) -> Vec<Action> {
+        self.driver.ended(id, Some("killed".to_owned()), 0.0, self.now);
+        self.driver.take_actions().into_iter().filter(|action| !matches!(action, Action::Say(_))).collect()
+    }
+
+    fn end(&mut self, id: WorkerId) -> Vec<Action> {
+        self.driver.ended(id, None, 0.0, self.now);
+        self.driver.take_actions()
+    }
+
+    fn wait(&mut self, seconds: u64) -> Vec<Action> {
+        self.now += Duration::from_secs(seconds);
+        self.driver.tick(self.now);
+        self.driver.take_actions()
+    }
+
+    fn failed(&self) -> &str {
+        match self.driver.outcome() {
+            Some(Outcome::Failed(why)) => why,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn start(worker: WorkerId, host: &str, slot: usize, rank: usize, size: usize) -> Action {
+    Action::Start { worker, place: Place { host: host.to_owned(), slot }, rank, size }
+}
+
+fn seat(workers: &[WorkerId]) -> Action {
+    Action::Seat { workers: workers.to_vec() }
+}
+
+#[test]
+fn a_job_waits_for_its_slots_and_ends_when_all_have() {
+    let mut job = Job::new(3, 2, 4);
+    assert_eq!(job.hosts("a:2"), []);
+    assert_eq!(job.hosts("a:2\nb:1"), [start(0, "a", 0, 0, 3), start(1, "a", 1, 1, 3), start(2, "b", 0, 2, 3)]);
+    assert_eq!(job.enter(&[2, 0]), []);
+    assert_eq!(job.enter(&[1]), [seat(&[0, 1, 2])]);
+    assert_eq!(job.end(1), []);
+    assert_eq!(job.end(0), []);
+    assert_eq!(job.driver.outcome(), None);
+    assert_eq!(job.end(2), []);
+    assert_eq!(job.driver.outcome(), Some(&Outcome::Done));
+}
+
+#[test]
+fn new_places_are_told_and_taken_when_all_have_come() {
+    let mut job = Job::new(1, 1, 3);
+    job.hosts("b:1");
+    assert_eq!(job.enter(&[0]), [seat(&[0])]);
+    assert_eq!(job.hosts("a:3\nb:1"), [start(1, "a", 0, 1, 3), start(2, "a", 1, 2, 3), Action::Notify { kinds: 2 }]);
+    assert_eq!(job.hosts("a:3\nb:1"), [], "the same news is told once");
+    assert_eq!(job.wait(6), [Action::Notify { kinds: 2 }], "or again after a while");
+    assert_eq!(job.enter(&[1, 0]), []);
+    assert_eq!(job.enter(&[2]), [seat(&[0, 1, 2])], "the old one stays rank 0");
+    assert_eq!(job.hosts("a:2"), [Action::Notify { kinds: 1 }]);
+    assert_eq!(job.enter(&[0, 1, 2]), [Action::Remove { worker: 0 }, seat(&[1, 2])]);
+}
+
+#[test]
+fn a_failure_takes_its_host_along() {
+    let mut job = Job::new(3, 1, 9);
+    job.hosts("a:2\nb:1");
+    job.enter(&[0, 1, 2]);
+    assert_eq!(job.fail(1), [Action::Stop { worker: 0 }]);
+    assert_eq!(job.enter(&[2]), [], "the other one on that host may still be in the session");
+    assert_eq!(job.fail(0), [seat(&[2])]);
+    assert_eq!(job.fail(2), []);
+    assert_eq!(job.failed(), "workers have failed on all hosts; first: killed");
+}
+
+#[test]
+fn nobody_left_with_the_state_is_the_end() {
+    let mut job = Job::new(1, 1, 9);
+    job.hosts("a:1");
+    job.enter(&[0]);
+    job.hosts("a:1\nb:1");
+    job.enter(&[1]);
+    assert_eq!(job.fail(0), [Action::Stop { worker: 1 }]);
+    job.end(1);
+    assert!(job.failed().contains("unable to broadcast state"), "{}", job.failed());
+}
+
+#[test]
+fn too_few_survivors_wait_for_others_or_end() {
+    let mut job = Job::new(2, 2, 2);
+    job.hosts("a:1\nb:1");
+    job.enter(&[0, 1]);
+    job.fail(1);
+    assert_eq!(job.enter(&[0]), []);
+    assert_eq!(job.hosts("a:1\nb:1\nc:1"), [start(2, "c", 0, 1, 2)]);
+    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+    job.fail(2);
+    job.enter(&[0]);
+    assert_eq!(job.wait(61), [Action::Stop { worker: 0 }]);
+    job.end(0);
+    assert!(job.failed().contains("minimum number of slots to become available"), "{}", job.failed());
+}
+
+#[test]
+fn who_does_not_come_back_is_ended() {
+    let mut job = Job::new(2, 1, 2);
+    job.hosts("a:1\nb:1");
+    job.enter(&[0, 1]);
+    job.enter(&[0]);
+    job.wait(0);
+    assert!(job.wait(61).contains(&Action::Stop { worker: 1 }));
+    job.end(1);
+    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+}
+
+#[test]
+fn resets_have_a_limit() {
+    let mut job = Job::new(2, 1, 2);
+    job.driver.limits.resets = Some(1);
+    job.hosts("a:1\nb:1\nc:1");
+    job.enter(&[0, 1]);
+    job.fail(1);
+    job.enter(&[0]);
+    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+    job.fail(2);
+    assert_eq!(job.enter(&[0]), [Action::Stop { worker: 0 }]);
+    job.end(0);
+    assert_eq!(job.failed(), "number of resets during elastic job exceeded limit: 1");
+}
+
+#[test]
+fn a_success_ends_those_that_have_not_begun() {
+    let mut job = Job::new(1, 1, 2);
+    job.hosts("a:1");
+    job.enter(&[0]);
+    job.hosts("a:2");
+    assert_eq!(job.end(0), [Action::Stop { worker: 1 }]);
+    assert_eq!(job.driver.outcome(), None);
+    job.fail(1);
+    assert_eq!(job.driver.outcome(), Some(&Outcome::Done));
+}
+
+/// Whatever happens in whatever order: a session has each worker that lives once, in the order of places, rank 0 has been in
+/// the one before if there was one, and the job ends.
+#[test]
+fn every_order_of_events_keeps_the_invariants() {
+    for seed in 0..400u64 {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut draw = move |below: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        };
+        let mut job = Job::new(2, 1 + draw(2) as usize, 4);
+        let mut live: Vec<WorkerId> = Vec::new();
+        let mut stopped: Vec<WorkerId> = Vec::new();
+        let mut session: Vec<WorkerId> = Vec::new();
+        for step in 0..2000 {
+            for action in job.driver.take_actions() {
+                match action {
+                    Action::Start { worker, .. } => live.push(worker),
+                    Action::Stop { worker } | Action::Remove { worker } => stopped.push(worker),
+                    Action::Seat { workers } => {
+                        assert!(workers.iter().all(|worker| live.contains(worker) && !stopped.contains(worker)));
+                        assert!(
+                            session.is_empty() || session.contains(&workers[0]),
+                            "seed {seed}: rank 0 has no state"
+                        );
+                        session = workers;
+                    }
+                    Action::Notify { .. } | Action::Say(_) => {}
+                }
+            }
+            if job.driver.outcome().is_some() {
+                break;
+            }
+            assert!(step < 1999, "seed {seed}: the job does not end: {:?}", job.driver);
+            job.now += Duration::from_millis(draw(3000));
+            let now = job.now;
+            let pick = |draw: u64, from: &[WorkerId]| from.get(draw as usize % from.len().max(1)).copied();
+            match draw(8) {
+                0 => drop(job.hosts(&format!("a:{}\nb:{}\nc:1", draw(3), draw(3)))),
+                1..=4 => pick(draw(64), &live).into_iter().for_each(|id| job.driver.entered(id, now)),
+                5 if step > 100 => {
+                    if let Some(id) = pick(draw(64), &live) {
+                        live.retain(|other| *other != id);
+                        job.driver.ended(id, draw(2).eq(&0).then(|| "killed".to_owned()), 0.5, now);
+                    }
+                }
+                6 => {
+                    if let Some(id) = pick(draw(64), &stopped) {
+                        live.retain(|other| *other != id);
+                        stopped.retain(|other| *other != id);
+                        job.driver.ended(id, None, 0.5, now);
+                    }
+                }
+                _ => drop(job.driver.tick(now)),
+            }
+        }
+    }
+}

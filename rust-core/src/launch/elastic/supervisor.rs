@@ -1,0 +1,362 @@
+//! Does what the driver decides: starts and ends workers, passes their output on, and gives out ranks.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{self, Stderr, Stdout};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant, SystemTime};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal;
+
+use super::super::Plan;
+use super::super::environment::{self, Seat};
+use super::super::output::{Piece, Printer, Sink};
+use super::super::process::{self, Exit, Input, Process};
+use super::super::remote::Ssh;
+use super::super::report::Tail;
+use super::super::signals::{self, Signals};
+use super::super::streams::Streams;
+use super::super::supervisor::{output_folder, style};
+use super::super::warden::Warden;
+use super::args::Args;
+use super::discovery::{Discovery, Script};
+use super::driver::{Action, Driver, Outcome, WorkerId};
+use super::hosts::Place;
+use crate::config;
+use crate::error::{Error, Result};
+use crate::world::rendezvous::Server;
+use crate::world::rendezvous::job::News;
+use crate::world::rendezvous::message::HostsUpdated;
+
+/// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
+const LONGEST_SLEEP: Duration = Duration::from_millis(250);
+/// From SIGTERM to SIGKILL.
+const TERMINATE_TIME: Duration = Duration::from_secs(5);
+/// What a worker without a place gets to end by itself.
+const FAREWELL_TIME: Duration = Duration::from_secs(30);
+
+/// Runs the job to its end and returns the exit code.
+///
+/// # Errors
+/// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could not be
+/// watched. None runs any more then.
+pub(super) fn run(args: &Args) -> Result<i32> {
+    let driver = Driver::new(args.limits()?);
+    let discovery = match (&args.host_discovery_script, &args.hosts) {
+        (Some(script), _) => Discovery::Script(Script::new(script, args.slots_per_host)),
+        (None, hosts) => Discovery::Fixed(hosts.clone()),
+    };
+    // First of all: threads that are started later inherit the mask, so signals arrive here only.
+    let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
+    let warden = Warden::start().map_err(|error| Error::io("starting the warden", error))?;
+    crate::session::log::start(None);
+    let plan = Plan {
+        command: args.command.clone(),
+        grace: TERMINATE_TIME,
+        output_dir: args.output_dir.clone(),
+        horovod: args.horovod,
+        timestamp: args.prefix_timestamp,
+        ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
+    };
+    let secret = environment::random_hex(32)?;
+    // Hosts that need the network may come at any time, but a fixed list says all.
+    let listed = args.hosts.iter().flatten().map(|(host, _)| host.as_str());
+    let bind = match args.hosts {
+        Some(_) => plan.addresses(listed)?.0,
+        None => IpAddr::from([0, 0, 0, 0]),
+    };
+    let server = Server::start_elastic((bind, 0).into(), secret.as_bytes())?;
+    process::adopt_orphans(true);
+    let mut supervisor = Supervisor {
+        max_np: args.max_np as usize,
+        driver,
+        discovery,
+        server,
+        secret,
+        warden,
+        workers: BTreeMap::new(),
+        printer: Printer::new(
+            (io::stdout(), style(&io::stdout(), 1, plan.look(Sink::Stdout))),
+            (io::stderr(), style(&io::stderr(), 1, plan.look(Sink::Stderr))),
+        ),
+        plan,
+        start: Instant::now(),
+        asked: false,
+    };
+    let result = supervisor.watch(&signals);
+    drop(supervisor);
+    process::adopt_orphans(false);
+    match result? {
+        Outcome::Done => Ok(0),
+        Outcome::Failed(why) => {
+            eprintln!("smdrun: {why}");
+            if let Some(file) = &args.reason_file {
+                std::fs::write(file, &why).map_err(|error| Error::io("writing the reason of the failure", error))?;
+            }
+            Ok(1)
+        }
+    }
+}
+
+/// A worker's process.
+struct Running {
+    process: Process,
+    streams: Streams,
+    tail: Tail,
+    /// The rank that it was started for: lines are marked with it.
+    rank: usize,
+    /// When it is killed.
+    deadline: Option<(Instant, Signal)>,
+}
+
+struct Supervisor {
+    plan: Plan,
+    max_np: usize,
+    driver: Driver,
+    discovery: Discovery,
+    server: Server,
+    secret: String,
+    warden: Warden,
+    workers: BTreeMap<WorkerId, Running>,
+    printer: Printer<Stdout, Stderr>,
+    start: Instant,
+    /// A signal has asked us to stop.
+    asked: bool,
+}
+
+impl Supervisor {
+    fn watch(&mut self, signals: &Signals) -> Result<Outcome> {
+        loop {
+            let now = Instant::now();
+            let next = [self.driver.tick(now), self.discovery.next(), self.next_deadline()].into_iter().flatten().min();
+            self.act()?;
+            if let Some(outcome) = self.driver.outcome() {
+                return Ok(outcome.clone());
+            }
+            let sleep = next.map_or(LONGEST_SLEEP, |next| next.saturating_duration_since(now).min(LONGEST_SLEEP));
+            self.wait_for_events(signals, sleep)?;
+            while let Some(signal) = signals.next() {
+                self.handle(signal);
+            }
+            self.read_output();
+            self.take_news();
+            self.notice_ends()?;
+            self.keep_deadlines();
+            let mut said = Vec::new();
+            let found = self.discovery.poll(Instant::now(), &mut |text| said.push(text));
+            said.iter().for_each(|text| self.say(text));
+            match found {
+                Ok(Some(hosts)) => self.driver.discovered(hosts, Instant::now()),
+                Ok(None) => {}
+                Err(error) => self.driver.stop_all(&error.text()),
+            }
+        }
+    }
+
+    /// Sleeps until there is a signal, output, news, or `sleep` has passed.
+    fn wait_for_events(&self, signals: &Signals, sleep: Duration) -> Result<()> {
+        let pipes = self.workers.values().flat_map(|worker| worker.streams.pipes());
+        let mut fds: Vec<_> = [signals.as_fd(), self.server.bell()]
+            .into_iter()
+            .chain(pipes)
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let timeout = Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(Error::io("waiting for the workers", error)),
+        }
+    }
+
+    fn handle(&mut self, signal: i32) {
+        match signal {
+            libc::SIGCHLD | libc::SIGTSTP => {}
+            other if !self.asked => {
+                self.asked = true;
+                self.driver.stop_all(&format!("stopped by {}", signals::name(other)));
+            }
+            // The second one means it.
+            _ => self.workers.values().for_each(|worker| worker.process.signal(Signal::KILL)),
+        }
+    }
+
+    fn take_news(&mut self) {
+        for news in self.server.take_news() {
+            let now = Instant::now();
+            match news {
+                News::Entered(name) => id(&name).into_iter().for_each(|id| self.driver.entered(id, now)),
+                News::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
+            }
+        }
+    }
+
+    fn notice_ends(&mut self) -> Result<()> {
+        let mut ended = Vec::new();
+        for (id, worker) in &self.workers {
+            let exit = worker.process.exit();
+            if let Some(exit) = exit.map_err(|error| Error::io(format!("waiting for worker {id}"), error))? {
+                ended.push((*id, exit));
+            }
+        }
+        if !ended.is_empty() {
+            // What they said last.
+            self.read_output();
+        }
+        for (id, exit) in ended {
+            self.server.report_worker_death(&name(id), &exit.to_string());
+            let Some(worker) = self.workers.remove(&id) else { continue };
+            let failure = (!exit.success()).then(|| describe(&worker, exit));
+            self.release(worker);
+            self.driver.ended(id, failure, jitter(), Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Ends what is left of a worker's group.
+    fn release(&self, worker: Running) {
+        worker.process.signal(Signal::KILL);
+        self.warden.remove(worker.process.pid());
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.workers.values().filter_map(|worker| worker.deadline.map(|(at, _)| at)).min()
+    }
+
+    fn keep_deadlines(&mut self) {
+        let now = Instant::now();
+        for worker in self.workers.values_mut() {
+            let Some((at, signal)) = worker.deadline.filter(|(at, _)| *at <= now) else { continue };
+            worker.process.signal(signal);
+            worker.deadline = (signal != Signal::KILL).then_some((at + TERMINATE_TIME, Signal::KILL));
+        }
+    }
+
+    fn read_output(&mut self) {
+        let mut pieces = Vec::new();
+        let mut buffer = vec![0; 64 * 1024];
+        for (id, worker) in &mut self.workers {
+            let rank = worker.rank;
+            worker.streams.read(&mut buffer, &mut |sink, piece| pieces.push((*id, rank, sink, piece)));
+        }
+        let at = self.start.elapsed();
+        for (id, rank, sink, piece) in pieces {
+            if let (Sink::Stderr, Piece::Line(line), Some(worker)) = (sink, &piece, self.workers.get_mut(&id)) {
+                worker.tail.push(line, at);
+            }
+            // Nobody may read us any more; the training goes on.
+            let _ = self.printer.rank(sink, rank, &piece);
+        }
+    }
+
+    fn say(&mut self, text: &str) {
+        let _ = self.printer.say(text);
+    }
+
+    fn act(&mut self) -> Result<()> {
+        for action in self.driver.take_actions() {
+            match action {
+                Action::Start { worker, place, rank, size } => self.start(worker, &place, rank, size)?,
+                Action::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
+                Action::Remove { worker } => {
+                    self.server.remove(&name(worker), "its host has no place for it any more");
+                    self.end_at(worker, Instant::now() + FAREWELL_TIME, Signal::TERM);
+                }
+                Action::Seat { workers } => self.server.seat(workers.into_iter().map(name).collect()),
+                Action::Notify { kinds } => {
+                    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+                    self.server.hosts_updated(HostsUpdated { at_micros: since.as_micros() as u64, kinds });
+                }
+                Action::Say(text) => self.say(&text),
+            }
+        }
+        Ok(())
+    }
+
+    fn end_at(&mut self, id: WorkerId, at: Instant, signal: Signal) {
+        if let Some(worker) = self.workers.get_mut(&id) {
+            worker.deadline = Some((at, signal));
+            self.keep_deadlines();
+        }
+    }
+
+    fn start(&mut self, id: WorkerId, place: &Place, rank: usize, size: usize) -> Result<()> {
+        let (_, reach) = self.plan.addresses([place.host.as_str()])?;
+        let address = SocketAddr::new(reach, self.server.address().port()).to_string();
+        let variables = self.variables(id, place, rank, size, address);
+        let (process, pipes) = match self.plan.start(&place.host, variables, Input::Nothing) {
+            Ok(started) => started,
+            Err(error) => {
+                self.say(&error.text());
+                self.driver.ended(id, Some(error.text()), jitter(), Instant::now());
+                return Ok(());
+            }
+        };
+        self.warden.add(process.pid());
+        let streams = Streams::new(pipes, output_folder(&self.plan, rank, self.max_np).as_deref())?;
+        self.workers.insert(id, Running { process, streams, tail: Tail::default(), rank, deadline: None });
+        Ok(())
+    }
+
+    fn variables(
+        &self,
+        id: WorkerId,
+        place: &Place,
+        rank: usize,
+        size: usize,
+        address: String,
+    ) -> BTreeMap<OsString, OsString> {
+        const TORCHRUN: [&str; 6] =
+            ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+        let mut variables = environment::without_launchers(std::env::vars_os());
+        // The rank changes; who asks for it asks the session.
+        TORCHRUN.iter().for_each(|name| drop(variables.remove(std::ffi::OsStr::new(name))));
+        variables.entry("OMP_NUM_THREADS".into()).or_insert_with(|| "1".into());
+        let seat = Seat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
+        let own = seat.horovod_variables().into_iter().chain([
+            // What it starts as: scripts log it.
+            ("HOROVOD_RANK", rank.to_string()),
+            ("HOROVOD_SIZE", size.to_string()),
+            ("HOROVOD_CONTROLLER", "gloo".to_owned()),
+            ("HOROVOD_CPU_OPERATIONS", "gloo".to_owned()),
+            ("HOROVOD_ELASTIC", "1".to_owned()),
+            ("PYTHONUNBUFFERED", "1".to_owned()),
+            (config::WORKER.name, name(id)),
+            (config::RENDEZVOUS.name, address),
+            (config::SECRET.name, self.secret.clone()),
+        ]);
+        variables.extend(own.map(|(name, value)| (name.into(), value.into())));
+        variables
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        for worker in std::mem::take(&mut self.workers).into_values() {
+            self.release(worker);
+        }
+    }
+}
+
+fn name(id: WorkerId) -> String {
+    format!("worker-{id}")
+}
+
+fn id(name: &str) -> Option<WorkerId> {
+    name.strip_prefix("worker-")?.parse().ok()
+}
+
+/// How a worker failed, in one line.
+fn describe(worker: &Running, exit: Exit) -> String {
+    let rank = worker.rank;
+    match worker.tail.exception() {
+        Some(exception) => format!("process {rank} exit with status code {}: {exception}", exit.code()),
+        None => format!("process {rank} exit with status code {}", exit.code()),
+    }
+}
+
+/// 0 to 1.
+fn jitter() -> f64 {
+    getrandom::u32().map_or(0.5, |number| f64::from(number) / f64::from(u32::MAX))
+}

@@ -1,0 +1,163 @@
+//! Ranks on other hosts, through `ssh`.
+//!
+//! - SSH-1: what a rank is told, the job's secret among it, travels over `ssh`'s standard input; on its command line, which other
+//!   users of both hosts see, are only the host and `sh`.
+//! - SSH-2: a rank ends when `ssh` does, however that came: the shell that started it sees its input end.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::path::PathBuf;
+
+use crate::error::{Error, Result};
+use crate::world::host;
+
+/// How to reach other hosts.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Ssh {
+    pub port: Option<u16>,
+    pub identity: Option<PathBuf>,
+}
+
+/// Variables that belong to this host or to this shell.
+const STAYS: [&str; 4] = ["OLDPWD", "_HOROVOD_SECRET_KEY", "SSH_AUTH_SOCK", "SSH_CONNECTION"];
+
+/// Whether `name` is this host: it, or one of its addresses.
+pub(super) fn is_here(name: &str) -> bool {
+    if name == "localhost" || name == host::name() {
+        return true;
+    }
+    // Only an address of this host can be bound.
+    (name, 0).to_socket_addrs().is_ok_and(|mut addresses| addresses.any(|address| TcpListener::bind(address).is_ok()))
+}
+
+/// The address at which `other` reaches this host.
+///
+/// # Errors
+/// [`Error::Io`] if the name has no address, or there is no way.
+pub(super) fn address_towards(other: &str) -> Result<IpAddr> {
+    let find = || {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        // Nothing is sent: the system only chooses a way.
+        socket.connect((other, 22))?;
+        Ok::<_, std::io::Error>(socket.local_addr()?.ip())
+    };
+    find().map_err(|error| Error::io(format!("looking for a way to host `{other}`"), error))
+}
+
+impl Ssh {
+    /// The command that starts something on `host`, and what its standard input must be.
+    pub fn wrap(
+        &self,
+        host: &str,
+        command: &[OsString],
+        variables: &BTreeMap<OsString, OsString>,
+    ) -> (Vec<OsString>, Vec<u8>) {
+        let mut ssh: Vec<OsString> =
+            ["ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"].map(Into::into).to_vec();
+        if let Some(port) = self.port {
+            ssh.extend(["-p".into(), port.to_string().into()]);
+        }
+        if let Some(identity) = &self.identity {
+            ssh.extend(["-i".into(), identity.into()]);
+        }
+        ssh.extend([host.into(), "exec".into(), "sh".into()]);
+        (ssh, script(command, variables))
+    }
+}
+
+/// What the shell on the other host reads.
+fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec<u8> {
+    let mut script = Vec::new();
+    for (name, value) in variables {
+        let Some(text) = name.to_str().filter(|text| is_exportable(text)) else { continue };
+        script.extend_from_slice(format!("export {text}=").as_bytes());
+        script.extend(quote(value));
+        script.push(b'\n');
+    }
+    if let Ok(folder) = std::env::current_dir() {
+        script.extend_from_slice(b"cd ");
+        script.extend(quote(folder.as_os_str()));
+        script.extend_from_slice(b" || exit 127\n");
+    }
+    // The rank leads a group of its own; who waits for the end of the input ends that group (SSH-2).
+    script.extend_from_slice(b"exec 3<&0\nsetsid");
+    for word in command {
+        script.push(b' ');
+        script.extend(quote(word));
+    }
+    script.extend_from_slice(
+        b" </dev/null 3<&- & rank=$!\n\
+          { cat >/dev/null; kill -TERM -$rank; sleep 5; kill -KILL -$rank; } <&3 >/dev/null 2>&1 & watch=$!\n\
+          exec 3<&-\nwait $rank; code=$?; kill $watch 2>/dev/null; exit $code\n",
+    );
+    script
+}
+
+fn is_exportable(name: &str) -> bool {
+    let mut letters = name.chars();
+    letters.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
+        && letters.all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
+        && !name.starts_with("BASH_FUNC_")
+        && !name.ends_with("CUDA_VISIBLE_DEVICES")
+        && !STAYS.contains(&name)
+}
+
+/// `word` as the shell reads it back.
+fn quote(word: &OsStr) -> Vec<u8> {
+    use std::os::unix::ffi::OsStrExt;
+    let mut quoted = vec![b'\''];
+    for &byte in word.as_bytes() {
+        match byte {
+            b'\'' => quoted.extend_from_slice(b"'\\''"),
+            other => quoted.push(other),
+        }
+    }
+    quoted.push(b'\'');
+    quoted
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    fn run(command: &[&str], variables: &[(&str, &str)]) -> std::process::Output {
+        let command: Vec<OsString> = command.iter().map(Into::into).collect();
+        let variables = variables.iter().map(|(name, value)| (name.into(), value.into())).collect();
+        let mut shell = Command::new("sh").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut input = shell.stdin.take().unwrap();
+        input.write_all(&script(&command, &variables)).unwrap();
+        // The input stays open while the command runs.
+        let output = shell.wait_with_output().unwrap();
+        drop(input);
+        output
+    }
+
+    #[test]
+    fn a_command_gets_its_words_and_variables_as_they_are() {
+        let value = "it's \"a\" $b\\\n`c`";
+        let output =
+            run(&["sh", "-c", "printf %s \"$SECRET|$1\"; exit 7", "name", value], &[("SECRET", value), ("1x", "")]);
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{value}|{value}"));
+        assert_eq!(output.status.code(), Some(7));
+    }
+
+    #[test]
+    fn the_command_line_tells_no_values() {
+        let ssh = Ssh { port: Some(2222), identity: Some("/id".into()) };
+        let variables = BTreeMap::from([("SMD_SECRET".into(), "very".into())]);
+        let (words, script) = ssh.wrap("node-1", &["train".into()], &variables);
+        let line = words.join(OsStr::new(" ")).into_string().unwrap();
+        assert_eq!(line, "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no -p 2222 -i /id node-1 exec sh");
+        assert!(String::from_utf8(script).unwrap().contains("export SMD_SECRET='very'\n"));
+    }
+
+    #[test]
+    fn names_and_addresses_of_this_host_are_here() {
+        assert!(is_here("localhost") && is_here("127.0.0.1") && is_here("127.0.0.7") && is_here(&host::name()));
+        assert!(!is_here("no-such-host.invalid") && !is_here("192.0.2.1"));
+    }
+}

@@ -1,0 +1,76 @@
+//! The output of one rank: its pipes, cut into lines, and the files that get a copy.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use super::output::{Piece, Sink, Splitter};
+use super::process::Pipes;
+use crate::error::{Error, Result};
+
+/// One open pipe.
+struct Stream {
+    sink: Sink,
+    pipe: OwnedFd,
+    splitter: Splitter,
+    /// Gets the bytes as they are.
+    file: Option<File>,
+}
+
+/// See the module's text.
+pub(super) struct Streams(Vec<Stream>);
+
+impl Streams {
+    /// Takes over a rank's pipes; `folder` gets copies.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if they cannot be made there.
+    pub fn new(pipes: Pipes, folder: Option<&Path>) -> Result<Self> {
+        let stream = |sink, pipe| {
+            let file = folder.map(|folder| output_file(folder, sink)).transpose()?;
+            Ok::<_, Error>(Stream { sink, pipe, splitter: Splitter::default(), file })
+        };
+        Ok(Self(vec![stream(Sink::Stdout, pipes.stdout)?, stream(Sink::Stderr, pipes.stderr)?]))
+    }
+
+    /// Whether both have ended.
+    pub fn ended(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What to wait for.
+    pub fn pipes(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.0.iter().map(|stream| stream.pipe.as_fd())
+    }
+
+    /// Reads what is there, at most a buffer of each.
+    pub fn read(&mut self, buffer: &mut [u8], emit: &mut dyn FnMut(Sink, Piece)) {
+        self.0.retain_mut(|stream| {
+            let sink = stream.sink;
+            let mut emit = |piece| emit(sink, piece);
+            match rustix::io::read(&stream.pipe, &mut *buffer) {
+                Ok(0) => {
+                    stream.splitter.end(&mut emit);
+                    false
+                }
+                Ok(read) => {
+                    // A full disk must not end the job.
+                    stream.file = stream.file.take().filter(|mut file| file.write_all(&buffer[..read]).is_ok());
+                    stream.splitter.feed(&buffer[..read], &mut emit);
+                    true
+                }
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => true,
+                Err(_) => false,
+            }
+        });
+    }
+}
+
+/// Where a stream goes, too. A worker that takes the place of another continues its file.
+fn output_file(folder: &Path, sink: Sink) -> Result<File> {
+    let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });
+    let open = || File::options().create(true).append(true).open(&path);
+    let file = std::fs::create_dir_all(folder).and_then(|()| open());
+    file.map_err(|error| Error::io(format!("making `{}`", path.display()), error))
+}

@@ -1,0 +1,274 @@
+//! The timeline of collectives by name, in the form that users of Horovod know: a process of the trace for each name, with its
+//! negotiation, the moments at which ranks became ready for it, and its operation.
+//!
+//! - HTL-1: the process of rank 0 writes, of all groups that it is a member of.
+//! - HTL-2: the file is a whole JSON list after every event: the next one replaces the bracket at the end.
+//! - HTL-3: off, a call costs one atomic load.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Instant, SystemTime};
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use super::description::Description;
+use crate::error::{Error, Result};
+
+static ENABLED: AtomicBool = AtomicBool::new(false);
+static CURRENT: Mutex<Option<Timeline>> = Mutex::new(None);
+
+struct Timeline {
+    path: String,
+    start: Instant,
+    mark_cycles: bool,
+    /// Names, by which processes of the trace they are.
+    names: HashMap<String, usize>,
+    events: Option<Sender<Vec<Value>>>,
+    writer: Option<JoinHandle<()>>,
+}
+
+/// What a name's operation is called, and what its end says.
+#[derive(Clone, Debug)]
+pub(super) struct Traced {
+    pub(super) name: String,
+    operation: String,
+    dtype: &'static str,
+    shape: String,
+}
+
+impl Traced {
+    /// None while there is no timeline.
+    pub(super) fn new(name: &str, description: &Description) -> Option<Self> {
+        let shape = || description.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+        enabled().then(|| Self {
+            name: name.to_owned(),
+            operation: description.kind.capitals(),
+            dtype: description.dtype.name(),
+            shape: format!("[{}]", shape()),
+        })
+    }
+}
+
+/// Whether there is one.
+#[inline]
+pub(super) fn enabled() -> bool {
+    ENABLED.load(Ordering::Relaxed)
+}
+
+/// Starts one in the file `path`, in place of what runs; does nothing if that is the file already. `mark_cycles` marks each
+/// answer, of which there is one where Horovod has a cycle.
+///
+/// # Errors
+/// [`Error::Io`] if the file cannot be written, or there can be no thread.
+pub fn start(path: &str, mark_cycles: bool) -> Result<()> {
+    let mut current = CURRENT.lock();
+    if current.as_ref().is_some_and(|timeline| timeline.path == path) {
+        return Ok(());
+    }
+    end(current.take());
+    let io = |error| Error::io(format!("cannot write the timeline `{path}`"), error);
+    let mut file = File::create(path).map_err(io)?;
+    file.write_all(b"[\n\n]").map_err(io)?;
+    let (sender, receiver) = channel();
+    let writer = std::thread::Builder::new()
+        .name("smd-timeline".into())
+        .spawn(move || write(&receiver, &mut file))
+        .map_err(|error| Error::io("cannot start the timeline's thread", error))?;
+    let epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+    let first = vec![
+        json!({"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}}),
+        json!({"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}}),
+    ];
+    let timeline = Timeline {
+        path: path.to_owned(),
+        start: Instant::now(),
+        mark_cycles,
+        names: HashMap::new(),
+        events: Some(sender),
+        writer: Some(writer),
+    };
+    timeline.send(first);
+    *current = Some(timeline);
+    ENABLED.store(true, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Ends it: every event so far is in the file when this returns. Does nothing if there is none.
+pub fn stop() {
+    end(CURRENT.lock().take());
+}
+
+fn end(timeline: Option<Timeline>) {
+    ENABLED.store(false, Ordering::Relaxed);
+    let Some(mut timeline) = timeline else { return };
+    drop(timeline.events.take());
+    if let Some(writer) = timeline.writer.take() {
+        // A writer that panicked has lost its events; the job is more important than its timeline.
+        let _ = writer.join();
+    }
+}
+
+fn write(events: &Receiver<Vec<Value>>, file: &mut File) {
+    let mut is_first = true;
+    while let Ok(batch) = events.recv() {
+        let mut text = String::new();
+        for event in batch.into_iter().chain(events.try_iter().take(256).flatten()) {
+            text.push_str(if std::mem::take(&mut is_first) { "" } else { ",\n" });
+            text.push_str(&event.to_string());
+        }
+        text.push_str("\n]");
+        // HTL-2: over the newline and the bracket.
+        let written = file.seek(SeekFrom::End(-2)).and_then(|_| file.write_all(text.as_bytes()));
+        if let Err(error) = written {
+            tracing::warn!("the timeline ends here: {error}");
+            ENABLED.store(false, Ordering::Relaxed);
+            return;
+        }
+    }
+}
+
+impl Timeline {
+    fn send(&self, events: Vec<Value>) {
+        if let Some(sender) = &self.events {
+            // The writer may be gone after an error, which it has told.
+            let _ = sender.send(events);
+        }
+    }
+
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_micros() as u64
+    }
+
+    /// The process of a name, and how it is introduced if it is new.
+    fn process(&mut self, name: &str) -> (usize, Vec<Value>) {
+        if let Some(&pid) = self.names.get(name) {
+            return (pid, Vec::new());
+        }
+        let pid = self.names.len() + 1;
+        self.names.insert(name.to_owned(), pid);
+        let introduction = vec![
+            json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}),
+            json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}),
+        ];
+        (pid, introduction)
+    }
+}
+
+fn with(name: &str, events: impl FnOnce(&Timeline, usize, u64) -> Vec<Value>) {
+    if let Some(timeline) = &mut *CURRENT.lock() {
+        let (pid, mut all) = timeline.process(name);
+        all.extend(events(timeline, pid, timeline.now()));
+        timeline.send(all);
+    }
+}
+
+/// This member asks for it.
+pub(super) fn negotiates(traced: &Traced, rank: usize) {
+    let begin = format!("NEGOTIATE_{}", traced.operation);
+    with(&traced.name, |_, pid, ts| {
+        vec![json!({"ph": "B", "name": begin, "ts": ts, "pid": pid}), ready(pid, ts, rank)]
+    });
+}
+
+fn ready(pid: usize, ts: u64, rank: usize) -> Value {
+    json!({"ph": "X", "name": rank.to_string(), "ts": ts, "pid": pid, "dur": 0})
+}
+
+/// Other members, by their places in the group, are ready for it.
+pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
+    with(name, |_, pid, ts| ranks[members].iter().map(|rank| ready(pid, ts, *rank)).collect());
+}
+
+/// All members agree; `activity` begins.
+pub(super) fn begins(traced: &Traced, activity: &str) {
+    with(&traced.name, |_, pid, ts| {
+        vec![
+            json!({"ph": "E", "ts": ts, "pid": pid}),
+            json!({"ph": "B", "name": traced.operation, "ts": ts, "pid": pid}),
+            json!({"ph": "B", "name": format!("{activity}_{}", traced.operation), "ts": ts, "pid": pid}),
+        ]
+    });
+}
+
+/// It is complete.
+pub(super) fn ends(traced: &Traced) {
+    let Traced { dtype, shape, .. } = traced;
+    with(&traced.name, |_, pid, ts| {
+        vec![
+            json!({"ph": "E", "ts": ts, "pid": pid}),
+            json!({"ph": "E", "ts": ts, "pid": pid, "args": {"dtype": dtype, "shape": shape}}),
+        ]
+    });
+}
+
+/// It failed in its negotiation.
+pub(super) fn fails(traced: &Traced) {
+    with(&traced.name, |_, pid, ts| vec![json!({"ph": "E", "ts": ts, "pid": pid})]);
+}
+
+/// An answer came.
+pub(super) fn cycle() {
+    if let Some(timeline) = &*CURRENT.lock()
+        && timeline.mark_cycles
+    {
+        let ts = timeline.now();
+        timeline.send(vec![json!({"ph": "i", "name": "CYCLE_START", "ts": ts, "pid": 0, "s": "g"})]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_is_a_list_after_every_event() {
+        let folder = std::env::temp_dir().join(format!("smd-timeline-{}", std::process::id()));
+        let path = folder.to_str().unwrap().to_owned();
+        let read = || serde_json::from_str::<Vec<Value>>(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        start(&path, true).unwrap();
+        let traced = Traced {
+            name: "allreduce.w".into(),
+            operation: "ALLREDUCE".into(),
+            dtype: "float32",
+            shape: "[2, 3]".into(),
+        };
+        negotiates(&traced, 0);
+        heard("allreduce.w", 1..3, &[0, 4, 5]);
+        begins(&traced, "SHM");
+        read();
+        ends(&traced);
+        cycle();
+        stop();
+        stop();
+        cycle();
+        let events = read();
+        std::fs::remove_file(&path).unwrap();
+        let names: Vec<&str> = events.iter().filter_map(|event| event["name"].as_str()).collect();
+        assert_eq!(
+            names,
+            [
+                "process_name",
+                "process_sort_index",
+                "process_name",
+                "process_sort_index",
+                "NEGOTIATE_ALLREDUCE",
+                "0",
+                "4",
+                "5",
+                "ALLREDUCE",
+                "SHM_ALLREDUCE",
+                "CYCLE_START"
+            ]
+        );
+        let count = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count();
+        assert_eq!((count("B"), count("E")), (3, 3));
+        assert_eq!(events[2]["args"]["name"], "allreduce.w");
+        assert_eq!(events.iter().rev().nth(1).unwrap()["args"], json!({"dtype": "float32", "shape": "[2, 3]"}));
+    }
+}

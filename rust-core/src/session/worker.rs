@@ -1,0 +1,94 @@
+//! Joining an elastic job: the launcher gives out the ranks, anew for each session.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Control, Session, introduction, log};
+use crate::config;
+use crate::error::{Code, Error, Result};
+use crate::world::Monitor;
+use crate::world::env::{self, Launch};
+use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::client::{self, Client};
+use crate::world::rendezvous::message::HostsUpdated;
+
+/// The launcher ends a job that waits for slots too long. This much later a worker does not believe in it any more.
+const LAUNCHER_TIME: Duration = Duration::from_secs(60);
+
+impl Session {
+    /// Enters the job as `worker` and becomes a member of its next session. A session that fails before it stands is
+    /// followed by another, so this goes on until the launcher says otherwise.
+    pub(super) fn start_as_worker(worker: &str, variables: &env::Variables) -> Result<Arc<Self>> {
+        let start = Instant::now();
+        config::check_ignored()?;
+        let patience = config::ELASTIC_TIMEOUT_SECONDS.seconds()? + LAUNCHER_TIME;
+        loop {
+            match Self::enter(worker, variables, patience) {
+                Ok(session) => {
+                    session.say_joined(start);
+                    return Ok(Arc::new(session));
+                }
+                Err(error) if start.elapsed() < patience && may_pass(&error) => {
+                    tracing::info!("a session of worker `{worker}` did not come about: {error}");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn enter(worker: &str, variables: &env::Variables, patience: Duration) -> Result<Self> {
+        let (Some(address), Some(secret)) = (config::RENDEZVOUS.text(), config::SECRET.text()) else {
+            return Err(Error::Config(format!(
+                "`{}` is set, but not both of `{}` and `{}`: all three come from `smdrun elastic`",
+                config::WORKER.name,
+                config::RENDEZVOUS.name,
+                config::SECRET.name
+            )));
+        };
+        let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
+        let options = client::Options {
+            addresses: vec![address],
+            key: JobKey::new(secret.as_bytes()),
+            served_by_rank_0: false,
+            deadline: Instant::now() + init_timeout,
+            peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
+        };
+        let monitor = Arc::new(Monitor::new(0));
+        let (client, seat) = Client::enter(&options, worker, patience, monitor.clone())?;
+        let (rank, size) = (seat.rank as usize, seat.size as usize);
+        monitor.set_me(rank);
+        log::start((size > 1).then_some(rank));
+        let launch = Launch::seated(rank, size, seat.generation, &options.addresses[0]);
+        let start = Instant::now();
+        let deadline = start + init_timeout;
+        let welcome = client.take_place(introduction(&launch), start, deadline)?;
+        let master =
+            if welcome.hosts.len() == 1 { "127.0.0.1" } else { &welcome.hosts[welcome.places[0].host as usize] };
+        let launch = Launch { master_addr: Some(master.to_owned()), ..launch };
+        let timeout = config::TIMEOUT_SECONDS.seconds()?;
+        let session = Self::connected(launch, monitor, timeout, client, welcome, false);
+        if let Err(error) = session.make_world(variables, deadline) {
+            session.report_failure(&error.text());
+            session.close();
+            return Err(error);
+        }
+        Ok(session)
+    }
+
+    /// The oldest news of hosts that nobody has taken; waits for some, at most for `timeout`. Only the launcher of an elastic
+    /// job has any.
+    pub fn next_hosts_updated(&self, timeout: Duration) -> Option<HostsUpdated> {
+        match &self.control {
+            Control::Connected(client) => client.next_hosts_updated(timeout),
+            Control::Alone(_) => {
+                std::thread::sleep(timeout);
+                None
+            }
+        }
+    }
+}
+
+/// Whether the next session may come about: others were the cause.
+fn may_pass(error: &Error) -> bool {
+    matches!(error.code(), Code::PeerFailed | Code::Closed | Code::Timeout | Code::Io)
+}
