@@ -16,7 +16,7 @@ from types import ModuleType
 # Scripts compare it with the last version of the original; what follows the plus sign does not take part.
 __version__ = "0.28.1+smd.1"
 
-_MISSING = ("ray", "spark", "mxnet", "tensorflow.data", "torch.elastic", "run")
+_MISSING = ("ray", "spark", "mxnet", "tensorflow.data")
 
 
 class _NotYet(importlib.abc.MetaPathFinder):
@@ -49,3 +49,5 @@ def _refuse_to_shadow() -> None:
 
 _refuse_to_shadow()
 sys.meta_path.insert(0, _NotYet())
+
+from horovod.runner import run as run  # noqa: E402

@@ -127,7 +127,8 @@ def is_this_host(name: str) -> bool:
     """Whether a name is this host's, or one of its addresses."""
 
 def next_hosts_update(seconds: float) -> tuple[float, int] | None:
-    """When the launcher of an elastic job found other hosts, and what changed; waits for such news."""
+    """When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
+    or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session."""
 
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from horovod.common.exceptions import of_control
 from horovod.common.process_sets import ProcessSet, global_process_set
 from smdistributed import _core
 from smdistributed._common import lifecycle
+from smdistributed._common.errors import RemovedError
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -67,8 +69,11 @@ class HorovodBasics:
         ranks = _world_ranks(comm)
         environment.check()
         sets = list(sets or [])
-        if any(one.mpi_comm is not None for one in sets):
-            raise NotImplementedError("process sets from communicators are not available yet: give their ranks")
+        made_of_communicators = [one for one in sets if one.mpi_comm is not None]
+        if made_of_communicators and not _is_communicator(comm):
+            raise NotImplementedError(
+                "process sets from communicators need a world from one: `init(comm=MPI.COMM_WORLD, process_sets=...)`"
+            )
         try:
             if not _core.is_initialized():
                 lifecycle.init()
@@ -76,9 +81,14 @@ class HorovodBasics:
             _core.start_world(ranks)
             # The first time all ranks compare their sets, those without any as well.
             if sets or first:
-                _core.register_process_sets([one.ranks or [] for one in sets])
+                lists = [one.ranks or [] for one in sets if one.mpi_comm is None]
+                _core.register_process_sets(lists + _all_groups(made_of_communicators, comm))
             # So that a rank which never calls a collective is missed by name.
             _core.start_negotiation()
+        except RemovedError as error:
+            # Its host is gone from the job, which is no failure of this process.
+            print(error, file=sys.stderr)
+            sys.exit(0)
         except RuntimeError as error:
             raise ValueError(f"Horovod initialization failed: {of_control(error)}") from None
         global_process_set.ranks = list(range(self.size()))
@@ -180,18 +190,27 @@ class HorovodBasics:
         return False
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Would begin a timeline while the job runs.
+        """Begins a timeline, in place of one that runs; rank 0 writes it. All ranks may call it.
+
+        Args:
+            file_path: Opens in Perfetto and Chrome; the same file as before changes nothing.
+            mark_cycles: Marks each answer of the negotiation, of which there is one where Horovod has a cycle.
 
         Raises:
-            ValueError: There is no session.
-            NotImplementedError: A timeline begins with the job: ``HOROVOD_TIMELINE`` or ``SMD_TIMELINE``.
+            ValueError: There is no session, or the file cannot be written.
         """
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")
-        raise NotImplementedError("a timeline begins with the job here: set HOROVOD_TIMELINE=<file> before `init`")
+        try:
+            _core.start_names_timeline(os.fspath(file_path), mark_cycles)
+        except RuntimeError as error:
+            raise of_control(error) from None
 
     def stop_timeline(self) -> None:
-        """Ends what :meth:`start_timeline` began; there is nothing to do."""
+        """Ends the timeline: the file is complete when this returns. Does nothing if there is none."""
+        if not self.is_initialized():
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
+        _core.stop_names_timeline()
 
     @_control
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
@@ -265,6 +284,18 @@ def _communicator_ranks(comm: Any) -> list[int]:
         raise ValueError("Horovod has not been built with MPI support: mpi4py cannot be imported") from None
     group = comm.Get_group()
     return list(group.Translate_ranks(list(range(group.Get_size())), MPI.COMM_WORLD.Get_group()))
+
+
+def _all_groups(sets: list[ProcessSet], world: Any) -> list[list[int]]:
+    """The groups of all ranks' communicators, each once, in order; the sets learn their own ranks."""
+    if not _is_communicator(world):
+        return []
+    for one in sets:
+        group = one.mpi_comm.Get_group()
+        one.ranks = sorted(group.Translate_ranks(list(range(group.Get_size())), world.Get_group()))
+    # Ranks may have different ones, and different numbers of them.
+    groups = {tuple(ranks) for own in world.allgather([one.ranks for one in sets]) for ranks in own}
+    return [list(ranks) for ranks in sorted(groups)]
 
 
 def _world_ranks(comm: Any) -> list[int] | None:

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
+import os
 import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.kept import Kept
+from smdistributed import _core
 
 
 class _NotificationManager:
-    """Tells states when hosts come or go. Nobody sends such notices yet."""
+    """Tells states when hosts come or go, as the launcher of an elastic job says."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     def init(self) -> None:
-        """Would begin to listen to the launcher."""
+        """Begins to listen to the launcher, if it is one that tells; does nothing the second time."""
+        if self._thread is not None or not os.environ.get("SMD_WORKER"):
+            return
+        self._thread = threading.Thread(target=self._listen, name="horovod-hosts", daemon=True)
+        self._thread.start()
+        # The interpreter must not end while the thread is in the core.
+        atexit.register(self._stop)
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set():
+            update = _core.next_hosts_update(0.2)
+            if update is not None:
+                self.handle_hosts_updated(*update)
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def register_listener(self, listener: State) -> None:
         """From now on, `listener.on_hosts_updated` is called."""
@@ -54,6 +78,7 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._kept: Kept | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Calls these, in order, after a reset and before the state is synchronised."""
@@ -73,6 +98,8 @@ class State:
     def commit(self) -> None:
         """Saves, and looks whether hosts have come or gone."""
         self.save()
+        if self._kept is not None:
+            self._kept.write(self._what_is_saved)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -88,6 +115,13 @@ class State:
         before, self._last_updated_timestamp, kinds = self._bcast_object((before, latest, kinds))
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
+
+    def _what_is_saved(self) -> Any:
+        """What :meth:`_take` takes, for commits that outlive this process."""
+        return None
+
+    def _take(self, saved: Any) -> None:
+        """Goes back to what another process has saved."""
 
     def save(self) -> None:
         """Keeps the state in memory."""
@@ -125,6 +159,13 @@ class ObjectState(State):
     def restore(self) -> None:
         self._set_attrs()
 
+    def _what_is_saved(self) -> Any:
+        return self._saved_state
+
+    def _take(self, saved: Any) -> None:
+        self._saved_state = saved
+        self._set_attrs()
+
     def sync(self) -> None:
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
@@ -147,13 +188,22 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         notification_manager.init()
         notification_manager.register_listener(state)
+        kept = state._kept = Kept()
         skip_sync = False
+        is_first = True
         try:
             while True:
                 try:
+                    if is_first:
+                        saved = kept.read(state._bcast_object)
+                        is_first = False
+                        if saved is not None:
+                            state._take(saved)
                     if not skip_sync:
                         state.sync()
-                    return func(state, *args, **kwargs)
+                    result = func(state, *args, **kwargs)
+                    kept.forget()
+                    return result
                 except HorovodInternalError:
                     state.restore()
                     skip_sync = False

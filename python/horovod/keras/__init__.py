@@ -18,6 +18,7 @@ from horovod.common.process_sets import add_process_set as add_process_set
 from horovod.common.process_sets import global_process_set as global_process_set
 from horovod.common.process_sets import remove_process_set as remove_process_set
 from horovod.keras import callbacks as callbacks
+from horovod.keras import elastic as elastic
 from horovod.tensorflow.compression import Compression as Compression
 from horovod.tensorflow.mpi_ops import Adasum as Adasum
 from horovod.tensorflow.mpi_ops import Average as Average

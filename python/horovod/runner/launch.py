@@ -1,19 +1,155 @@
-"""``horovodrun``: Horovod's command line over ``smdrun``, on this host."""
+"""``horovodrun``: Horovod's command line over the core's launcher."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import shutil
-import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import horovod
 from horovod.common import util
+from horovod.common.util import gloo_built as gloo_built
+from horovod.runner import js_run as js_runs
+from horovod.runner import mpi_run as mpi_runs
+from horovod.runner.common.util import config_parser, hosts, timeout
+from horovod.runner.common.util import settings as hvd_settings
+from horovod.runner.elastic import settings as elastic_settings
+from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
+from horovod.runner.gloo_run import FAILED, gloo_run, gloo_run_elastic, is_here
+from horovod.runner.util import lsf, remote
 
-_MB = 1024 * 1024
+_SSH_ATTEMPTS = 5
+_SSH_TIMEOUT_S = 10
+
+
+class _SplitSet(argparse.Action):
+    def __call__(self, parser: Any, args: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(args, self.dest, (getattr(args, self.dest, None) or set()) | set(values.split(",")))
+
+
+def _parser(suppress: bool) -> argparse.ArgumentParser:
+    """The command line; with `suppress`, the result has only what was given."""
+    parser = argparse.ArgumentParser(
+        prog="horovodrun",
+        description="Starts a job of OpenSMD as horovodrun does.",
+        usage="%(prog)s -np N [OPTIONS] COMMAND",
+        argument_default=argparse.SUPPRESS if suppress else None,
+    )
+    off: Any = argparse.SUPPRESS if suppress else False
+    none: Any = argparse.SUPPRESS if suppress else None
+    add = parser.add_argument
+
+    def flag(target: Any, *names: str, default: Any = off, action: str = "store_true", **kwargs: Any) -> None:
+        target.add_argument(*names, action=action, default=default, **kwargs)
+
+    def switch(name: str, text: str, opposite: str = "the opposite") -> None:
+        dest = name.replace("-", "_")
+        flag(parser, f"--{name}", dest=dest, default=none, help=text)
+        flag(parser, f"--no-{name}", dest=dest, default=none, action="store_false", help=opposite)
+
+    add("-v", "--version", action="version", version=horovod.__version__, help="the version")
+    add("-np", "--num-proc", dest="num_proc", type=int, help="processes to start")
+    flag(parser, "-cb", "--check-build", dest="check_build", help="says what there is, and ends")
+    flag(parser, "--disable-cache", dest="disable_cache", help="accepted; checks are not kept")
+    add("--start-timeout", type=int, help="seconds until all processes must have joined; HOROVOD_START_TIMEOUT")
+    add("--network-interfaces", dest="nics", action=_SplitSet, help="interfaces, with commas: accepted; ways are found")
+    add("--network-interface", dest="nics", action=_SplitSet, help="the same, one at a time")
+    add("--output-filename", help="a folder that gets what each process prints, too")
+    flag(parser, "--verbose", dest="verbose", help="says what is being done")
+    add("--config-file", help="YAML; options win")
+
+    ssh = parser.add_argument_group("other hosts")
+    ssh.add_argument("-p", "--ssh-port", dest="ssh_port", type=int, help="port of ssh")
+    ssh.add_argument("-i", "--ssh-identity-file", dest="ssh_identity_file", help="key for ssh")
+
+    add("--fusion-threshold-mb", type=int, help="what is ready together runs as one operation up to this size")
+    add("--cycle-time-ms", type=float, help="accepted; nothing waits for a cycle")
+    add("--cache-capacity", type=int, help="names that are remembered")
+    for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
+        switch(name, "a hint, not needed")
+    switch("autotune", "measures and chooses")
+    add("--autotune-log-file", help="passed on")
+    for name in ("warmup-samples", "steps-per-sample", "bayes-opt-max-samples"):
+        add(f"--autotune-{name}", type=int, help="passed on")
+    add("--autotune-gaussian-process-noise", type=float, help="passed on")
+
+    elastic = parser.add_argument_group("elastic jobs")
+    add = elastic.add_argument
+    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help="slots without which nobody trains")
+    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="slots beyond which none is used")
+    add("--slots-per-host", dest="slots", type=int, help="of hosts for which the script prints none")
+    add("--elastic-timeout", type=int, help="longest wait for slots, in seconds; HOROVOD_ELASTIC_TIMEOUT, or 600")
+    add("--reset-limit", type=int, help="sessions after the first, at most")
+    add(
+        "--blacklist-cooldown-range",
+        dest="cooldown_range",
+        type=int,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="how long a host where a process failed is not used, the first time and at most, in seconds",
+    )
+
+    add = parser.add_argument
+    add("--timeline-filename", help="a trace of what happens")
+    switch("timeline-mark-cycles", "marks answers of the negotiation in it")
+    flag(parser, "--no-stall-check", dest="no_stall_check", default=none, help="no warnings of ranks that are missing")
+    flag(parser, "--stall-check", dest="no_stall_check", default=none, action="store_false", help="warnings")
+    add("--stall-check-warning-time-seconds", type=int, help="after this time")
+    add("--stall-check-shutdown-time-seconds", type=int, help="ends what waits after this time")
+    switch("mpi-threads-disable", "accepted")
+    add("--mpi-args", help="more arguments of mpirun")
+    flag(parser, "--tcp", dest="tcp_flag", default=none, help="with --mpi: TCP only")
+    add("--binding-args", help="with --mpi: how processes are bound")
+    add("--num-nccl-streams", type=int, help="passed on")
+    add("--thread-affinity", help="passed on")
+    add("--gloo-timeout-seconds", type=int, help="passed on")
+    add("--log-level", choices=config_parser.LOG_LEVELS, help="of the core")
+    flag(parser, "--log-with-timestamp", dest="log_with_timestamp", default=none, help="accepted")
+    flag(
+        parser,
+        "--log-without-timestamp",
+        dest="log_with_timestamp",
+        default=none,
+        action="store_false",
+        help="accepted",
+    )
+    flag(
+        parser, "--log-hide-timestamp", dest="log_with_timestamp", default=none, action="store_false", help="deprecated"
+    )
+    flag(parser, "--no-log-hide-timestamp", dest="log_with_timestamp", default=none, help="deprecated")
+    flag(
+        parser,
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        dest="prefix_output_with_timestamp",
+        help="lines begin with the time",
+    )
+
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument("-H", "--hosts", dest="hosts", help="such as a:2,b:4; by default all are here")
+    places.add_argument("-hostfile", "--hostfile", dest="hostfile", help="a file of lines `name slots=n`")
+    places.add_argument("--host-discovery-script", help="prints lines `name:slots`; is asked every second")
+
+    controller = parser.add_mutually_exclusive_group()
+    flag(
+        controller,
+        "--gloo",
+        dest="use_gloo",
+        default=none,
+        help="the core's own control plane; what happens by default",
+    )
+    flag(controller, "--mpi", dest="use_mpi", default=none, help="mpirun starts the processes")
+    flag(controller, "--jsrun", dest="use_jsrun", default=none, help="jsrun does, in a job of LSF")
+    # Not by `argument_default`: the words would come without it.
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        default=argparse.SUPPRESS if suppress else [],
+        help="what each process runs",
+    )
+    return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -23,174 +159,94 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         argv: Without the program's name; ``None`` takes the process's own.
 
     Raises:
-        ValueError: A number is negative.
+        ValueError: A number is out of its range.
         SystemExit: The line is not acceptable, or asks for help.
     """
-    parser = argparse.ArgumentParser(
-        prog="horovodrun",
-        description="Starts a job of OpenSMD as horovodrun does.",
-        usage="%(prog)s -np N [OPTIONS] COMMAND",
-    )
-    add = parser.add_argument
-    add("-v", "--version", action="version", version=horovod.__version__)
-    add("-np", "--num-proc", dest="num_proc", type=int, help="processes to start")
-    add("-cb", "--check-build", action="store_true", help="says what there is, and ends")
-    add("--verbose", action="store_true", help="accepted; what goes wrong is said in any case")
-    add("--disable-cache", action="store_true", help="accepted; nothing is kept")
-    add("--start-timeout", type=int, help="seconds until all processes must have joined")
-    add(
-        "--network-interfaces",
-        "--network-interface",
-        dest="nics",
-        action="append",
-        help="accepted; this host needs none",
-    )
-    add("--output-filename", help="a folder that gets what each process prints, too")
-    add("--config-file", help="YAML; options win")
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", help="such as localhost:4; this host only")
-    hosts.add_argument("-hostfile", "--hostfile", help="a file of lines `name slots=n`")
-    hosts.add_argument("--host-discovery-script", help="not available yet")
-    add("-p", "--ssh-port", type=int, help="accepted; this host needs no ssh")
-    add("-i", "--ssh-identity-file", help="accepted; this host needs no ssh")
-    controller = parser.add_mutually_exclusive_group()
-    controller.add_argument("--gloo", action="store_true", help="the control plane of OpenSMD; what happens by default")
-    controller.add_argument("--mpi", action="store_true", help="mpirun starts the processes")
-    controller.add_argument("--jsrun", action="store_true", help="not available")
-    add("--mpi-args", help="more arguments of mpirun")
-    add("--fusion-threshold-mb", type=int, help="what is ready together runs as one operation up to this size")
-    add("--cache-capacity", type=int, help="names that are remembered")
-    add("--cycle-time-ms", type=float, help="accepted; nothing waits for a cycle")
-    for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
-        _switch(parser, name, "a hint")
-    _switch(parser, "autotune", "measures and chooses")
-    add("--autotune-log-file", help="passed on")
-    for name in ("warmup-samples", "steps-per-sample", "bayes-opt-max-samples"):
-        add(f"--autotune-{name}", type=int, help="passed on")
-    add("--autotune-gaussian-process-noise", type=float, help="passed on")
-    for name in ("min-np", "max-np", "slots-per-host", "elastic-timeout", "reset-limit"):
-        other = [f"--{name.replace('-np', '-num-proc')}"] if name.endswith("-np") else []
-        add(f"--{name}", *other, type=int, help="elastic jobs are not available yet")
-    add("--timeline-filename", help="a trace of what happens")
-    _switch(parser, "timeline-mark-cycles", "accepted; there are no cycles")
-    add(
-        "--no-stall-check",
-        dest="no_stall_check",
-        action="store_true",
-        default=None,
-        help="accepted; warnings stay",
-    )
-    add("--stall-check", dest="no_stall_check", action="store_false", help="warns of them; the default")
-    add("--stall-check-warning-time-seconds", type=int, help="after this time")
-    add("--stall-check-shutdown-time-seconds", type=int, help="ends what waits after this time")
-    _switch(parser, "mpi-threads-disable", "accepted")
-    add("--num-nccl-streams", type=int, help="passed on")
-    add("--thread-affinity", help="passed on")
-    add("--gloo-timeout-seconds", type=int, help="passed on")
-    add("--log-level", choices=["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"], help="of the core")
-    add("command", nargs=argparse.REMAINDER, help="what each process runs")
+    parser = _parser(suppress=False)
     args = parser.parse_args(argv)
+    given = set(vars(_parser(suppress=True).parse_args(argv)))
     if args.config_file:
-        _read_config(args)
-    for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and value < 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: expected no negative number")
-    noise = args.autotune_gaussian_process_noise
-    if noise is not None and noise > 1:
-        raise ValueError(f"--autotune-gaussian-process-noise is {noise}: expected 0 to 1")
+        try:
+            import yaml
+        except ImportError:
+            raise ValueError("`--config-file` needs the package PyYAML") from None
+        with open(args.config_file) as file:
+            config_parser.set_args_from_config(args, yaml.safe_load(file) or {}, given)
+    config_parser.validate_config_args(args)
+    args.run_func = None
+    args.executable = None
     if args.check_build:
         return args
-    if args.num_proc is None:
+    if args.num_proc is None and not lsf.LSFUtils.using_lsf():
         parser.error("the following arguments are required: -np/--num-proc")
     if not args.command:
         parser.error("the command to run is missing")
     return args
 
 
-def _switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
-    dest = name.replace("-", "_")
-    parser.add_argument(f"--{name}", dest=dest, action="store_true", default=None, help=text)
-    parser.add_argument(f"--no-{name}", dest=dest, action="store_false", help="the opposite")
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether there is an ``mpirun`` that could start the processes."""
+    return mpi_runs.mpi_available()
 
 
-def _read_config(args: argparse.Namespace) -> None:
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError("`--config-file` needs the package PyYAML") from None
-    with open(args.config_file) as file:
-        config = yaml.safe_load(file) or {}
-    prefixes = {"params": "", "autotune": "autotune_", "timeline": "timeline_", "stall_check": "stall_check_"}
-    prefixes |= {"library_options": "", "logging": "log_"}
-    names = {"autotune_enabled": "autotune", "verbose": "verbose"}
-    for section, values in config.items():
-        if section == "controller":
-            if values not in ("gloo", "mpi"):
-                raise ValueError(f"No such controller supported: {values}")
-            if not (args.gloo or args.mpi):
-                setattr(args, values, True)
-            continue
-        for key, value in (values or {}).items():
-            name = prefixes.get(section, "?") + key
-            name = names.get(name, name)
-            if name == "stall_check_enabled":
-                name, value = "no_stall_check", not value
-            if not hasattr(args, name):
-                print(f"horovodrun: warning: {args.config_file} has an unknown key `{section}.{key}`", file=sys.stderr)
-            elif getattr(args, name) is None:
-                setattr(args, name, value)
+def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
+    """Whether the core's own control plane starts the processes."""
+    return bool(use_gloo) or not (use_mpi or use_jsrun)
 
 
-def set_env_from_args(env: dict[str, str], args: argparse.Namespace) -> dict[str, str]:
-    """Adds the variables that the options stand for; others stay as they are.
+def run_controller(
+    use_gloo: bool | None,
+    gloo_run: Any,
+    use_mpi: bool | None,
+    mpi_run: Any,
+    use_jsrun: bool | None,
+    js_run: Any,
+    verbosity: int | None,
+) -> None:
+    """Calls the function of the controller that is asked for, or else of the first that there is.
 
-    Args:
-        env: Is changed.
-        args: See :func:`parse_args`.
-
-    Returns:
-        `env`.
+    Raises:
+        ValueError: It is not here.
     """
-    values = {
-        "FUSION_THRESHOLD": None if args.fusion_threshold_mb is None else args.fusion_threshold_mb * _MB,
-        "CACHE_CAPACITY": args.cache_capacity,
-        "CYCLE_TIME": args.cycle_time_ms,
-        "HIERARCHICAL_ALLREDUCE": args.hierarchical_allreduce,
-        "HIERARCHICAL_ALLGATHER": args.hierarchical_allgather,
-        "TORUS_ALLREDUCE": args.torus_allreduce,
-        "AUTOTUNE": args.autotune,
-        "TIMELINE": args.timeline_filename,
-        "STALL_CHECK_DISABLE": args.no_stall_check,
-        "STALL_CHECK_TIME_SECONDS": args.stall_check_warning_time_seconds,
-        "STALL_SHUTDOWN_TIME_SECONDS": args.stall_check_shutdown_time_seconds,
-        "MPI_THREADS_DISABLE": args.mpi_threads_disable,
-        "NUM_NCCL_STREAMS": args.num_nccl_streams,
-        "THREAD_AFFINITY": args.thread_affinity,
-        "GLOO_TIMEOUT_SECONDS": args.gloo_timeout_seconds,
-        "LOG_LEVEL": args.log_level,
-    }
-    if args.autotune:
-        values |= {
-            "AUTOTUNE_LOG": args.autotune_log_file,
-            "AUTOTUNE_WARMUP_SAMPLES": args.autotune_warmup_samples,
-            "AUTOTUNE_STEPS_PER_SAMPLE": args.autotune_steps_per_sample,
-            "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": args.autotune_bayes_opt_max_samples,
-            "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": args.autotune_gaussian_process_noise,
-        }
-    if args.timeline_filename:
-        values["TIMELINE_MARK_CYCLES"] = args.timeline_mark_cycles
-    for name, value in values.items():
-        if value is not None:
-            env[f"HOROVOD_{name}"] = str(int(value)) if isinstance(value, bool) else str(value)
-    return env
+    verbose = verbosity is not None and verbosity >= 2
+    if use_gloo:
+        if not gloo_built(verbose=verbose):
+            raise ValueError("Gloo support has not been built.  No framework is installed for it.")
+        gloo_run()
+    elif use_mpi:
+        if not mpi_built(verbose=verbose):
+            raise ValueError("MPI support has not been built.  There is no mpirun on the PATH.")
+        mpi_run()
+    elif use_jsrun:
+        if not mpi_built(verbose=verbose):
+            raise ValueError("MPI support has not been built.  There is no mpirun on the PATH.")
+        if not lsf.LSFUtils.using_lsf():
+            raise ValueError(
+                "Horovod did not detect an LSF job.  The jsrun launcher can only be used in that environment."
+            )
+        js_run()
+    elif mpi_built(verbose=verbose):
+        if lsf.LSFUtils.using_lsf() and js_runs.is_jsrun_installed():
+            js_run()
+        else:
+            mpi_run()
+    elif gloo_built(verbose=verbose):
+        gloo_run()
+    else:
+        raise ValueError("Neither MPI nor Gloo support has been built.  No framework is installed.")
+
+
+def _is_elastic(args: argparse.Namespace) -> bool:
+    return args.host_discovery_script is not None or args.min_num_proc is not None
 
 
 def check_build(verbose: bool = False) -> str:
-    """What there is, in the original's words.
+    """Prints what there is, in the original's words, and ends the process with 0."""
+    print(_build_report())
+    raise SystemExit(0)
 
-    Args:
-        verbose: Changes nothing.
-    """
+
+def _build_report() -> str:
     from horovod.common import basics
 
     def box(there: object) -> str:
@@ -219,99 +275,138 @@ Available Tensor Operations:
 OpenSMD runs it: "Gloo" stands for its own control plane and transports; `smdrun doctor` says more."""
 
 
-def parse_hosts(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Names and slots of the hosts.
+def _check_all_hosts_ssh_successful(
+    host_addresses: Sequence[str], ssh_port: int | None = None, ssh_identity_file: str | None = None
+) -> bool:
+    """Whether each of these hosts can be reached through ``ssh``; says which cannot."""
+    from horovod.runner.common.util import safe_shell_exec
+    from horovod.runner.util.threads import execute_function_multithreaded
 
-    Raises:
-        ValueError: A host is not `name:slots`, or there are fewer slots than processes.
-    """
+    def reach(host: str) -> bool:
+        command = remote.get_ssh_command("true", host, ssh_port, ssh_identity_file, _SSH_TIMEOUT_S)
+        return any(safe_shell_exec.execute(command) == 0 for _ in range(_SSH_ATTEMPTS))
+
+    reached = execute_function_multithreaded(reach, [[host] for host in host_addresses])
+    for index, host in enumerate(host_addresses):
+        if not reached[index]:
+            print(f"ssh not successful for host {host}", file=sys.stderr)
+    return all(reached.values())
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    start = args.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT", "30"))
+    return {
+        "verbose": 2 if args.verbose else 0,
+        "ssh_port": args.ssh_port,
+        "ssh_identity_file": args.ssh_identity_file,
+        "extra_mpi_args": args.mpi_args,
+        "tcp_flag": args.tcp_flag,
+        "binding_args": args.binding_args,
+        "start_timeout": timeout.Timeout(start, "{activity} took longer than {timeout} seconds"),
+        "num_proc": args.num_proc,
+        "output_filename": args.output_filename,
+        "run_func_mode": args.run_func is not None,
+        "nics": args.nics,
+        "prefix_output_with_timestamp": args.prefix_output_with_timestamp,
+    }
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    env = os.environ.copy()
+    config_parser.set_env_from_args(env, args)
+    start = args.start_timeout or env.get("HOROVOD_START_TIMEOUT")
+    if start:
+        env.setdefault("SMD_INIT_TIMEOUT_SECONDS", str(start))
+    return env
+
+
+def _run_static(args: argparse.Namespace) -> None:
+    listed = args.hosts
     if args.hostfile:
-        with open(args.hostfile) as file:
-            words = [line.split() for line in file if line.strip() and not line.startswith("#")]
-        text = ",".join(f"{name}:{dict(word.split('=') for word in rest).get('slots', '1')}" for name, *rest in words)
-    else:
-        text = args.hosts or f"localhost:{args.num_proc}"
-    hosts = []
-    for host in text.split(","):
-        name, _, slots = host.strip().rpartition(":")
-        if not name or not slots.isdigit():
-            raise ValueError(
-                f"Invalid host input, please make sure it has format as : worker-0:2,worker-1:2. It is {host!r}"
-            )
-        hosts.append((name, int(slots)))
-    if sum(slots for _, slots in hosts) < args.num_proc:
-        raise ValueError(f"Requested more processes ({args.num_proc}) than there are available slots: {text}")
-    return hosts
-
-
-def _is_here(host: str) -> bool:
-    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
-
-
-def _run(args: argparse.Namespace) -> int:
-    from smdistributed import _core
-
-    if args.check_build:
-        print(check_build())
-        return 0
-    if args.jsrun:
-        raise ValueError("horovodrun did not detect an LSF job, and jsrun is not available")
-    if args.host_discovery_script or args.min_np or args.max_np:
-        raise ValueError("elastic jobs are not available yet: leave out --min-np, --max-np and --host-discovery-script")
-    hosts = parse_hosts(args)
-    set_env_from_args(os.environ, args)
-    timeout = args.start_timeout or os.environ.get("HOROVOD_START_TIMEOUT")
-    if timeout:
-        os.environ.setdefault("SMD_INIT_TIMEOUT_SECONDS", str(timeout))
-    if args.mpi:
-        return _mpirun(args, hosts)
-    elsewhere = [host for host, _ in hosts if not _is_here(host)]
+        listed = hosts.parse_host_files(args.hostfile)
+    listed = listed or f"localhost:{args.num_proc}"
+    names, _ = hosts.parse_hosts_and_slots(listed)
+    hosts.get_host_assignments(hosts.parse_hosts(listed), args.num_proc)
+    settings = hvd_settings.Settings(hosts=listed, **_settings(args))
+    elsewhere = [name for name in names if not is_here(name)]
+    if settings.verbose >= 2:
+        if elsewhere:
+            print(f"Remote host found: {' '.join(elsewhere)}")
+        else:
+            print("All hosts are local, finding the interfaces with address 127.0.0.1")
+            print("Local interface found lo")
     if elsewhere:
-        raise ValueError(
-            f"only processes on this host are started, not on {', '.join(elsewhere)}: use --mpi, or mpirun itself"
-        )
-    options = ["--horovod", "--no-python", "--grace", "5"]
-    if args.output_filename:
-        options += ["--output-dir", args.output_filename]
+        if settings.verbose >= 2:
+            print("Checking ssh on all remote hosts.")
+        if not _check_all_hosts_ssh_successful(elsewhere, args.ssh_port, args.ssh_identity_file):
+            raise RuntimeError("could not connect to some hosts via ssh")
+        if settings.verbose >= 2:
+            print("SSH was successful into all the remote hosts.")
     sys.stdout.flush()
-    sys.stderr.flush()
-    command = ["smdrun", "-n", str(args.num_proc), *options, *args.command]
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    code = _core.smdrun(command, sys.executable)
-    if code == 0:
-        return 0
-    print(
-        "RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
-        f"terminated. The first process to do so ended with exit status {code}.",
-        file=sys.stderr,
+    env = _environment(args)
+    nothing_chosen = not (args.use_gloo or args.use_mpi or args.use_jsrun)
+    run_controller(
+        # The original would prefer an MPI that is here. Where nothing is said, nothing but the core is needed.
+        args.use_gloo or nothing_chosen,
+        lambda: gloo_run(settings, args.nics, env, None, args.command),
+        args.use_mpi,
+        lambda: mpi_runs.mpi_run(settings, args.nics, env, args.command),
+        args.use_jsrun,
+        lambda: js_runs.js_run(settings, args.nics, env, args.command),
+        settings.verbose,
     )
-    return 1
 
 
-def _mpirun(args: argparse.Namespace, hosts: list[tuple[str, int]]) -> int:
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        raise ValueError("horovod does not find an installed MPI.")
-    command = [mpirun, "--allow-run-as-root", "--tag-output", "-np", str(args.num_proc)]
-    command += ["-H", ",".join(f"{name}:{slots}" for name, slots in hosts), "-bind-to", "none", "-map-by", "slot"]
-    for name in sorted(os.environ):
-        if name.startswith(("HOROVOD_", "SMD_")) or name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
-            command += ["-x", name]
-    if args.output_filename:
-        command += ["--output-filename", args.output_filename]
-    command += shlex.split(args.mpi_args or "")
-    sys.stdout.flush()
-    os.execv(mpirun, [*command, *args.command])
+def _run_elastic(args: argparse.Namespace) -> None:
+    if args.use_mpi or args.use_jsrun:
+        raise ValueError("elastic jobs need the core's own control plane: leave out --mpi and --jsrun")
+    discovery: Any
+    if args.host_discovery_script:
+        discovery = HostDiscoveryScript(args.host_discovery_script, args.slots)
+    else:
+        listed = hosts.parse_host_files(args.hostfile) if args.hostfile else args.hosts
+        _, available = hosts.parse_hosts_and_slots(listed or f"localhost:{args.num_proc}")
+        if len(available) < 2:
+            raise ValueError(
+                "Cannot run in fault tolerance mode with fewer than 2 hosts: give more hosts, or a host discovery script"
+            )
+        discovery = FixedHosts(available)
+    settings = elastic_settings.ElasticSettings(
+        discovery=discovery,
+        min_num_proc=args.min_num_proc or args.num_proc,
+        max_num_proc=args.max_num_proc,
+        elastic_timeout=args.elastic_timeout,
+        reset_limit=args.reset_limit,
+        cooldown_range=args.cooldown_range,
+        **_settings(args),
+    )
+    gloo_run_elastic(settings, _environment(args), args.command)
 
 
-def run_commandline() -> int:
+def _run(args: argparse.Namespace) -> None:
+    # Programs such as `mpirun` would take this job for a part of theirs.
+    if args.hosts and args.host_discovery_script:
+        raise ValueError("give either hosts or a host discovery script")
+    if _is_elastic(args):
+        _run_elastic(args)
+    else:
+        _run_static(args)
+
+
+def run_commandline() -> None:
     """The console script."""
     try:
-        return _run(parse_args())
+        args = parse_args()
+        if args.check_build:
+            check_build(args.verbose)
+        _run(args)
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}" if FAILED in str(error) else f"horovodrun: error: {error}", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, OSError) as error:
         print(f"horovodrun: error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(run_commandline())
+    run_commandline()

@@ -13,6 +13,7 @@ from horovod.common.util import check_extension as check_extension
 from horovod.tensorflow import mpi_ops as mpi_ops
 
 # isort: split
+from horovod.tensorflow import elastic as elastic
 from horovod.tensorflow import util as util
 from horovod.tensorflow.collectives import allreduce as allreduce
 from horovod.tensorflow.collectives import grouped_allreduce as grouped_allreduce

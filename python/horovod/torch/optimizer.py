@@ -10,7 +10,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -214,7 +214,9 @@ class _DistributedOptimizer:
         super().load_state_dict(*args, **kwargs)
 
     def _give_up(self) -> None:
-        self._finish()
+        # What failed is not needed any more: after a failure elastic training restores a state.
+        with suppress(HorovodInternalError):
+            self._finish()
 
     def _finish(self) -> None:
         """Waits for all, also after one has failed: none is under way any more then."""

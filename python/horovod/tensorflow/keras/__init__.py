@@ -19,6 +19,7 @@ from horovod.common.process_sets import global_process_set as global_process_set
 from horovod.common.process_sets import remove_process_set as remove_process_set
 from horovod.tensorflow.compression import Compression as Compression
 from horovod.tensorflow.keras import callbacks as callbacks
+from horovod.tensorflow.keras import elastic as elastic
 from horovod.tensorflow.mpi_ops import Adasum as Adasum
 from horovod.tensorflow.mpi_ops import Average as Average
 from horovod.tensorflow.mpi_ops import Max as Max

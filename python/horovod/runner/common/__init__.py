@@ -1,0 +1,1 @@
+"""What the launcher and its processes share."""

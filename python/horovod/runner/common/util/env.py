@@ -1,0 +1,38 @@
+"""Variables of the environment that say who a process is, and which travel."""
+
+from __future__ import annotations
+
+import os
+import re
+
+LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
+
+#: These stay where they are.
+IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
+
+
+def is_exportable(v: str) -> bool:
+    """Whether a variable of this name is passed on to other hosts."""
+    return not any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Rank and size as launchers say them; 0 and 1 without a launcher.
+
+    Raises:
+        RuntimeError: Only one of both is there.
+    """
+    spellings = [
+        ("HOROVOD_RANK", "HOROVOD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ]
+    for rank_name, size_name in spellings:
+        rank, size = os.environ.get(rank_name), os.environ.get(size_name)
+        if rank is not None and size is not None:
+            return int(rank), int(size)
+        if rank is not None or size is not None:
+            raise RuntimeError(
+                f"Could not determine process rank and size: only one of {rank_name} and {size_name} is in the environment"
+            )
+    return 0, 1

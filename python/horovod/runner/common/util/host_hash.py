@@ -1,0 +1,29 @@
+"""What tells hosts apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+
+
+def _namespaces() -> str:
+    """Of this process: containers of one host are several."""
+    found = []
+    for name in ("ipc", "mnt", "net", "pid", "user", "uts"):
+        try:
+            found.append(os.readlink(f"/proc/self/ns/{name}"))
+        except OSError:
+            continue
+    return "-".join(found)
+
+
+def host_hash(salt: str | None = None) -> str:
+    """The name of this host and what is only its own.
+
+    Args:
+        salt: Processes with another one are as if on another host.
+    """
+    hostname = socket.gethostname()
+    text = "-".join([hostname, _namespaces(), *([salt] if salt is not None else [])])
+    return f"{hostname.split('.')[0]}-{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}"

@@ -1,0 +1,182 @@
+"""Commands that end, with all that they started, when they are asked to."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+#: From SIGTERM to SIGKILL, in seconds.
+GRACEFUL_TERMINATION_TIME_S = 5
+
+_LONGEST_LOOK = 0.05
+
+#: Waits for the end of a pipe, and then ends a process group.
+_WATCH = """
+import os, signal, sys, time
+pipe, group, patience = map(int, sys.argv[1:])
+os.read(pipe, 1)
+try:
+    os.killpg(group, signal.SIGTERM)
+    time.sleep(patience)
+    os.killpg(group, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
+
+
+def terminate_executor_shell_and_children(pid: int) -> None:
+    """Asks a process group to end, and ends it if it does not."""
+    _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S
+    while time.monotonic() < deadline and _is_there(pid):
+        time.sleep(_LONGEST_LOOK)
+    _signal(pid, signal.SIGKILL)
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        # It is gone, which is what was wanted.
+        return
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def prefix_connection(
+    src_connection: Any,
+    dst_stream: TextIO,
+    prefix: str,
+    index: int | None,
+    prefix_output_with_timestamp: bool,
+) -> None:
+    """Passes text on line by line until it ends, each line with ``[index]<prefix>:`` in front.
+
+    Args:
+        src_connection: Has ``fileno()``; bytes of UTF-8.
+        dst_stream: Takes text, and is flushed after each line.
+        prefix: The name of the stream.
+        index: The process's number; without it lines stay as they are.
+        prefix_output_with_timestamp: The time comes in front of it all.
+    """
+
+    def head() -> str:
+        if index is None:
+            return ""
+        now = time.strftime("%a %b %d %H:%M:%S %Y") if prefix_output_with_timestamp else ""
+        return f"{now}[{index}]<{prefix}>:"
+
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    pending = ""
+    while True:
+        try:
+            data = os.read(src_connection.fileno(), 65536)
+        except OSError:
+            data = b""
+        pending += decoder.decode(data, final=not data)
+        # A carriage return ends a line as well: progress bars have no other end.
+        *lines, pending = re.split(r"(?<=[\r\n])", pending)
+        if not data and pending:
+            lines, pending = [*lines, pending], ""
+        for line in lines:
+            if line:
+                dst_stream.write(head() + line)
+                dst_stream.flush()
+        if not data:
+            return
+
+
+def execute(
+    command: str | list[str],
+    env: dict[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    index: int | None = None,
+    events: Iterable[threading.Event] | None = None,
+    prefix_output_with_timestamp: bool = False,
+) -> int:
+    """Runs a command in a process group of its own, which is ended when an event is set or this process ends.
+
+    Args:
+        command: For the shell, or words.
+        env: Its whole environment; by default this process's.
+        stdout: Where its output goes; by default this process's.
+        stderr: The same for errors.
+        index: See :func:`prefix_connection`.
+        events: Any of them ends the command.
+        prefix_output_with_timestamp: See :func:`prefix_connection`.
+
+    Returns:
+        Its exit code; 128 and the signal if one ended it.
+    """
+    process = subprocess.Popen(
+        command,
+        shell=isinstance(command, str),
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    # The end of this pipe tells a small process that this one is gone, however that came.
+    lifeline, ours = os.pipe()
+    watcher = subprocess.Popen(
+        [sys.executable, "-S", "-c", _WATCH, str(lifeline), str(process.pid), str(GRACEFUL_TERMINATION_TIME_S)],
+        pass_fds=[lifeline],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(lifeline)
+    pumps = [
+        threading.Thread(
+            target=prefix_connection,
+            args=(source, target or default, name, index, prefix_output_with_timestamp),
+            daemon=True,
+        )
+        for source, target, default, name in (
+            (process.stdout, stdout, sys.stdout, "stdout"),
+            (process.stderr, stderr, sys.stderr, "stderr"),
+        )
+    ]
+    for pump in pumps:
+        pump.start()
+    events = list(events or [])
+    try:
+        while process.poll() is None:
+            if any(event.is_set() for event in events):
+                _end(process)
+            time.sleep(_LONGEST_LOOK)
+    finally:
+        watcher.kill()
+        watcher.wait()
+        os.close(ours)
+        if process.poll() is None:
+            _end(process)
+        # What it started in the background.
+        _signal(process.pid, signal.SIGKILL)
+    for pump in pumps:
+        pump.join(GRACEFUL_TERMINATION_TIME_S)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _end(process: subprocess.Popen) -> None:
+    _signal(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACEFUL_TERMINATION_TIME_S)
+    except subprocess.TimeoutExpired:
+        _signal(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,1 @@
+"""Jobs whose processes come and go; the core drives them (`smdrun elastic`)."""

@@ -1,0 +1,39 @@
+"""Settings of an elastic job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.runner.common.util.settings import BaseSettings
+
+
+class ElasticSettings(BaseSettings):
+    """Besides the general ones.
+
+    Args:
+        discovery: Finds hosts.
+        min_num_proc: Slots without which nobody trains.
+        max_num_proc: Slots beyond which none is used.
+        elastic_timeout: Longest wait for slots, in seconds.
+        reset_limit: Sessions after the first, at most.
+        cooldown_range: How long a host where a worker failed is not used, the first time and at most, in seconds.
+        **kwargs: See :class:`BaseSettings`.
+    """
+
+    def __init__(
+        self,
+        discovery: Any,
+        min_num_proc: int | None,
+        max_num_proc: int | None,
+        elastic_timeout: int | None,
+        reset_limit: int | None,
+        cooldown_range: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(elastic=True, **kwargs)
+        self.discovery = discovery
+        self.min_num_proc = min_num_proc
+        self.max_num_proc = max_num_proc
+        self.elastic_timeout = elastic_timeout
+        self.reset_limit = reset_limit
+        self.cooldown_range = cooldown_range

@@ -1,0 +1,171 @@
+"""Jobs under the core's own launcher, `smdrun`; the original's name for that is Gloo."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod.runner.common.util.hosts import SlotInfo, parse_hosts
+from horovod.runner.elastic.discovery import FixedHosts
+from smdistributed import _core
+
+FAILED = "Horovod detected that one or more processes exited with non-zero status"
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is this host's, or one of its addresses."""
+    return _core.is_this_host(host)
+
+
+def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
+    """What a process is told of its place."""
+    return {
+        "HOROVOD_HOSTNAME": str(slot_info.hostname),
+        "HOROVOD_RANK": str(slot_info.rank),
+        "HOROVOD_SIZE": str(slot_info.size),
+        "HOROVOD_LOCAL_RANK": str(slot_info.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot_info.local_size),
+        "HOROVOD_CROSS_RANK": str(slot_info.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot_info.cross_size),
+    }
+
+
+def create_run_env_vars(server_ip: str, nics: Any, port: int, elastic: bool = False) -> dict[str, str]:
+    """What all processes are told."""
+    interfaces = sorted(nics or [])
+    env = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interfaces[0] if interfaces else "",
+        "NCCL_SOCKET_IFNAME": ",".join(interfaces),
+    }
+    return env | ({"HOROVOD_ELASTIC": "1"} if elastic else {})
+
+
+def get_run_command(command: Sequence[str], server_ip: str, nics: Any, port: int, elastic: bool = False) -> str:
+    """A command for the shell, with :func:`create_run_env_vars` in front."""
+    variables = create_run_env_vars(server_ip, nics, port, elastic)
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, *map(shlex.quote, command)])
+
+
+def register_shutdown_event() -> threading.Event:
+    """An event that is set when this process is asked to end."""
+    event = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: event.set())
+    return event
+
+
+def _get_min_start_hosts(settings: Any) -> int:
+    """Hosts that a job needs to start."""
+    return 1
+
+
+def _common(settings: Any) -> list[str]:
+    options = ["--horovod"]
+    if settings.output_filename:
+        options += ["--output-dir", settings.output_filename]
+    if settings.prefix_output_with_timestamp:
+        options += ["--prefix-timestamp"]
+    if settings.ssh_port:
+        options += ["--ssh-port", str(settings.ssh_port)]
+    if settings.ssh_identity_file:
+        options += ["--ssh-identity-file", settings.ssh_identity_file]
+    return options
+
+
+def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
+    env = {**env, "PYTHONUNBUFFERED": "1"}
+    if settings.verbose >= 2:
+        print(f"Launching horovod task function: {shlex.join(words)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if settings.run_func_mode:
+        # The caller's process may have threads, and handlers for signals.
+        return _as_process([sys.executable, "-m", "smdistributed", *words], env)
+    os.environ.update(env)
+    return _core.smdrun(["smdrun", *words], sys.executable)
+
+
+def _as_process(command: list[str], env: dict[str, str]) -> int:
+    process = subprocess.Popen(command, env=env)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def gloo_run(settings: Any, nics: Any, env: dict[str, str], server_ip: str | None, command: Sequence[str]) -> None:
+    """Runs a job on fixed hosts to its end.
+
+    Args:
+        settings: Those of the job.
+        nics: Not needed: ways are found.
+        env: The processes' environment.
+        server_ip: Not needed either.
+        command: What each process runs.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
+    listed = parse_hosts(settings.hosts)
+    words = ["-n", str(settings.num_proc), "--no-python", "--grace", "5", *_common(settings)]
+    words += ["--hosts", ",".join(f"{host.hostname}:{host.slots}" for host in listed)]
+    code = _smdrun([*words, *command], env, settings)
+    if code != 0:
+        raise RuntimeError(
+            f"{FAILED}, thus causing the job to be terminated. The first process to do so exit with status code {code}."
+        )
+
+
+def gloo_run_elastic(settings: Any, env: dict[str, str], command: Sequence[str]) -> None:
+    """Runs a job whose hosts come and go.
+
+    Args:
+        settings: Those of the job.
+        env: The processes' environment.
+        command: What each process runs.
+
+    Raises:
+        RuntimeError: It could not go on.
+    """
+    words = ["elastic", "-n", str(settings.num_proc or settings.min_num_proc), *_common(settings)]
+    options = {
+        "--min-np": settings.min_num_proc,
+        "--max-np": settings.max_num_proc,
+        "--elastic-timeout": settings.elastic_timeout,
+        "--reset-limit": settings.reset_limit,
+    }
+    for name, value in options.items():
+        words += [name, str(value)] if value is not None else []
+    if settings.cooldown_range:
+        words += ["--blacklist-cooldown-range", *map(str, settings.cooldown_range)]
+    if isinstance(settings.discovery, FixedHosts):
+        found = settings.discovery.find_available_hosts_and_slots()
+        words += ["--hosts", ",".join(f"{name}:{slots}" for name, slots in found.items())]
+    else:
+        words += ["--host-discovery-script", settings.discovery.script]
+        slots = settings.discovery.default_slots
+        words += ["--slots-per-host", str(slots)] if slots is not None else []
+    with tempfile.TemporaryDirectory() as folder:
+        reason = Path(folder) / "reason"
+        code = _smdrun([*words, "--reason-file", str(reason), *command], env, settings)
+        if code == 0:
+            return
+        why = reason.read_text() if reason.exists() else f"it ended with status code {code}"
+    if "number of resets" in why or "unable to broadcast" in why or "timed out" in why:
+        raise RuntimeError(f"{why}. {FAILED}")
+    raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: {why}")

@@ -1,0 +1,1 @@
+"""More helpers of the launcher."""

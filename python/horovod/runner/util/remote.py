@@ -1,0 +1,24 @@
+"""Commands on other hosts."""
+
+from __future__ import annotations
+
+import shlex
+
+SSH_COMMAND_PREFIX = "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no"
+
+
+def get_ssh_command(
+    local_command: str,
+    host: str,
+    port: int | None = None,
+    identity_file: str | None = None,
+    timeout_s: int | None = None,
+) -> str:
+    """The command that runs another one through ``ssh``."""
+    options = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
+    options += ["-p", str(port)] if port is not None else []
+    options += ["-i", identity_file] if identity_file is not None else []
+    return " ".join([SSH_COMMAND_PREFIX, host, *map(shlex.quote, options), shlex.quote(local_command)])
+
+
+get_remote_command = get_ssh_command

@@ -1,0 +1,53 @@
+"""A pipe of text between threads."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Pipe:
+    """What one thread writes, another reads. Holds one piece at a time; writers wait for the reader."""
+
+    def __init__(self) -> None:
+        self._buffer: str | None = None
+        self._offset = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def write(self, buf: str) -> int:
+        """Takes a piece once the one before is read.
+
+        Raises:
+            RuntimeError: The pipe is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._buffer is None)
+            if self._closed:
+                raise RuntimeError("Pipe is closed")
+            if buf:
+                self._buffer, self._offset = buf, 0
+                self._changed.notify_all()
+        return len(buf)
+
+    def read(self, length: int = -1, timeout: float | None = None) -> str | None:
+        """At most `length` characters of what is there; waits for some. ``None`` at the end, or after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._buffer is not None, timeout)
+            if self._buffer is None:
+                return None
+            end = len(self._buffer) if length <= 0 else self._offset + length
+            piece = self._buffer[self._offset : end]
+            self._offset += len(piece)
+            if self._offset >= len(self._buffer):
+                self._buffer = None
+                self._changed.notify_all()
+            return piece
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing more comes; what is there can be read."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

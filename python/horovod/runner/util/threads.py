@@ -1,0 +1,129 @@
+"""Functions in threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Starts a thread.
+
+    Args:
+        target: What it runs.
+        args: With these arguments.
+        name: Its name.
+        daemon: The process does not wait for it.
+        silent: What it raises is not shown.
+
+    Raises:
+        ValueError: `args` is no tuple.
+    """
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
+
+    def run() -> None:
+        try:
+            target(*args)
+        except Exception:
+            if not silent:
+                raise
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def on_event(
+    event: threading.Event,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    stop: threading.Event | None = None,
+    check_stop_interval_s: float = 1.0,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Runs a function in a thread once an event is set.
+
+    Args:
+        event: The event.
+        func: The function.
+        args: Its arguments.
+        stop: Ends the wait for the event.
+        check_stop_interval_s: How often this is looked at.
+        daemon: The process does not wait for the thread.
+        silent: What the function raises is not shown.
+
+    Raises:
+        ValueError: `event` is missing, `args` is no tuple, or nothing could end a thread that the process waits for.
+    """
+    if event is None:
+        raise ValueError("Event must not be None")
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
+    if stop is None and not daemon:
+        raise ValueError("Stop event must be given for non-daemon event thread")
+
+    def wait() -> None:
+        if stop is None:
+            event.wait()
+        else:
+            while not event.wait(check_stop_interval_s):
+                if stop.is_set():
+                    return
+        func(*args)
+
+    return in_thread(wait, daemon=daemon, silent=silent)
+
+
+def execute_function_multithreaded(
+    fn: Callable[..., Any],
+    args_list: Iterable[Iterable[Any]],
+    block_until_all_done: bool = True,
+    max_concurrent_executions: int = 1000,
+) -> dict[int, Any]:
+    """Runs a function with each list of arguments, in threads.
+
+    Args:
+        fn: The function.
+        args_list: The lists.
+        block_until_all_done: Wait for all; otherwise nothing is returned.
+        max_concurrent_executions: Threads at most.
+
+    Returns:
+        Results by position. The first exception is raised again.
+    """
+    work: queue.Queue[tuple[int, Iterable[Any]]] = queue.Queue()
+    for position, args in enumerate(args_list):
+        work.put((position, args))
+    total = work.qsize()
+    results: dict[int, Any] = {}
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        while True:
+            try:
+                position, args = work.get(block=False)
+            except queue.Empty:
+                return
+            try:
+                results[position] = fn(*args)
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [in_thread(run, daemon=not block_until_all_done) for _ in range(min(max_concurrent_executions, total))]
+    if not block_until_all_done:
+        return {}
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results

@@ -1,0 +1,179 @@
+"""Training that goes on when workers die or come: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow.functions import broadcast_object, broadcast_object_fn, broadcast_variables
+from horovod.tensorflow.mpi_ops import init, rank, shutdown
+from smdistributed._common.errors import from_report
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+# After these of TensorFlow's errors the job may go on, if one of our operations is their cause.
+_MAY_PASS = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.InternalError, tf.errors.CancelledError)
+_OURS = ("Horovod", "Smd", "smd:")
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a training function whose first argument is a state: it is called again, with the state of the last commit,
+    after a worker has failed, and with the state as it is after hosts have come or gone.
+
+    Args:
+        func: Trains; what it returns is returned.
+    """
+
+    @functools.wraps(func)
+    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except _MAY_PASS as error:
+            text = str(error)
+            if from_report(text) is None and not any(mark in text for mark in _OURS):
+                raise
+            raise HorovodInternalError(text) from error
+
+    return run_fn(translated, _reset)
+
+
+def _reset() -> None:
+    shutdown()
+    init()
+
+
+class TensorFlowState(ObjectState):
+    """The state of a training on variables.
+
+    Args:
+        variables: All of them; in a graph of TensorFlow 1 its global variables by default.
+        session: For a graph of TensorFlow 1; the default session by default.
+        **kwargs: Plain objects such as ``epoch=0``, which become attributes.
+    """
+
+    def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+        if variables is None:
+            variables = tf.compat.v1.global_variables()
+        self.variables = list(variables)
+        self.session = session
+        self._values: list[np.ndarray] = []
+        eager = tf.executing_eagerly()
+        bcast = broadcast_object if eager else broadcast_object_fn(session=session)
+        self._assign: tuple[list[tf.Tensor], tf.Operation] | None = None
+        self._broadcast: tf.Operation | None = None
+        super().__init__(bcast_object=bcast, get_rank=rank, **kwargs)
+        self._save_variables()
+
+    def save(self) -> None:
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        self._restore_variables()
+        super().restore()
+
+    def sync(self) -> None:
+        if tf.executing_eagerly():
+            broadcast_variables(self.variables, root_rank=0)
+        else:
+            if self._broadcast is None:
+                self._broadcast = broadcast_variables(self.variables, root_rank=0)
+            self._session().run(self._broadcast)
+        self._save_variables()
+        super().sync()
+
+    def _what_is_saved(self) -> Any:
+        return self._values, super()._what_is_saved()
+
+    def _take(self, saved: Any) -> None:
+        self._values, objects = saved
+        self._restore_variables()
+        super()._take(objects)
+
+    def _session(self) -> Any:
+        return self.session or tf.compat.v1.get_default_session()
+
+    def _save_variables(self) -> None:
+        if tf.executing_eagerly():
+            self._values = [np.array(underlying(variable).numpy()) for variable in self.variables]
+        else:
+            self._values = self._session().run(self.variables)
+
+    def _restore_variables(self) -> None:
+        if tf.executing_eagerly():
+            for variable, value in zip(self.variables, self._values, strict=True):
+                underlying(variable).assign(value)
+            return
+        if self._assign is None:
+            inputs = [tf.compat.v1.placeholder(variable.dtype.base_dtype) for variable in self.variables]
+            pairs = zip(self.variables, inputs, strict=True)
+            self._assign = inputs, tf.group(*(variable.assign(value) for variable, value in pairs))
+        inputs, assign = self._assign
+        self._session().run(assign, dict(zip(inputs, self._values, strict=True)))
+
+
+class TensorFlowKerasState(ObjectState):
+    """The state of a training on a Keras model.
+
+    Args:
+        model: Built.
+        optimizer: By default the model's.
+        backend: Not needed.
+        **kwargs: Plain objects such as ``epoch=0, batch=0``, which become attributes.
+
+    Raises:
+        ValueError: The model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and hasattr(self.optimizer, "build"):
+            # So that all ranks have the same variables, however far they are.
+            self.optimizer.build(model.trainable_variables)
+        self._values: list[np.ndarray] = []
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+        self._save_model()
+
+    def save(self) -> None:
+        self._save_model()
+        super().save()
+
+    def restore(self) -> None:
+        self._restore_model()
+        super().restore()
+
+    def _restore_model(self) -> None:
+        variables = self._variables()
+        for variable, value in zip(variables, self._values, strict=False):
+            underlying(variable).assign(value)
+        for variable in variables[len(self._values) :]:
+            # It was made after the commit.
+            underlying(variable).assign(tf.zeros_like(underlying(variable)))
+
+    def _what_is_saved(self) -> Any:
+        return self._values, super()._what_is_saved()
+
+    def _take(self, saved: Any) -> None:
+        self._values, objects = saved
+        self._restore_model()
+        super()._take(objects)
+
+    def sync(self) -> None:
+        broadcast_variables(self._variables(), root_rank=0)
+        self._save_model()
+        super().sync()
+
+    def _variables(self) -> list[Any]:
+        own = [] if self.optimizer is None else self.optimizer.variables
+        return [*self.model.variables, *(own() if callable(own) and not isinstance(own, list) else own)]
+
+    def _save_model(self) -> None:
+        self._values = [np.array(underlying(variable).numpy()) for variable in self._variables()]

@@ -1,0 +1,91 @@
+"""A sampler that knows which samples were processed, so that another set of workers can go on with the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch.utils.data
+
+from horovod.torch.mpi_ops import rank, size
+
+
+class ElasticSampler(torch.utils.data.Sampler):
+    """Divides a data set among the ranks, without what was processed in this epoch.
+
+    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the end of each epoch. As a part of a state it is divided
+    anew after each reset.
+
+    Args:
+        dataset: Only its length is asked for.
+        shuffle: Another order in each epoch.
+        seed: The same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.num_replicas = 0
+        self.rank = 0
+        self.remaining_indices: list[int] = []
+        self.num_samples = 0
+        self.total_size = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch: nothing of it is processed."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """All ranks have processed a batch of this size."""
+        self.record_indices(batch_size * self.num_replicas)
+
+    def record_indices(self, processed_num: int) -> None:
+        """So many samples of the epoch, over all ranks, were processed besides those that are known."""
+        self.processed_num += processed_num
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """This rank's indices of a batch."""
+        start = batch_idx * batch_size
+        return self._own()[start : start + batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divides what remains among the ranks that there are now."""
+        self.num_replicas = size()
+        self.rank = rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def _own(self) -> list[int]:
+        # Ranks need equally many: the first ones come again, if need be more than once.
+        padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return list(padded)[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        self.indices = self._own()
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples

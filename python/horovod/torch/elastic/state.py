@@ -1,0 +1,192 @@
+"""The state of a PyTorch training: models, optimizers, samplers and plain objects."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from horovod.common.elastic import ObjectState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from horovod.torch.mpi_ops import rank
+
+
+class StateHandler:
+    """How objects of one class are saved, restored and made the same on all ranks.
+
+    Args:
+        value: The object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._saved: Any = None
+
+    def save(self) -> None:
+        """Keeps its state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to what was saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Takes over rank 0's state, and saves it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Follows a reset; does nothing by default."""
+
+    def saved(self) -> Any:
+        """What was saved."""
+        return self._saved
+
+    def take(self, saved: Any) -> None:
+        """Goes back to what another process has saved."""
+        self._saved = saved
+        self.restore()
+
+    def set_value(self, value: Any) -> None:
+        """Takes another object, and saves its state."""
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """Parameters and buffers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(StateHandler):
+    """Options and state of an optimizer, also of a distributed one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # Loading may keep the tensors, and a restored state may be restored again.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+class SamplerStateHandler(StateHandler):
+    """Where an epoch stands."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.sampler"))
+        self.save()
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+_handler_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Classes of objects and their handlers; the first that fits is taken."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replaces :func:`get_handler_registry`'s list."""
+    global _handler_registry
+    _handler_registry = registry
+
+
+def _handler(value: Any) -> StateHandler | None:
+    for kind, handler in _handler_registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+class TorchState(ObjectState):
+    """The state of a training.
+
+    Args:
+        model: A module.
+        optimizer: Its optimizer.
+        **kwargs: More modules, optimizers and samplers, and plain objects such as ``epoch=0``. All become attributes.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        kwargs |= {name: value for name, value in (("model", model), ("optimizer", optimizer)) if value is not None}
+        handlers = {name: _handler(value) for name, value in kwargs.items()}
+        self._handlers: dict[str, StateHandler] = {name: one for name, one in handlers.items() if one is not None}
+        for name, handler in self._handlers.items():
+            super().__setattr__(name, handler.value)
+        objects = {name: value for name, value in kwargs.items() if name not in self._handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **objects)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def _what_is_saved(self) -> Any:
+        own = {name: handler.saved() for name, handler in self._handlers.items()}
+        return own, super()._what_is_saved()
+
+    def _take(self, saved: Any) -> None:
+        own, objects = saved
+        for name, value in own.items():
+            self._handlers[name].take(value)
+        super()._take(objects)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_handlers", {}):
+            self._handlers[name].set_value(value)

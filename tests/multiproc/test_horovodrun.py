@@ -1,0 +1,95 @@
+"""horovodrun and horovod.run with real processes, most of them without a framework."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import horovod
+
+
+def horovodrun(*words, env=None, timeout=60):
+    command = [sys.executable, "-m", "horovod.runner.launch", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def test_output_and_exit_codes(tmp_path):
+    script = "import os, sys; print('out', os.environ['HOROVOD_RANK']); print('err', file=sys.stderr)"
+    options = ["--output-filename", tmp_path / "logs", "-prefix-timestamp", "--cycle-time-ms", "3"]
+    done = horovodrun("-np", 2, *options, sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert re.fullmatch(r"\w{3} \w{3} \d\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:out 0", lines[0]), lines
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "out 1\n"
+    assert (tmp_path / "logs" / "rank.0" / "stderr").read_text() == "err\n"
+    failing = "import os, sys, time; sys.exit(7) if os.environ['HOROVOD_RANK'] == '1' else time.sleep(60)"
+    done = horovodrun("-np", 2, sys.executable, "-c", failing)
+    assert done.returncode == 1
+    assert "RuntimeError: Horovod detected that one or more processes exited with non-zero status" in done.stderr
+    assert "exit with status code 7" in done.stderr
+
+
+def test_what_there_is():
+    done = horovodrun("--check-build")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Horovod v{horovod.__version__}:\n\nAvailable Frameworks:\n")
+    assert "    [X] Gloo\n" in done.stdout
+    assert "    [ ] MXNet\n" in done.stdout
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """An ``ssh`` that notes its command line and runs the command here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "ssh"
+    # Options may come before the host and after it.
+    skip = 'while [ "${1#-}" != "$1" ]; do shift 2; done'
+    script.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n{skip}\nshift\n{skip}\nexec sh -c "$*"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path / "calls"
+
+
+def test_other_hosts_through_ssh(ssh):
+    # An address of no machine: documentation has it for itself.
+    script = (
+        "import os; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_CROSS_RANK'], os.environ['SMD_SECRET'][:0])"
+    )
+    done = horovodrun("-np", 3, "-H", "localhost:2,192.0.2.1:1", "-p", 2222, sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split(":")[1].strip() for line in done.stdout.splitlines()) == ["0 0", "0 1", "1 0"]
+    calls = ssh.read_text().splitlines()
+    assert len(calls) == 2
+    assert all("-p 2222" in call and "192.0.2.1" in call for call in calls)
+    assert not any("SECRET" in call for call in calls), "values travel over the standard input"
+    done = horovodrun("-np", 1, "-H", "192.0.2.1:1", sys.executable, "-c", "import sys; sys.exit(5)")
+    assert done.returncode == 1
+    assert "exit with status code 5" in done.stderr
+
+
+def test_a_function_on_all_ranks():
+    factor = 10
+
+    def work(offset, exponent=1):
+        from horovod.common.basics import HorovodBasics
+
+        hvd = HorovodBasics()
+        hvd.init()
+        return hvd.rank() * factor**exponent + offset, hvd.size()
+
+    with pytest.warns(DeprecationWarning, match="np is deprecated"):
+        assert horovod.run(work, args=(1,), kwargs={"exponent": 2}, np=2) == [(1, 2), (101, 2)]
+
+    def fail():
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise KeyError("lost")
+
+    with pytest.raises(RuntimeError, match="one or more processes exited with non-zero status") as raised:
+        horovod.run(fail, num_proc=2)
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match="hosts and hostfile"):
+        horovod.run(fail, hosts="a:1", hostfile="b")

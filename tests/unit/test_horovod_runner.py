@@ -1,0 +1,217 @@
+"""horovodrun without processes: options, configuration, hosts, and what its helpers promise."""
+
+import io
+import os
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from horovod.runner import _HorovodArgs, js_run, launch, mpi_run
+from horovod.runner.common.util import codec, config_parser, env, hosts, safe_shell_exec, secret, settings, timeout
+from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
+from horovod.runner.util import streams, threads
+
+
+def parsed(line):
+    return launch.parse_args([*line.split(), "python", "train.py", "-np", "9"])
+
+
+def variables(line):
+    return config_parser.set_env_from_args({}, parsed(line))
+
+
+def test_options_become_variables():
+    assert variables("-np 2") == {}
+    given = "-np 2 --fusion-threshold-mb 10 --cycle-time-ms 20 --cache-capacity 512 --hierarchical-allreduce --no-torus-allreduce"
+    assert variables(given) == {
+        "HOROVOD_FUSION_THRESHOLD": str(10 * 1024 * 1024),
+        "HOROVOD_CYCLE_TIME": "20.0",
+        "HOROVOD_CACHE_CAPACITY": "512",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        "HOROVOD_TORUS_ALLREDUCE": "0",
+    }
+    assert variables("-np 2 --autotune-log-file a.csv") == {}, "without --autotune it says nothing"
+    assert variables("-np 2 --autotune --autotune-log-file a.csv")["HOROVOD_AUTOTUNE_LOG"] == "a.csv"
+    assert variables("-np 2 --timeline-mark-cycles") == {}
+    assert variables("-np 2 --timeline-filename t.json --timeline-mark-cycles") == {
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+    }
+    assert variables("-np 2 --no-stall-check")["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    assert variables("-np 2 --log-level INFO --log-without-timestamp") == {
+        "HOROVOD_LOG_LEVEL": "INFO",
+        "HOROVOD_LOG_HIDE_TIME": "1",
+    }
+    args = parsed(
+        "-np 2 --min-np 1 --max-num-proc 4 --slots 2 --blacklist-cooldown-range 1 9 -p 22 -prefix-timestamp --tcp"
+    )
+    assert (args.min_num_proc, args.max_num_proc, args.slots, args.cooldown_range) == (1, 4, 2, [1, 9])
+    assert args.ssh_port == 22
+    assert args.prefix_output_with_timestamp
+    assert args.tcp_flag
+    assert args.command == ["python", "train.py", "-np", "9"]
+    assert parsed("-np 2 --network-interface a --network-interfaces b,c").nics == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "line", ["", "-np x", "-np 2 --gloo --mpi", "-np 2 -H a:1 -hostfile b", "-np 2 --log-level LOUD"]
+)
+def test_lines_that_are_refused(line):
+    with pytest.raises(SystemExit):
+        parsed(line)
+
+
+@pytest.mark.parametrize("line", ["--cycle-time-ms -1", "--autotune-gaussian-process-noise 1.5", "--cache-capacity -3"])
+def test_numbers_that_are_refused(line):
+    with pytest.raises(ValueError, match="must be"):
+        parsed(f"-np 2 {line}")
+
+
+def test_options_win_over_the_file(tmp_path, capsys):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "controller: gloo\nparams:\n  fusion_threshold_mb: 32\n  cycle_time_ms: 5\n  colour: red\n"
+        "stall_check:\n  enabled: false\nlogging:\n  level: INFO\n"
+    )
+    for line in (f"-np 2 --cycle-time-ms 7 --config-file {file}", f"-np 2 --config-file {file} --cycle-time-ms 7"):
+        args = parsed(line)
+        assert (args.fusion_threshold_mb, args.cycle_time_ms, args.no_stall_check) == (32, 7.0, True)
+        assert args.use_gloo
+        assert args.log_level == "INFO"
+    assert "unknown key `params.colour`" in capsys.readouterr().err
+    file.write_text("controller: smoke\n")
+    with pytest.raises(ValueError, match="No such controller supported"):
+        parsed(f"-np 2 --config-file {file}")
+
+
+def test_ranks_are_given_out_host_by_host():
+    slots = hosts.get_host_assignments(hosts.parse_hosts("a:2,b:3,c:1"), 5, 5)
+    found = [(slot.hostname, slot.local_rank, slot.local_size, slot.cross_rank, slot.cross_size) for slot in slots]
+    assert found == [("a", 0, 2, 0, 2), ("a", 1, 2, 0, 2), ("b", 0, 3, 1, 2), ("b", 1, 3, 1, 2), ("b", 2, 3, 0, 1)]
+    assert [slot.rank for slot in slots] == list(range(5))
+    assert {slot.size for slot in slots} == {5}
+    assert slots[3].to_response_string() == "3,5,1,3,1,2"
+    with pytest.raises(ValueError, match="Requested more processes"):
+        hosts.get_host_assignments(hosts.parse_hosts("a:2"), 3)
+    for text in ("a", "a:x", "a:2,"):
+        with pytest.raises(ValueError, match="Invalid host input"):
+            hosts.parse_hosts(text)
+
+
+def test_host_files(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# ours\n172.31.32.7 slots=8\n172.31.33.9 slots = 4\nlast\n")
+    assert hosts.parse_host_files(str(file)) == "172.31.32.7:8,172.31.33.9:4,last:1"
+
+
+def test_the_controller_that_is_asked_for(monkeypatch):
+    calls = {name: mock.Mock() for name in ("gloo", "mpi", "js")}
+
+    def controller(mpi, gloo, lsf=False, **use):
+        for call in calls.values():
+            call.reset_mock()
+        monkeypatch.setattr(launch, "mpi_built", lambda verbose: mpi)
+        monkeypatch.setattr(launch, "gloo_built", lambda verbose: gloo)
+        monkeypatch.setattr(launch.lsf.LSFUtils, "using_lsf", staticmethod(lambda: lsf))
+        monkeypatch.setattr(js_run, "is_jsrun_installed", lambda: lsf)
+        launch.run_controller(
+            use.get("gloo_"), calls["gloo"], use.get("mpi_"), calls["mpi"], use.get("js_"), calls["js"], 0
+        )
+        return [name for name, call in calls.items() if call.called]
+
+    assert controller(False, True, gloo_=True) == ["gloo"]
+    assert controller(True, True, mpi_=True) == ["mpi"]
+    assert controller(True, True) == ["mpi"]
+    assert controller(True, True, lsf=True) == ["js"]
+    assert controller(False, True) == ["gloo"]
+    for text, arguments in (
+        ("Gloo support has not been built", {"mpi": True, "gloo": False, "gloo_": True}),
+        ("MPI support has not been built", {"mpi": False, "gloo": True, "mpi_": True}),
+        ("did not detect an LSF job", {"mpi": True, "gloo": True, "js_": True}),
+        ("Neither MPI nor Gloo support has been built", {"mpi": False, "gloo": False}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            controller(**arguments)
+
+
+def test_the_line_of_mpirun(monkeypatch):
+    monkeypatch.setattr(mpi_run, "_get_mpi_implementation", lambda env=None: "OpenMPI")
+    asked = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, ssh_port=22)
+    with mock.patch.object(safe_shell_exec, "execute", return_value=0) as execute:
+        mpi_run.mpi_run(asked, {"eth0"}, {"HOROVOD_X": "1", "PATH": "/bin", "PYTHONPATH": "p"}, ["python", "a b.py"])
+    assert execute.call_args.args[0] == (
+        "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib "
+        '-mca plm_rsh_args "-p 22" -mca btl_tcp_if_include eth0 -x NCCL_SOCKET_IFNAME=eth0 -x HOROVOD_X -x PATH -x PYTHONPATH '
+        "python 'a b.py'"
+    )
+    with (
+        mock.patch.object(safe_shell_exec, "execute", return_value=3),
+        pytest.raises(RuntimeError, match="exit code 3"),
+    ):
+        mpi_run.mpi_run(asked, None, {}, ["true"])
+    with pytest.raises(Exception, match="env argument must be a dict"):
+        mpi_run.mpi_run(asked, None, "env", ["true"])
+    monkeypatch.setattr(mpi_run, "_get_mpi_implementation", lambda env=None: "Missing")
+    with pytest.raises(Exception, match="does not find an installed MPI"):
+        mpi_run.mpi_run(asked, None, {}, ["true"])
+
+
+def test_commands_in_a_shell():
+    out, err = io.StringIO(), io.StringIO()
+    code = safe_shell_exec.execute("echo a; printf b >&2; printf 'c\\rd'; exit 3", stdout=out, stderr=err, index=4)
+    assert code == 3
+    assert out.getvalue() == "[4]<stdout>:a\n[4]<stdout>:c\r[4]<stdout>:d"
+    assert err.getvalue() == "[4]<stderr>:b"
+    assert safe_shell_exec.execute("kill -TERM $$") == 143
+    event = threading.Event()
+    threading.Timer(0.3, event.set).start()
+    start = time.monotonic()
+    assert safe_shell_exec.execute("sleep 60", events=[event]) == 143
+    assert time.monotonic() - start < 30
+
+
+def test_threads_and_pipes():
+    assert threads.execute_function_multithreaded(lambda x: x + 1, [[1], [2]]) == {0: 2, 1: 3}
+    event, seen = threading.Event(), []
+    waiting = threads.on_event(event, seen.append, (1,))
+    event.set()
+    waiting.join(30)
+    assert seen == [1]
+    for call, text in (
+        (lambda: threads.in_thread(print, [1]), "args must be a tuple, not"),
+        (lambda: threads.on_event(None, print), "Event must not be None"),
+        (lambda: threads.on_event(event, print, daemon=False), "Stop event must be given for non-daemon event thread"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    pipe = streams.Pipe()
+    threads.in_thread(lambda: [pipe.write("abcdef"), pipe.close()])
+    assert [pipe.read(4), pipe.read(), pipe.read()] == ["abcd", "ef", None]
+
+
+def test_small_helpers(monkeypatch):
+    assert codec.loads_base64(codec.dumps_base64({"a": 1})) == {"a": 1}
+    key = secret.make_secret_key()
+    assert secret.check_digest(key, b"x", secret.compute_digest(key, b"x"))
+    assert not secret.check_digest(key, b"y", secret.compute_digest(key, b"x"))
+    limit = timeout.Timeout(0, "{activity} took {timeout}")
+    time.sleep(0.01)
+    with pytest.raises(timeout.TimeoutException, match="waiting took 0"):
+        limit.check_time_out_for("waiting")
+    assert env.is_exportable("PATH")
+    assert not env.is_exportable("BASH_FUNC_x")
+    assert not env.is_exportable("OLDPWD")
+    for name in list(os.environ):
+        if name.startswith(("HOROVOD_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    assert env.get_env_rank_and_size() == (0, 1)
+    monkeypatch.setenv("PMI_RANK", "1")
+    with pytest.raises(RuntimeError, match="Could not determine process rank and size"):
+        env.get_env_rank_and_size()
+    assert HostDiscoveryScript("printf 'a:2\\nb\\n'", 3).find_available_hosts_and_slots() == {"a": 2, "b": 3}
+    assert FixedHosts({"a": 1}).find_available_hosts_and_slots() == {"a": 1}
+    assert _HorovodArgs().num_proc == 1
+    assert _HorovodArgs().hosts is None
