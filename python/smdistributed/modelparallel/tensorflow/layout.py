@@ -73,7 +73,7 @@ class Layout:
     def __init__(self, trace: Trace, placement: Placement, wanted: Sequence[Sequence[tf.Tensor]], ranks: int) -> None:
         """``wanted``: for each rank, the tensors that the step returns there."""
         self._trace, self._placement, self.ranks = trace, placement, ranks
-        self._ops = [op for op in trace.graph.get_operations() if op.type != "Placeholder"]
+        self._ops = [op for op in trace.ordered() if op.type != "Placeholder"]
         live = self._live(wanted)
         self.of: dict[str, Segment] = {}
         self.segments: list[Segment] = self._cut([op for op in self._ops if op.name in live])
@@ -327,9 +327,9 @@ class Layout:
 
     def lines(self) -> list[str]:
         """A line for each operation, the same on all ranks if they have the same step: for comparing, and to read."""
-        numbers = {op.name: number for number, op in enumerate(self._trace.graph.get_operations())}
+        numbers = {op.name: number for number, op in enumerate(self._trace.ordered())}
         found = []
-        for op in self._trace.graph.get_operations():
+        for op in self._trace.ordered():
             inputs = ", ".join(f"%{numbers[tensor.op.name]}:{tensor.value_index}" for tensor in op.inputs)
             outputs = ", ".join(f"{tensor.dtype.name}{_shape(tensor)}" for tensor in op.outputs)
             place = self._placement.places[op.name]

@@ -126,7 +126,7 @@ def _own_variables(trace: Trace) -> dict[str, dict[str, Any]]:
     """For each layer that takes variables, by path, their handles by name in the graph."""
     handles = handles_of(trace)
     found: dict[str, dict[str, Any]] = {}
-    for op in trace.graph.get_operations():
+    for op in trace.ordered():
         unit = trace.labels[op.name].unit
         if unit is None:
             continue
@@ -178,7 +178,7 @@ def _automatic(trace: Trace, config: Config) -> dict[str, int]:
     time, kept, values = dict.fromkeys(place.values(), 0), dict.fromkeys(place.values(), 0), {}
     owner: dict[str, int] = {}
     runs: dict[int, int] = {}
-    for number, op in enumerate(trace.graph.get_operations()):
+    for number, op in enumerate(trace.ordered()):
         label = trace.labels[op.name]
         if not label.inside:
             continue
@@ -240,7 +240,7 @@ class Placement:
     def __init__(self, trace: Trace, homes: Homes, config: Config) -> None:
         self._trace, self._homes, self._config = trace, homes, config
         self._handles = handles_of(trace)
-        self._ops = trace.graph.get_operations()
+        self._ops = trace.ordered()
         self._calls: dict[int, list[tf.Operation]] = {}
         self._call_places: dict[int, int] = {}
         for op in self._ops:

@@ -81,6 +81,25 @@ class Trace:
         """An operation has been made."""
         self.labels[op.name] = self._label
 
+    def ordered(self) -> list[tf.Operation]:
+        """All operations, each after those whose results it takes. The order in which they were made is another one: the
+        gradient of a loop gives the loop more inputs."""
+        found: dict[str, tf.Operation] = {}
+        for root in self.graph.get_operations():
+            pending = [root]
+            while pending:
+                op = pending[-1]
+                missing = [
+                    each
+                    for each in (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+                    if each.name not in found
+                ]
+                if missing:
+                    pending += missing
+                else:
+                    found.setdefault(pending.pop().name, op)
+        return list(found.values())
+
     def is_current(self) -> bool:
         """Whether operations are made for this graph now, at least for a branch or a loop of it."""
         graph = tf.compat.v1.get_default_graph()
