@@ -60,14 +60,18 @@ sys.modules["torch"] = sys.modules["tensorflow"] = None  # as if not installed
 import smdistributed
 import smdistributed.dataparallel
 import smdistributed.dataparallel.exceptions
-for name in "torch", "tensorflow":
-    try:
-        __import__(f"smdistributed.dataparallel.{name}")
-    except ImportError as error:
-        print(error)
-""")
-        == "this part of smdistributed needs PyTorch, which is not installed: `pip install torch`\n"
-        "this part of smdistributed needs TensorFlow, which is not installed: `pip install tensorflow`"
+for package in "smdistributed.dataparallel", "horovod":
+    for name in "torch", "tensorflow":
+        try:
+            __import__(f"{package}.{name}")
+        except ImportError as error:
+            print(error)
+""").splitlines()
+        == [
+            "this part of smdistributed needs PyTorch, which is not installed: `pip install torch`",
+            "this part of smdistributed needs TensorFlow, which is not installed: `pip install tensorflow`",
+        ]
+        * 2
     )
 
 

@@ -107,7 +107,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
         if average is None:
             return reduce_ops.Average
         warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed", DeprecationWarning, stacklevel=4
+            "Parameter `average` has been replaced with `op` and will be removed", DeprecationWarning, stacklevel=3
         )
         return reduce_ops.Average if average else reduce_ops.Sum
 

@@ -8,8 +8,10 @@ from horovod.common.process_sets import add_process_set as add_process_set
 from horovod.common.process_sets import global_process_set as global_process_set
 from horovod.common.process_sets import remove_process_set as remove_process_set
 from horovod.common.util import check_extension as check_extension
-from horovod.torch import elastic as elastic
 from horovod.torch import mpi_ops as mpi_ops
+
+# isort: split
+from horovod.torch import elastic as elastic
 from horovod.torch.compression import Compression as Compression
 from horovod.torch.functions import allgather_object as allgather_object
 from horovod.torch.functions import broadcast_object as broadcast_object

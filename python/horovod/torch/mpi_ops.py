@@ -349,8 +349,9 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As :func:`grouped_allreduce`, in place; not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
     return synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+        grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
     )
 
 
