@@ -116,6 +116,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         groups = state.groups
         rank, part, failure = groups.rank_in("pp"), None, None
         try:
+            tf.io.gfile.makedirs(self.directory)
             part = self._write_part(f"{file_prefix}_temp/part-{rank:05d}", rank)
         except Exception as error:
             failure = f"partition {rank}: {type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -51,14 +51,35 @@ def _adapt(package: str) -> None:
     @functools.wraps(apply_gradients)
     def whole(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         grads_and_vars = list(grads_and_vars)
-        model = state.model
-        if model is not None and model.is_partitioned:
-            ours = {id(underlying(variable).handle) for variable in model.trainable_variables}
-            if any(id(underlying(variable).handle) in ours for _, variable in grads_and_vars):
-                slots.build(self)
+        if not _are_of_the_model([variable for _, variable in grads_and_vars]):
+            return apply_gradients(self, grads_and_vars, *args, **kwargs)
+        divided = len(state.groups.members["pp"]) > 1
+        if divided and hasattr(self, "inner_optimizer"):
+            raise SMPUnsupportedError(
+                f"`{type(self).__name__}` would skip an update on the partition alone whose gradients are not finite: scale the "
+                "loss by a constant, or take bfloat16"
+            )
+        slots.build(self)
+        if divided and getattr(self, "global_clipnorm", None) is not None:
+            # Keras then finds the norm of this partition's gradients small enough.
+            clipped, _ = clip_by_global_norm([gradient for gradient, _ in grads_and_vars], self.global_clipnorm)
+            grads_and_vars = [(ours, variable) for ours, (_, variable) in zip(clipped, grads_and_vars, strict=True)]
+        if not grads_and_vars:
+            # Optimizers refuse an empty list, or do not count it.
+            self.iterations.assign_add(1)
+            return self.iterations
         return apply_gradients(self, grads_and_vars, *args, **kwargs)
 
     base.apply_gradients = whole
+
+
+def _are_of_the_model(variables: Sequence[Any]) -> bool:
+    """Whether variables that are to be updated are those of the divided model, none on a partition that trains none."""
+    model = state.model
+    if model is None or not model.is_partitioned:
+        return False
+    ours = {id(underlying(variable).handle) for variable in model.trainable_variables}
+    return any(id(underlying(variable).handle) in ours for variable in variables) if variables else not ours
 
 
 def _in_steps(plain: Any, ours: Any) -> Any:

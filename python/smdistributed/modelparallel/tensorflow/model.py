@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.dataparallel.tensorflow.collectives import call
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import communication, layers, slots
@@ -123,9 +125,18 @@ class DistributedModel(_Model):
         """The partition is decided: frees what belongs to others, and runs the hooks."""
         self.__dict__.update(_smp_homes=homes, _smp_slots=[])
         self._smp_free()
+        if state.cfg.ddp and state.groups.data is not None:
+            self._smp_start_alike()
         with tf.init_scope():
             for hook in state.hooks:
                 hook()
+
+    def _smp_start_alike(self) -> None:
+        """Replicas start with the weights of the first one, as they get the same gradients from then on."""
+        with tf.init_scope(), tf.device("/device:CPU:0"):
+            for variable in map(underlying, self.weights):
+                value = call(core_ops.smd_broadcast, tensor=variable.read_value(), root=0, group=state.groups.data)
+                variable.assign(value)
 
     def _smp_elsewhere(self) -> list[Any]:
         """Variables of other partitions."""

@@ -247,6 +247,7 @@ class Placement:
             label = trace.labels[op.name]
             if label.call >= 0:
                 self._calls.setdefault(label.call, []).append(op)
+        self._given_later = _given_later(trace)
         self.places: dict[str, int] = {}
         self.levels: dict[str, int] = {}
         # Before anything that comes first in the script but outside of the model, such as a penalty on variables.
@@ -259,7 +260,8 @@ class Placement:
 
     def is_forward(self, op: tf.Operation) -> bool:
         """Whether it is a part of the model's call, on one partition."""
-        return self._trace.labels[op.name].inside and self.places[op.name] >= 0
+        inside = self._trace.labels[op.name].inside or op.name in self._given_later
+        return inside and self.places[op.name] >= 0
 
     def _place(self, op: tf.Operation) -> None:
         place = self._chosen(op)
@@ -342,6 +344,21 @@ class Placement:
                     f"a variable of shape {_shape_text(handle)} is taken on partition {home} and by `{op.name}` on partition "
                     f"{place}: layers and operations that share a variable go to one partition"
                 )
+
+
+def _given_later(trace: Trace) -> set[str]:
+    """Operations that were made outside of the model for operations of it that were there before: the gradient of a loop
+    has the loop keep what it needs, in lists that it gives it. They are computed with the loop."""
+    numbers = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
+    found: set[str] = set()
+    for op in reversed(trace.ordered()):
+        if trace.labels[op.name].inside or op.type == "Placeholder":
+            continue
+        for taker in (each for tensor in op.outputs for each in tensor.consumers()):
+            earlier = trace.labels[taker.name].inside and numbers[taker.name] < numbers[op.name]
+            if earlier or taker.name in found:
+                found.add(op.name)
+    return found
 
 
 def _shape_text(handle: Any) -> str:

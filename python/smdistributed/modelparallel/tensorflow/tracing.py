@@ -193,6 +193,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             found.inputs = [op.outputs[0] for op in found.graph.get_operations() if op.type == "Placeholder"]
             with _tapes_remember():
                 found.returned = body(*placed_args, **placed_kwargs)
+            _refuse_pairs(found.returned)
             found.returned = tf.nest.map_structure(_as_tensor, found.returned)
     finally:
         state.trace = before
@@ -200,9 +201,24 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _as_tensor(value: Any) -> Any:
-    if isinstance(value, tf.Variable) or type(value).__name__ == "KerasVariable" or hasattr(value, "assign"):
-        return tf.convert_to_tensor(value)
-    return value
+    return tf.convert_to_tensor(value) if _is_variable(value) else value
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, tf.Variable) or hasattr(value, "assign")
+
+
+def _refuse_pairs(value: Any) -> None:
+    """Gradients are known by their order, which pairs with variables do not have."""
+    if not isinstance(value, tuple | list):
+        return
+    for each in value:
+        if isinstance(value, list) and isinstance(each, tuple) and len(each) == 2 and _is_variable(each[1]):
+            raise SMPUsageError(
+                "a `smp.step` function returns pairs of gradients and variables: return the gradients alone, as in "
+                "`[gradient for gradient, _ in optimizer.compute_gradients(loss, model.trainable_variables)]`"
+            )
+        _refuse_pairs(each)
 
 
 @contextmanager
