@@ -1,13 +1,16 @@
 """horovodrun and horovod.run with real processes, most of them without a framework."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import horovod
+from support import run_ranks
 
 
 def horovodrun(*words, env=None, timeout=60):
@@ -93,3 +96,97 @@ def test_a_function_on_all_ranks():
     assert isinstance(raised.value.__cause__, KeyError)
     with pytest.raises(ValueError, match="hosts and hostfile"):
         horovod.run(fail, hosts="a:1", hostfile="b")
+
+
+class Communicator:
+    """What of a communicator of mpi4py is needed, among ranks that pass nothing."""
+
+    __module__ = "mpi4py.MPI"
+
+    def __init__(self, ranks, everybodys=None):
+        self.ranks, self.everybodys = list(ranks), everybodys
+
+    def Get_group(self):  # noqa: N802
+        return self
+
+    def Get_size(self):  # noqa: N802
+        return len(self.ranks)
+
+    def Translate_ranks(self, places, other):  # noqa: N802
+        return [other.ranks.index(self.ranks[place]) for place in places]
+
+    def allgather(self, own):
+        return self.everybodys
+
+
+def _worlds(folder):
+    """Rank 2's world is its own at first; then communicators; then timelines."""
+    import types
+
+    import torch
+
+    import horovod.torch as hvd
+
+    found = {}
+    hvd.init(comm=[1, 0])
+    found["part"] = hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    hvd.shutdown()
+
+    world = Communicator(range(3))
+    module = types.ModuleType("mpi4py")
+    module.MPI = types.SimpleNamespace(COMM_WORLD=world)
+    sys.modules["mpi4py"] = module
+    groups = [[0, 2], [1], [0, 2]]
+    world.everybodys = [[group] for group in groups]
+    mine = hvd.ProcessSet(Communicator(groups[int(os.environ["RANK"])]))
+    with pytest.raises(NotImplementedError):
+        hvd.init(process_sets=[mine])
+    hvd.init(comm=world, process_sets=[mine])
+    total = hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum, process_set=mine).item()
+    found["sets"] = mine.process_set_id, mine.ranks, mine.rank(), mine.size(), total
+    found["world"] = hvd.global_process_set.mpi_comm is world
+
+    def names(path):
+        events = json.loads(path.read_text())
+        assert {event["ph"] for event in events} <= {"M", "B", "E", "X", "i"}
+        return [event.get("name") or event.get("args", {}).get("dtype") for event in events if event["ph"] != "M"], {
+            event["args"].get("name")
+            for event in events
+            if event["name" if "name" in event else "ph"] == "process_name"
+        }
+
+    first, second = Path(folder) / "first.json", Path(folder) / "second.json"
+    hvd.start_timeline(str(first), mark_cycles=True)
+    hvd.allreduce(torch.ones(4), name="w")
+    hvd.start_timeline(str(first))
+    if hvd.rank() == 0:
+        import time; time.sleep(0.5)
+        found["first"] = names(first)
+    hvd.barrier()
+    hvd.start_timeline(second)
+    hvd.broadcast(torch.ones(4), 1, name="w")
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    # Others would be heard while it still runs.
+    hvd.barrier()
+    hvd.allreduce(torch.ones(4), name="later")
+    if hvd.rank() == 0:
+        found["second"] = names(second)
+    hvd.shutdown()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.start_timeline(str(first))
+    return found
+
+
+def test_worlds_communicators_and_timelines(tmp_path):
+    found = run_ranks(_worlds, 3, str(tmp_path))
+    assert [one["part"] for one in found] == [(1, 2, 2.0), (0, 2, 2.0), (0, 1, 1.0)]
+    assert [one["sets"] for one in found] == [(1, [0, 2], 0, 2, 2.0), (2, [1], 0, 1, 1.0), (1, [0, 2], 1, 2, 2.0)]
+    assert all(one["world"] for one in found)
+    events, processes = found[0]["first"]
+    assert "allreduce.w" in processes
+    for name in ("NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE", "SHM_ALLREDUCE", "CYCLE_START", "float32"):
+        assert name in events, (name, events)
+    events, processes = found[0]["second"]
+    assert {"NEGOTIATE_BROADCAST", "BROADCAST", "SHM_BROADCAST"} <= set(events)
+    assert "allreduce.later" not in processes

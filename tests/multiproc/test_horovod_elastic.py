@@ -1,0 +1,213 @@
+"""Elastic states of PyTorch, TensorFlow and Keras; and training that goes on after torchrun has started all workers anew."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from support import run_ranks
+
+
+def _torch_states(rank):
+    import torch
+
+    import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, batch=rank, seen=[rank])
+    state.sync()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    found = {"synced": (weights[0].tolist(), optimizer.param_groups[0]["lr"], state.batch, list(state.seen))}
+
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    sampler.record_batch(0, 2)
+    state.batch, found["moved"] = 7, not torch.equal(weights[0], model.weight)
+    state.seen.append(9)
+    state.restore()
+    found["restored"] = state.batch, list(state.seen), sampler.processed_num, torch.equal(weights[0], model.weight)
+    sampler.record_batch(0, 2)
+    sampler.reset()
+    found["left"] = sampler.processed_num, list(sampler)
+    sampler.record_batch(1, 2)
+    sampler.record_indices(1)
+    sampler.reset()
+    found["padded"] = len(sampler), list(sampler)
+    state.model = torch.nn.Linear(2, 1)
+    state.restore()
+
+    calls = []
+
+    def reset():
+        calls.append("reset")
+
+    state.register_reset_callbacks([lambda: calls.append("callback")])
+    raised = [HorovodInternalError("lost"), HostsUpdatedInterrupt(True), HostsUpdatedInterrupt(False)]
+
+    def train(state, value):
+        calls.append("train")
+        if raised:
+            raise raised.pop(0)
+        return value
+
+    from horovod.common.elastic import run_fn
+
+    found["result"] = run_fn(train, reset)(state, 5), calls
+    # Rank 0's word counts.
+    if rank == 0:
+        state.on_hosts_updated(1.0, 2)
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        state.commit()
+    found["skip"] = interrupt.value.skip_sync
+    state.commit()
+    return found
+
+
+def _keras_states(rank):
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import horovod.keras as hvd
+    import horovod.tensorflow as hvd_tf
+
+    variable = tf.Variable([float(rank), 1.0])
+    state = hvd_tf.elastic.TensorFlowState([variable], epoch=rank)
+    state.sync()
+    found = {"variable": variable.numpy().tolist()}
+    variable.assign([5.0, 5.0])
+    state.epoch = 8
+    state.restore()
+    found["restored"] = variable.numpy().tolist(), state.epoch
+
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="Model must be built first"):
+        hvd.elastic.KerasState(model)
+    model.build((None, 2))
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), loss="mse")
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    state.sync()
+    synced = [np.array(value) for value in model.get_weights()]
+    found["synced"] = synced[0].tolist()
+    commits = []
+    state.register_reset_callbacks([])
+    commit = state.commit
+    state.commit = lambda: commits.append((state.epoch, state.batch)) or commit()
+    callbacks = [
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+    ]
+    x = np.ones((12, 2), np.float32)
+    model.fit(x, np.ones(12), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    found["commits"] = list(commits)
+    trained = model.get_weights()[0].tolist()
+    model.set_weights(synced)
+    state.restore()
+    found["kept"] = model.get_weights()[0].tolist() == trained
+
+    @hvd_tf.elastic.run
+    def train(state):
+        commits.append("train")
+        if commits.count("train") == 1:
+            raise tf.errors.UnknownError(None, None, "HorovodAllreduce failed: Horovod has been shut down.")
+        raise tf.errors.UnknownError(None, None, "something else")
+
+    with pytest.raises(tf.errors.UnknownError, match="something else"):
+        train(state)
+    found["session"] = hvd.size()
+    return found
+
+
+def _states():
+    import horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    return _torch_states(rank), _keras_states(rank)
+
+
+@pytest.mark.timeout(240)
+def test_states_of_all_frameworks():
+    for package in ("torch", "tensorflow", "keras"):
+        pytest.importorskip(package)
+    (first, second), (first_keras, second_keras) = zip(*run_ranks(_states, 2, timeout=200), strict=True)
+    assert first["synced"] == second["synced"]
+    assert second["synced"][1:] == (0.1, 0, [0])
+    for found in (first, second):
+        assert found["moved"]
+        assert found["restored"] == (0, [0], 0, True)
+        calls = ["train", "reset", "callback"] * 3 + ["train"]
+        assert found["result"] == (5, calls)
+        assert found["skip"] is False
+    assert (first["left"], second["left"]) == ((4, [4, 6, 8]), (4, [5, 7, 9]))
+    assert (first["padded"], second["padded"]) == ((1, [9]), (1, [9])), "fewer are left than there are ranks"
+    for found in (first_keras, second_keras):
+        assert found["variable"] == [0.0, 1.0]
+        assert found["restored"] == ([0.0, 1.0], 0)
+        assert found["synced"] == first_keras["synced"]
+        assert found["commits"] == [(0, 1), (1, 0), (1, 1), (2, 0)]
+        assert found["kept"]
+        assert found["session"] == 2
+
+
+TORCHRUN = """
+    import json, os, sys, torch
+    import horovod.torch as hvd
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+
+    @hvd.elastic.run
+    def train(state):
+        started = state.step
+        while state.step < 6:
+            if state.step == 4 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os._exit(5)
+            with torch.no_grad():
+                model.weight.fill_(state.step)
+            state.step += 1
+            state.commit()
+        return started, model.weight.item()
+
+    result = train(hvd.elastic.TorchState(model=model, step=0))
+    with open(os.path.join(sys.argv[1], f"{hvd.rank()}.json"), "w") as file:
+        json.dump(result, file)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_starts_all_anew(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TORCHRUN))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results == [[5, 5.0]] * 2, "from the last commit on, which rank 0 has made alone"
