@@ -37,8 +37,8 @@ model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
 def train(state):
     model.fit(
         data,
-        # Of the epoch that a reset has interrupted, the rest.
         steps_per_epoch=max(1, arguments.steps // hvd.size()),
+        # Of the epoch that a reset has interrupted all steps are done again, with the model of the last commit.
         epochs=arguments.epochs - state.epoch,
         callbacks=[
             # The order matters: what is committed is up to date.

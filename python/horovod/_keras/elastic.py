@@ -41,7 +41,9 @@ class CommitStateCallbackImpl:
 
 
 class UpdateBatchStateCallbackImpl:
-    """Keeps ``state.batch``, and shortens the epoch that `fit` continues after a reset.
+    """Keeps ``state.batch``, and after a reset tells callbacks through ``params["steps"]`` how many steps of the epoch are left.
+
+    `fit` itself does not look there: it makes all steps of the epoch again.
 
     Args:
         backend: Not needed.
@@ -58,7 +60,7 @@ class UpdateBatchStateCallbackImpl:
         self.steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """The first epoch has the steps that are left."""
+        """Of the first epoch, the steps that are left."""
         if self.params.get("steps"):
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self.params["steps"]
