@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 
@@ -20,6 +21,7 @@ SAMPLE = [
     ("residual", 4, "interleaved", "get"),
     ("attention", 2, "zero_bubble", "tape"),
     ("two_outputs", 4, "simple", "get"),
+    ("words", 2, "interleaved", "tape"),
 ]
 
 
@@ -35,6 +37,7 @@ def _everything(folder):
     errors = _errors()
     smp.shutdown()
     checkpoints = _checkpoints(folder)
+    _calls(folder)
     return errors, checkpoints, _models()
 
 
@@ -217,3 +220,128 @@ def test_a_checkpoint_is_that_of_one_process(ranks):
         "mine-2.index",
         "mine-3.index",
     ]
+
+
+def _calls(folder):
+    """Calls that scripts make around steps; what they give is compared where they are made."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+    rng = np.random.default_rng(0)
+    x, y = tf.constant(rng.integers(0, 20, size=(8, 5))), tf.constant(rng.normal(size=(8, 4)), tf.float32)
+
+    def made(base, seeded=True, frozen=False):
+        class Model(base):
+            def __init__(self):
+                super().__init__()
+                one = keras.initializers.RandomUniform(seed=1 if seeded else None)
+                two = keras.initializers.GlorotUniform(seed=2 if seeded else None)
+                self.one = keras.layers.Embedding(20, 6, embeddings_initializer=one, name="one", trainable=not frozen)
+                self.two = keras.layers.Dense(4, kernel_initializer=two, name="two")
+
+            def call(self, x):
+                return self.two(tf.reduce_mean(self.one(x), axis=1))
+
+        return Model()
+
+    def of(outputs):
+        return tf.reduce_mean(tf.square(outputs - y))
+
+    def plain(optimizer, clip, frozen=False):
+        model, losses = made(keras.Model, frozen=frozen), []
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = of(model(x))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            gradients = tf.clip_by_global_norm(gradients, clip)[0] if clip else gradients
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            losses.append(float(loss))
+        return losses
+
+    def started(optimizer, clip=None, seeded=True, frozen=False, **config):
+        smp.shutdown()
+        smp.init({"partitions": 2, "microbatches": 2, **config})
+        model = made(smp.DistributedModel, seeded, frozen)
+
+        @smp.step(input_signature=[tf.TensorSpec([None, 5], x.dtype), tf.TensorSpec([None, 4])])
+        def step(x, y):
+            loss = tf.reduce_mean(tf.square(model(x) - y))
+            pairs = optimizer.compute_gradients(loss, model.trainable_variables)
+            return [gradient for gradient, _ in pairs], loss
+
+        @tf.function
+        def train(x, y):
+            gradients, loss = step(x, y)
+            gradients = [each.accumulate() for each in gradients]
+            if clip:
+                gradients, _ = smp.clip_by_global_norm(gradients, clip)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss.reduce_mean()
+
+        return model, train
+
+    def sgd(**options):
+        return keras.optimizers.SGD(0.1, **options)
+
+    def check(train, expected):
+        np.testing.assert_allclose([float(train(x, y)) for _ in range(3)], expected, rtol=0, atol=1e-5)
+
+    # Norms over all partitions, of gradients with few rows among others; what becomes of the model.
+    file = f"{folder}.json"
+    model, train = started(sgd(), 0.05, partition_file=file)
+    clipped = plain(sgd(), 0.05)
+    check(train, clipped)
+    metric = keras.metrics.MeanSquaredError()
+
+    @smp.step
+    def evaluate(x, y):
+        outputs = model(x, training=False)
+        metric.update_state(y, outputs)
+        return outputs
+
+    outputs = evaluate(x, y).merge()
+    assert float(metric.result()) == pytest.approx(float(of(outputs)), abs=1e-6)
+    model.save_model(f"{folder}.saved")
+    served = tf.saved_model.load(f"{folder}.saved").signatures["serving_default"](inputs=x)
+    np.testing.assert_allclose(*served.values(), outputs, rtol=0, atol=1e-6)
+
+    # The other way round, as a file says.
+    rank, swapped = smp.rank(), f"{folder}.{smp.rank()}.json"
+    with open(file) as text, open(swapped, "w") as other:
+        places = json.load(text)
+        json.dump({path: 1 - place for path, place in places.items()}, other)
+    before = len(model.trainable_variables)
+    model, train = started(sgd(global_clipnorm=0.05), partition_file=swapped, load_partition=True)
+    check(train, clipped)
+    assert {before, len(model.trainable_variables)} == {1, 2}
+
+    # A partition with nothing to train; its rank counts the updates that the checkpoint tells of.
+    optimizer = sgd(momentum=0.9)
+    model, train = started(optimizer, 0.05, frozen=True)
+    check(train, plain(sgd(momentum=0.9), 0.05, frozen=True))
+    assert sorted(smp.allgather(len(model.trainable_variables))) == [0, 2]
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    path = smp.CheckpointManager(checkpoint, f"{folder}.new/folder").save()
+    counted = [tf.train.load_variable(path, name) for name, shape in tf.train.list_variables(path) if "iter" in name]
+    assert counted == [3]
+
+    # Replicas that start with different weights.
+    tf.random.set_seed(rank)
+    model, train = started(sgd(), seeded=False, partitions=1, ddp=True)
+    rows = slice(4 * rank, 4 * rank + 4)
+    train(x[rows], y[rows])
+    one, other = smp.allgather([tf.convert_to_tensor(each).numpy() for each in model.trainable_variables])
+    assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
+
+    # Objects.
+    if rank == 0:
+        smp.send({"tensor": tf.constant([1, 2])}, 1, smp.RankType.DP_RANK)
+        assert smp.recv_from(1) == "back"
+        smp.broadcast([3])
+    else:
+        assert smp.recv_from(0)["tensor"].numpy().tolist() == [1, 2]
+        smp.send("back", 0)
+        assert smp.recv_from(0) == [3]
