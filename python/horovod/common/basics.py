@@ -6,12 +6,13 @@ import functools
 import numbers
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from horovod.common import environment, process_sets
-from horovod.common.exceptions import of_control
+from horovod.common.exceptions import may_pass, of_control
 from horovod.common.process_sets import ProcessSet, global_process_set
 from smdistributed import _core
 from smdistributed._common import lifecycle
@@ -75,25 +76,42 @@ class HorovodBasics:
                 "process sets from communicators need a world from one: `init(comm=MPI.COMM_WORLD, process_sets=...)`"
             )
         try:
-            if not _core.is_initialized():
-                lifecycle.init()
-            first = not _has_world()
-            _core.start_world(ranks)
-            # The first time all ranks compare their sets, those without any as well.
-            if sets or first:
-                lists = [one.ranks or [] for one in sets if one.mpi_comm is None]
-                _core.register_process_sets(lists + _all_groups(made_of_communicators, comm))
-            # So that a rank which never calls a collective is missed by name.
-            _core.start_negotiation()
+            start = time.monotonic()
+            while True:
+                joins = not _core.is_initialized()
+                if joins:
+                    lifecycle.init()
+                try:
+                    self._start_world(ranks, sets, comm)
+                    break
+                except RuntimeError as error:
+                    others = joins and os.environ.get("SMD_WORKER") and may_pass(error)
+                    if not others or time.monotonic() - start > float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS")):
+                        raise
+                    # Another worker died before it was done: this one takes part in the next session.
+                    self.shutdown()
         except RemovedError as error:
             # Its host is gone from the job, which is no failure of this process.
             print(error, file=sys.stderr)
             sys.exit(0)
         except RuntimeError as error:
             raise ValueError(f"Horovod initialization failed: {of_control(error)}") from None
+        global last_rank
+        last_rank = self.rank()
         global_process_set.ranks = list(range(self.size()))
         global_process_set.mpi_comm = comm if _is_communicator(comm) else None
         _register(sets)
+
+    def _start_world(self, ranks: list[int] | None, sets: list[ProcessSet], comm: Any) -> None:
+        first = not _has_world()
+        _core.start_world(ranks)
+        # The first time all ranks compare their sets, those without any as well.
+        if sets or first:
+            lists = [one.ranks or [] for one in sets if one.mpi_comm is None]
+            made_of_communicators = [one for one in sets if one.mpi_comm is not None]
+            _core.register_process_sets(lists + _all_groups(made_of_communicators, comm))
+        # So that a rank which never calls a collective is missed by name.
+        _core.start_negotiation()
 
     @_control
     def shutdown(self) -> None:
@@ -248,6 +266,9 @@ class HorovodBasics:
                 return id
         raise ValueError("Process set does not exist or has not been registered.")
 
+
+#: This process's rank in the last world that it was in.
+last_rank: int | None = None
 
 #: What the frameworks' modules do when the session ends.
 _cleanups: list[Callable[[], None]] = []

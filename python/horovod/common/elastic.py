@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -176,12 +177,17 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+def run_fn(
+    func: Callable[..., Any],
+    reset: Callable[[], None],
+    translated: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable[..., Any]:
     """Makes a training function go on from the last commit after a failure or a change of hosts.
 
     Args:
         func: Takes the state first.
         reset: Leaves the job and joins it again.
+        translated: Makes :class:`HorovodInternalError` of the framework's own errors.
     """
 
     @functools.wraps(func)
@@ -190,27 +196,33 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
         notification_manager.register_listener(state)
         kept = state._kept = Kept()
         skip_sync = False
-        is_first = True
+        is_first, is_reset_due = True, False
+        # Newcomers synchronise, and so does who has seen a failure: in a job of many no rank knows whether all others skip it.
+        may_skip = not os.environ.get("SMD_WORKER")
         try:
             while True:
                 try:
-                    if is_first:
-                        saved = kept.read(state._bcast_object)
-                        is_first = False
-                        if saved is not None:
-                            state._take(saved)
-                    if not skip_sync:
-                        state.sync()
-                    result = func(state, *args, **kwargs)
-                    kept.forget()
-                    return result
+                    with translated():
+                        if is_reset_due:
+                            reset()
+                            state.on_reset()
+                            is_reset_due = False
+                        if is_first:
+                            saved = kept.read(state._bcast_object)
+                            is_first = False
+                            if saved is not None:
+                                state._take(saved)
+                        if not skip_sync:
+                            state.sync()
+                        result = func(state, *args, **kwargs)
+                        kept.forget()
+                        return result
                 except HorovodInternalError:
                     state.restore()
                     skip_sync = False
                 except HostsUpdatedInterrupt as interrupt:
-                    skip_sync = interrupt.skip_sync
-                reset()
-                state.on_reset()
+                    skip_sync = interrupt.skip_sync and may_skip
+                is_reset_due = True
         finally:
             notification_manager.remove_listener(state)
 

@@ -42,6 +42,9 @@ SHUT_DOWN = "Horovod has been shut down."
 # After these errors of the core nothing can be called any more.
 _ENDED = ("closed", "peer_failed", "timeout", "rendezvous", "io", "device")
 
+# Others cause these, so the next session of an elastic job may come about.
+_PASSING = ("peer_failed", "closed", "timeout", "io")
+
 
 def _described(error: BaseException) -> tuple[str, str]:
     """The text of an error and the core's code for it, which is empty if it is none of the core's."""
@@ -55,6 +58,11 @@ def _text(text: str, code: str) -> str:
     if code == "not_initialized":
         return NOT_INITIALIZED
     return f"{text}. {SHUT_DOWN}" if code in _ENDED else text
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the cause of a session's end is another rank."""
+    return _described(error)[1] in _PASSING
 
 
 def at_submission(error: BaseException) -> Exception:

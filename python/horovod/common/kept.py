@@ -1,7 +1,7 @@
 """Commits that outlive the processes: torchrun's agent, unlike horovodrun, starts all of them anew when one has failed.
 
-The first process of each host writes each commit to a file of the user's cache folder. After a restart the ranks take the newest of
-these files, whichever host has it.
+The first process of each host writes each commit to a file of the user's cache folder. Before they train, the ranks take the newest of
+these files, whichever host has it. A file begins with the agent that started its writer: one of another agent is of another job.
 """
 
 from __future__ import annotations
@@ -32,11 +32,27 @@ def _file() -> Path | None:
     return folder / re.sub(r"[^\w.-]", "_", name)
 
 
+def _agent() -> bytes:
+    """The process that starts the ranks of this host and outlives them: the nearest ancestor that is no part of a rank."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):
+        while b"\0TORCHELASTIC_RESTART_COUNT=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(_stat(pid)[1])
+    # Numbers of processes come again; with the time of its start one is unique.
+    return f"{pid} {_stat(pid)[19]}\n".encode()
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; before that comes its name, which may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 class Kept:
     """The commits of a job; does nothing where they need not be kept."""
 
     def __init__(self) -> None:
         self._path = _file()
+        self._agent = b"" if self._path is None else _agent()
         self._writes = os.environ.get("LOCAL_RANK") == "0"
         self._number = 0
 
@@ -53,7 +69,7 @@ class Kept:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        partial.write_bytes(pickle.dumps((self._number, saved())))
+        partial.write_bytes(self._agent + pickle.dumps((self._number, saved())))
         partial.rename(self._path)
 
     def read(self, bcast_object: Callable[..., Any]) -> Any:
@@ -64,13 +80,12 @@ class Kept:
         """
         if self._path is None:
             return None
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-            # What is there is of another job.
-            self.forget()
-            return None
+        # All ranks take part, whatever they find: other hosts may have more, or nothing.
         own: tuple[int, Any] = (0, None)
-        with contextlib.suppress(FileNotFoundError):
-            own = pickle.loads(self._path.read_bytes())
+        if self._writes:
+            with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+                if file.readline() == self._agent:
+                    own = pickle.load(file)
         core = basics.shared()
         numbers = [bcast_object(own[0], root_rank=rank) for rank in range(core.size())]
         self._number = max(numbers)

@@ -314,9 +314,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     env = os.environ.copy()
     config_parser.set_env_from_args(env, args)
-    start = args.start_timeout or env.get("HOROVOD_START_TIMEOUT")
-    if start:
-        env.setdefault("SMD_INIT_TIMEOUT_SECONDS", str(start))
+    if args.start_timeout:
+        env["SMD_INIT_TIMEOUT_SECONDS"] = str(args.start_timeout)
+    elif start := env.get("HOROVOD_START_TIMEOUT"):
+        env.setdefault("SMD_INIT_TIMEOUT_SECONDS", start)
     return env
 
 

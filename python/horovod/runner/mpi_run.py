@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -121,7 +122,8 @@ def mpi_run(
             env[name] = os.environ[name]
     flags, binding = _flags(settings, implementation)
     names, _ = hosts_util.parse_hosts_and_slots(settings.hosts)
-    exported = [name for name in sorted(env) if is_exportable(name)]
+    # Names alone: the values reach mpirun in its environment, since any user of the host can read a command line.
+    exported = [name for name in sorted(env) if is_exportable(name) and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
     if implementation in (_OMPI_IMPL, _SMPI_IMPL):
         words = ["mpirun", "--allow-run-as-root", "--tag-output", f"-np {settings.num_proc}", f"-H {settings.hosts}"]
         words += [settings.binding_args] if settings.binding_args else binding
@@ -143,9 +145,7 @@ def mpi_run(
         words += [settings.binding_args] if settings.binding_args else []
         words += [f"-iface {sorted(nics)[0]}"] if nics else []
         words += [f"-outfile-pattern {shlex.quote(settings.output_filename)}"] if settings.output_filename else []
-        words += [
-            f"-genv {name} {shlex.quote(env[name])}" for name in exported if name.startswith(("HOROVOD_", "SMD_"))
-        ]
+        words += [f"-genvlist {','.join(exported)}"] if exported else []
     words += [settings.extra_mpi_args] if settings.extra_mpi_args else []
     line = " ".join([*words, *map(shlex.quote, command)])
     if settings.verbose >= 2:

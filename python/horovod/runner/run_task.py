@@ -8,18 +8,22 @@ import traceback
 from multiprocessing.connection import Client
 from typing import Any
 
+from horovod.runner.common.util.env import get_env_rank_and_size
+
 try:
     import cloudpickle as pickle
 except ImportError:
     import pickle
+
+#: The caller answers a result at once, unless it is gone; in seconds.
+_ANSWER_TIME = 300
 
 
 def _rank() -> int:
     """The last one that this process had: an elastic job gives out others than it starts with."""
     from horovod.common import basics
 
-    core = basics.shared()
-    return core.rank() if core.is_initialized() else int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
+    return get_env_rank_and_size()[0] if basics.last_rank is None else basics.last_rank
 
 
 def _pickled(rank: int, succeeded: bool, outcome: Any) -> bytes:
@@ -41,12 +45,16 @@ def main() -> int:
         func, args, kwargs = pickle.loads(desk.recv_bytes())
         try:
             result = func(*args, **kwargs)
-            desk.send_bytes(_pickled(_rank(), True, result))
+            delivery, code = _pickled(_rank(), True, result), 0
         except Exception as error:
             traceback.print_exc()
-            desk.send_bytes(_pickled(int(os.environ.get("HOROVOD_RANK", "0")), False, error))
-            return 1
-    return 0
+            delivery, code = _pickled(_rank(), False, error), 1
+        desk.send_bytes(delivery)
+        # The job ends with its processes, and nobody would look for a result that is still on its way.
+        if not desk.poll(_ANSWER_TIME):
+            raise TimeoutError(f"horovod.run did not take the result of rank {_rank()} within {_ANSWER_TIME} s")
+        desk.recv_bytes()
+    return code
 
 
 if __name__ == "__main__":

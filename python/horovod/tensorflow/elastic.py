@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,35 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         func: Trains; what it returns is returned.
     """
+    return run_fn(func, _reset, _translated)
 
-    @functools.wraps(func)
-    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(state, *args, **kwargs)
-        except _MAY_PASS as error:
-            text = str(error)
-            if from_report(text) is None and not any(mark in text for mark in _OURS):
-                raise
-            raise HorovodInternalError(text) from error
 
-    return run_fn(translated, _reset)
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except _MAY_PASS as error:
+        text = str(error)
+        if from_report(text) is None and not any(mark in text for mark in _OURS):
+            raise
+        raise HorovodInternalError(text) from error
 
 
 def _reset() -> None:
     shutdown()
     init()
+
+
+def _graph_broadcast(session: Any) -> Callable[..., Any]:
+    """`broadcast_object` in a graph of TensorFlow 1, whose operations are made once for each root."""
+
+    @functools.cache
+    def made(root_rank: int) -> Callable[[Any], Any]:
+        return broadcast_object_fn(root_rank, session, f"broadcast_object_fn.{root_rank}")
+
+    # Now: a session may finalize the graph.
+    made(0)
+    return lambda obj, root_rank=0: made(root_rank)(obj)
 
 
 class TensorFlowState(ObjectState):
@@ -63,7 +76,7 @@ class TensorFlowState(ObjectState):
         self.session = session
         self._values: list[np.ndarray] = []
         eager = tf.executing_eagerly()
-        bcast = broadcast_object if eager else broadcast_object_fn(session=session)
+        bcast = broadcast_object if eager else _graph_broadcast(session)
         self._assign: tuple[list[tf.Tensor], tf.Operation] | None = None
         self._broadcast: tf.Operation | None = None
         super().__init__(bcast_object=bcast, get_rank=rank, **kwargs)

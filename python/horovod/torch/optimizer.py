@@ -80,8 +80,10 @@ class _DistributedOptimizer:
             chunks = [chunk for chunk in split_list(own, groups) if chunk]
         else:
             chunks = [[index_of[parameter] for parameter in group if parameter in index_of] for group in groups]
-        # Rank 0's order counts, since groups could have been made in any.
-        chunks = broadcast_object(chunks, 0, "distributed_optimizer.groups") if self._is_global() else chunks
+        # Rank 0's order counts, since groups could have been made in any. A worker that joins an elastic job late makes its
+        # optimizer while the others train, so there nobody compares.
+        if self._is_global() and os.environ.get("HOROVOD_ELASTIC") != "1":
+            chunks = broadcast_object(chunks, 0, "distributed_optimizer.groups")
         parameters = list(index_of)
         self._groups = [[parameters[index] for index in chunk] for chunk in chunks if chunk]
         self._group_of = {parameter: number for number, group in enumerate(self._groups) for parameter in group}
