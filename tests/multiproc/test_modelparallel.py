@@ -361,6 +361,42 @@ def _features_body():
     assert all(torch.equal(*pair) for pair in zip(*smp.allgather(drawn), strict=True))
     smp.shutdown()
 
+    # A backward in some steps only, and of other tensors, with operations after it; a parameter that comes later.
+    smp.init({**config, "microbatches": 2})
+    torch.manual_seed(3)
+    model = smp.DistributedModel(_chain(torch, smp, 2))
+    torch.manual_seed(3)
+    alone = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    @smp.step
+    def sometimes(model, x, of):
+        output = model(x)
+        if hasattr(model.module[1], "factor"):
+            output = output * model.module[1].factor
+        losses = output.square().mean(), output.exp().mean()
+        if of is not None:
+            model.backward(losses[of])
+        return losses[0], output.argmax(1)
+
+    for of in (None, 0, 1, None, 0):
+        sometimes(model, x, of)
+        if of is not None:
+            output = alone(x)
+            (output.square().mean(), output.exp().mean())[of].backward()
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-11, atol=1e-15)
+        for parameter in (*model.local_parameters(), *alone.parameters()):
+            parameter.grad = None
+    layer = model.module[1]
+    model.module[1] = nn.Linear(6, 6)
+    with pytest.raises(exceptions.SMPUsageError, match="the module `1`, a Linear, was added after"):
+        sometimes(model, x, 0)
+    model.module[1] = layer
+    layer.factor = nn.Parameter(torch.tensor(2.0))
+    sometimes(model, x, 0)
+    assert (layer.factor.grad is None) == (smp.pp_rank() == 1)
+    smp.shutdown()
+
     # A model that never exists as a whole.
     smp.init({**config, "microbatches": 2})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -61,6 +61,17 @@ def _join_body(torch, smp):
     for name, parameter in model.local_named_parameters():
         assert torch.allclose(parameter, reference[name], rtol=1e-12, atol=1e-14), name
 
+    # Who stands by may be in another mode than those that go on.
+    @smp.step
+    def evaluate(model, x):
+        return model(x)
+
+    model.train(smp.dp_rank() == 0)
+    with model.join():
+        for number in range(2 * smp.dp_rank()):
+            evaluate(model, _batch(torch, number, 0))
+    model.eval()
+
     # The model as a whole, where nobody needs the others any more.
     assert model.cpu() is model
     for name, parameter in model.module.named_parameters():

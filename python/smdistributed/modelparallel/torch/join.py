@@ -2,6 +2,7 @@
 
 - JOI-1: inside of the context, each step begins with a round in which replicas say whether they have a batch, and before
   gradients are reduced another one tells who has some.
+  Who stands by does what the mode of the first one that has a batch asks for: its own may be another.
 - JOI-2: a replica that has left the context takes part in these, and adds zeros to what is reduced, until nobody has a
   batch. So gradients are divided by the number of all replicas. In the end all have the parameters of one that came last.
 """
@@ -19,6 +20,9 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
+
+#: Of what a replica says in a round: its model is in training mode.
+TRAINING = 2
 
 
 class Join:
@@ -46,13 +50,14 @@ class Join:
             with errors.translated(CLASSES):
                 self._stand_by(self._group)
 
-    def round(self, has: bool) -> list[bool]:
-        """Of each replica, what it says."""
+    def round(self, has: bool) -> list[int]:
+        """What each replica says: 0 if it has none, else 1, and ``TRAINING`` more if its model is in training mode."""
+        mine = 1 + TRAINING * self._model.training if has else 0
         if self._group is None:
-            return [has]
+            return [mine]
         everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
-        dist.all_gather_into_tensor(everybody, torch.tensor([int(has)]), self._group)
-        return [bool(flag) for flag in everybody.tolist()]
+        dist.all_gather_into_tensor(everybody, torch.tensor([mine]), self._group)
+        return everybody.tolist()
 
     def _stand_by(self, group: dist.ProcessGroup) -> None:
         model, last = self._model, None

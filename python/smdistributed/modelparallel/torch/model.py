@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch import communication, materialize, state_
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
-from smdistributed.modelparallel.torch.join import Join
+from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.recording import Recording, Value
@@ -279,7 +279,7 @@ class DistributedModel(nn.Module):
         """Around a ``smp.step`` function's microbatches."""
         self.in_step, self._has_backward = True, False
         try:
-            self.follow_buffers([True] if self.joining is None else self.joining.round(True))
+            self.follow_buffers([1 + TRAINING * self.training] if self.joining is None else self.joining.round(True))
             yield
         finally:
             self.in_step, self._scale, self.when_divided = False, 1.0, None
@@ -297,13 +297,13 @@ class DistributedModel(nn.Module):
 
     def finish_alone(self) -> None:
         """All microbatches have run here."""
-        if self._reducer is not None and self._reduces():
+        if self._reducer is not None and self.reduces():
             self._reducer.reduce(list(self.local_parameters()))
 
     def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
         """Runs what was recorded on all partitions; then the gradients are there, and reduced."""
         assert self.pipeline is not None
-        if self._reducer is None or not self._reduces():
+        if self._reducer is None or not self.reduces():
             return self.pipeline.run(recordings, returned, self._scale, lambda stage, layout: None)
         reducer = self._reducer
         reducer.begin(self.pipeline, recordings, list(self.local_parameters()))
@@ -311,7 +311,7 @@ class DistributedModel(nn.Module):
         reducer.finish()
         return microbatches
 
-    def _reduces(self) -> bool:
+    def reduces(self) -> bool:
         """Whether the replicas reduce gradients in this step."""
         return self._has_backward if self.joining is None else any(self.joining.round(self._has_backward))
 
@@ -474,16 +474,17 @@ class DistributedModel(nn.Module):
             raise SMPUsageError("a communication hook was registered before")
         self._reducer.hook = (state, hook)
 
-    def follow_buffers(self, active: Sequence[bool]) -> None:
-        """Takes over the buffers of the first replica that is active, if it is time for that."""
-        if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and self.training:
-            source = state.groups.members["dp"][list(active).index(True)]
+    def follow_buffers(self, active: Sequence[int]) -> None:
+        """Takes over the buffers of the first replica that is active, if that one trains."""
+        first = next(place for place, flag in enumerate(active) if flag)
+        if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and active[first] & TRAINING:
+            source = state.groups.members["dp"][first]
             materialize.broadcast(list(self.local_buffers()), state.groups.data, source)
 
-    def follow(self, active: Sequence[bool]) -> None:
+    def follow(self, active: Sequence[int]) -> None:
         """Takes over all that the first replica that is active has."""
         if any(active) and self.is_partitioned:
-            source = state.groups.members["dp"][list(active).index(True)]
+            source = state.groups.members["dp"][next(place for place, flag in enumerate(active) if flag)]
             materialize.broadcast(self._local_tensors(), state.groups.data, source)
 
     def stand_in(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from smdistributed import _core
 from smdistributed._common import errors
-from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError
+from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.torch import communication, structure
 from smdistributed.modelparallel.torch.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.groups import Groups
@@ -59,6 +59,10 @@ class Pipeline:
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
+        #: Kept, so that no module that is made later gets the identity of one of them.
+        self._divided = list(root.modules())
+        #: Identities of modules and of what they have, as they were in the last step.
+        self._contents: list[list[int]] = []
         self.version: int = 0
         #: Classes whose instances are called by a method of their own.
         self.callers = {nn.Module}
@@ -78,8 +82,19 @@ class Pipeline:
     def refresh(self) -> None:
         """Looks at the parameters as they are now; before each step."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._seen and all(_is_as_it_was(*each) for each in self._seen):
+            contents = [
+                [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
+                for module in self.root.modules()
+            ]
+            if contents == self._contents and all(_is_as_it_was(*each) for each in self._seen):
                 return
+        for path, module in self.root.named_modules():
+            if id(module) not in self.paths:
+                raise SMPUsageError(
+                    f"the module `{path}`, a {type(module).__name__}, was added after the model was divided: it is on no "
+                    "partition"
+                )
+        self._contents = contents
         located: dict[int, Value] = {}
         flags = []
         self._seen.clear()

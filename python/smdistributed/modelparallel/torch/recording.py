@@ -196,7 +196,7 @@ class Recording(TorchFunctionMode):
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
-            call = self._replay.find(func, False, args, kwargs, tensors)
+            call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
             task = None if call is None else self._replay.task(call, Context.current(), args, kwargs)
             if task is not None:
                 return self._again(call, task, tensors)
@@ -225,7 +225,7 @@ class Recording(TorchFunctionMode):
         what = call or module
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
-            known = self._replay.find(what, module.training, args, kwargs, tensors)
+            known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest)
             again = None if known is None else self._replay.task(known, Context.current(), args, kwargs)
             if again is not None:
                 return self._again(known, again, tensors)
@@ -252,6 +252,7 @@ class Recording(TorchFunctionMode):
     def _new(self, call: Call, task: Task, encoder: _Encoder, key: Any, rank: int | None) -> Any:
         """A call that the microbatch before has not made, nor any after it (RPL-2)."""
         self._replay = None
+        call.since = self.digest
         first = len(self.tasks)
         result = self._add(task, encoder, key, rank)
         call.settle(task, self.tasks[first:-1], (self.digest, self._levels, self._count))

@@ -2,8 +2,8 @@
 
 - RPL-1: a call is taken over if the same is called, with the same values at the same places, in the same context. The
   numbers of replicated tensors are no part of that: a task that has some gets those of its own microbatch.
-- RPL-2: so were all calls before it, so that values are the same objects. From the first other call on, a microbatch
-  is recorded.
+- RPL-2: so were all calls before it, so that values are the same objects, and all that leaves no call, such as a
+  backward: the digest tells. From the first other call on, a microbatch is recorded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Call:
         args, kwargs: With values and :class:`Replicated` instead of tensors.
         task: Its task, without replicated tensors.
         before: Tasks in front of it that it brought along.
+        since: The recording's digest before it.
         after: Of the recording, what its digest, its levels and its number of values were then.
         plain: Whether there are no replicated tensors.
     """
 
-    __slots__ = ("after", "args", "before", "kwargs", "plain", "task", "training", "what")
+    __slots__ = ("after", "args", "before", "kwargs", "plain", "since", "task", "training", "what")
 
     def __init__(self, what: Any, training: bool, task: Task, args: Any, kwargs: Any) -> None:
         self.what, self.training = what, training
@@ -59,6 +60,7 @@ class Call:
         self.args, self.kwargs = structure.transform(args, leaf), structure.transform(kwargs, leaf)
         self.task = task
         self.before: list[Task] = []
+        self.since = 0
         self.after: tuple[int, int, int] = (0, 0, 0)
 
     def settle(self, task: Task, before: list[Task], after: tuple[int, int, int]) -> None:
@@ -83,11 +85,15 @@ class Replay:
     def __init__(self, calls: list[Call], located: Mapping[int, Value]) -> None:
         self._calls, self._located, self.place = calls, located, 0
 
-    def find(self, what: Any, training: bool, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call | None:
-        """The next call, if it was this one; then ``tensors`` gets those that it is called with."""
+    def find(
+        self, what: Any, training: bool, args: Any, kwargs: Any, tensors: list[torch.Tensor], since: int
+    ) -> Call | None:
+        """The next call, if it was this one, after the same; then ``tensors`` gets those that it is called with."""
         if self.place >= len(self._calls):
             return None
         call = self._calls[self.place]
+        if call.since != since:
+            return None
         if call.what is not what and not _same_partial(call.what, what):
             return None
         if call.training is not training or not self._same(call.args, args, tensors):

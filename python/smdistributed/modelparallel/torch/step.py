@@ -96,7 +96,8 @@ class StepFunction:
                 outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
         pipeline = model.pipeline
         if pipeline is None or len(recordings) != len(calls):
-            # The body has not called the model.
+            # The body has not called the model; in a join, the other replicas ask for a round all the same.
+            model.reduces()
             return outputs
         returned = [[leaf.value for leaf in structure.tensors_of(output) if type(leaf) is Handle] for output in outputs]
         for values in returned:
