@@ -113,7 +113,8 @@ fn too_few_survivors_wait_for_others_or_end() {
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
     job.fail(1);
-    assert_eq!(job.enter(&[0]), []);
+    let waits = "1 of at least 2 slots are left: the job waits for more".to_owned();
+    assert_eq!(job.enter(&[0]), [Action::Say(waits)]);
     assert_eq!(job.hosts("a:1\nb:1\nc:1"), [start(2, "c", 0, 1, 2)]);
     assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
     job.fail(2);
@@ -202,7 +203,10 @@ fn every_order_of_events_keeps_the_invariants() {
             let now = job.now;
             let pick = |draw: u64, from: &[WorkerId]| from.get(draw as usize % from.len().max(1)).copied();
             match draw(8) {
-                0 => drop(job.hosts(&format!("a:{}\nb:{}\nc:1", draw(3), draw(3)))),
+                0 => {
+                    let found = format!("a:{}\nb:{}\nc:1", draw(3), draw(3));
+                    job.driver.discovered(parse(&found, None).unwrap(), now);
+                }
                 1..=4 => pick(draw(64), &live).into_iter().for_each(|id| job.driver.entered(id, now)),
                 5 if step > 100 => {
                     if let Some(id) = pick(draw(64), &live) {
@@ -217,7 +221,7 @@ fn every_order_of_events_keeps_the_invariants() {
                         job.driver.ended(id, None, 0.5, now);
                     }
                 }
-                _ => drop(job.driver.tick(now)),
+                _ => _ = job.driver.tick(now),
             }
         }
     }

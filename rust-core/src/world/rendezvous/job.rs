@@ -213,11 +213,11 @@ impl Job {
             return match message {
                 ToServer::Join(join) => Ok(self.join(from, join)),
                 ToServer::Enter { worker } => Ok(self.enter(from, worker)),
-                ToServer::Fail { message } => {
+                ToServer::Fail { message } if self.elastic.is_some() => {
                     self.withdraw(from, Departure::Failed { message: shorten(&message) });
                     Ok(Verdict::Keep)
                 }
-                ToServer::Goodbye => {
+                ToServer::Goodbye if self.elastic.is_some() => {
                     self.withdraw(from, Departure::Left);
                     Ok(Verdict::Close)
                 }
