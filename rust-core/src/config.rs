@@ -40,7 +40,7 @@ knobs! {
     WORKER = "SMD_WORKER", [], "",
         "Name of this process in a job whose processes come and go, set by `smdrun elastic`: it then gets its rank from the launcher at each `init()`.";
     ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
-        "Longest wait of such a job for enough slots, and of a process for its next rank, in seconds.";
+        "Longest wait of such a job for enough slots, and how long its processes try again when sessions fail to come about, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
         "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Each group takes four times as much of every GPU's memory, once it is used there.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",

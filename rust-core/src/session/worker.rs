@@ -12,23 +12,23 @@ use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::HostsUpdated;
 
-/// The launcher ends a job that waits for slots too long. This much later a worker does not believe in it any more.
-const LAUNCHER_TIME: Duration = Duration::from_secs(60);
-
 impl Session {
     /// Enters the job as `worker` and becomes a member of its next session. A session that fails before it stands is
-    /// followed by another, so this goes on until the launcher says otherwise.
+    /// followed by another, so this goes on until the launcher says otherwise, or sessions have failed for too long.
     pub(super) fn start_as_worker(worker: &str, variables: &env::Variables) -> Result<Arc<Self>> {
         let start = Instant::now();
         config::check_ignored()?;
-        let patience = config::ELASTIC_TIMEOUT_SECONDS.seconds()? + LAUNCHER_TIME;
+        let patience = config::ELASTIC_TIMEOUT_SECONDS.seconds()?;
+        let mut failing_since = None;
         loop {
-            match Self::enter(worker, variables, patience) {
+            match Self::enter(worker, variables) {
                 Ok(session) => {
                     session.say_joined(start);
                     return Ok(Arc::new(session));
                 }
-                Err(error) if start.elapsed() < patience && may_pass(&error) => {
+                Err(error)
+                    if may_pass(&error) && failing_since.get_or_insert_with(Instant::now).elapsed() < patience =>
+                {
                     tracing::info!("a session of worker `{worker}` did not come about: {error}");
                 }
                 Err(error) => return Err(error),
@@ -36,7 +36,7 @@ impl Session {
         }
     }
 
-    fn enter(worker: &str, variables: &env::Variables, patience: Duration) -> Result<Self> {
+    fn enter(worker: &str, variables: &env::Variables) -> Result<Self> {
         let (Some(address), Some(secret)) = (config::RENDEZVOUS.text(), config::SECRET.text()) else {
             return Err(Error::Config(format!(
                 "`{}` is set, but not both of `{}` and `{}`: all three come from `smdrun elastic`",
@@ -54,7 +54,7 @@ impl Session {
             peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
         };
         let monitor = Arc::new(Monitor::new(0));
-        let (client, seat) = Client::enter(&options, worker, patience, monitor.clone())?;
+        let (client, seat) = Client::enter(&options, worker, monitor.clone())?;
         let (rank, size) = (seat.rank as usize, seat.size as usize);
         monitor.set_me(rank);
         log::start((size > 1).then_some(rank));

@@ -7,8 +7,9 @@
 //! ```
 //!
 //! - DRV-1: a session begins when every worker that lives waits for one. So nobody has a part in two.
-//! - DRV-2: ranks follow the places, host by host, the oldest first (HSL-1). A worker keeps its place while it lives, so rank 0
-//!   of a later session has had a part in an earlier one, and has the state.
+//! - DRV-2: ranks go host by host, the oldest host first (HSL-1), but hosts with workers of an earlier session before all
+//!   others, and such workers first on their host. So rank 0 of a later session has the state; without any such worker there
+//!   is none.
 //! - DRV-3: a worker that fails takes its host along: its workers are ended, and the host is banned (HSL-2).
 //! - DRV-4: nothing waits for ever: neither for slots, nor for a worker that does not come back, since both have a time limit.
 //! - DRV-5: a worker that has ended well means that the training is done. No session begins after that.
@@ -265,10 +266,7 @@ impl Driver {
             return Some(format!("all workers have failed{}", cause()));
         }
         if self.sessions > 0 && !live().any(|worker| worker.is_old) {
-            return Some(format!(
-                "no worker that has the state is left, so the job is unable to broadcast state to others{}",
-                cause()
-            ));
+            return Some(self.state_lost());
         }
         if places.len() >= needed || live().any(|worker| worker.state == State::Training) {
             self.short_since = None;
@@ -289,6 +287,11 @@ impl Driver {
             }
         }
         None
+    }
+
+    fn state_lost(&self) -> String {
+        let cause = self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
+        format!("no worker that has the state is left, so the job is unable to broadcast state to others{cause}")
     }
 
     fn start_missing(&mut self, places: &[Place]) {
@@ -330,6 +333,12 @@ impl Driver {
             return;
         }
         if !self.workers.iter().all(waits) {
+            let trains = self.workers.iter().any(|worker| worker.state == State::Training);
+            if trains && !self.workers.iter().any(|worker| waits(worker) && worker.is_old) {
+                // A session goes on: new workers wait for its end, however long it takes.
+                self.waiting_since = None;
+                return;
+            }
             let since = *self.waiting_since.get_or_insert(now);
             if now >= since + self.limits.timeout {
                 self.give_up_late();
@@ -342,14 +351,26 @@ impl Driver {
             let limit = self.sessions - 1;
             return self.end(Outcome::Failed(format!("number of resets during elastic job exceeded limit: {limit}")));
         }
+        let has_place = |worker: &Worker| places.contains(&worker.place);
+        let with_state: HashSet<String> = self
+            .workers
+            .iter()
+            .filter(|worker| worker.is_old && has_place(worker))
+            .map(|worker| worker.place.host.clone())
+            .collect();
+        if self.sessions > 0 && with_state.is_empty() {
+            return self.end(Outcome::Failed(self.state_lost()));
+        }
         let mut seats = Vec::new();
         for worker in &mut self.workers {
-            match places.iter().position(|place| *place == worker.place) {
-                Some(rank) => seats.push((rank, worker.id)),
-                None => {
-                    worker.state = State::Ending;
-                    self.actions.push(Action::Remove { worker: worker.id });
-                }
+            let Place { host, slot } = &worker.place;
+            if has_place(worker) {
+                // DRV-2.
+                let age = places.iter().position(|place| place.host == *host);
+                seats.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
+            } else {
+                worker.state = State::Ending;
+                self.actions.push(Action::Remove { worker: worker.id });
             }
         }
         seats.sort_unstable();

@@ -137,6 +137,60 @@ fn who_does_not_come_back_is_ended() {
 }
 
 #[test]
+fn rank_0_has_the_state_whatever_became_of_the_hosts() {
+    // Its host was gone for a moment, so another has become the oldest.
+    let mut job = Job::new(1, 1, 9);
+    job.hosts("a:1");
+    job.enter(&[0]);
+    job.hosts("b:1");
+    job.hosts("a:1\nb:1");
+    assert_eq!(job.enter(&[1, 0]), [seat(&[0, 1])]);
+
+    // The worker at the first place was replaced; its neighbour has the state, and so has one on another host.
+    let mut job = Job::new(3, 1, 9);
+    job.hosts("a:2\nb:1");
+    job.enter(&[0, 1, 2]);
+    job.enter(&[1, 2]);
+    assert!(job.wait(61).contains(&Action::Stop { worker: 0 }));
+    job.end(0);
+    assert_eq!(job.enter(&[3]), [seat(&[1, 3, 2])]);
+
+    // As before, but nobody else on that host has it.
+    let mut job = Job::new(2, 1, 9);
+    job.hosts("a:1\nb:1");
+    job.enter(&[0, 1]);
+    job.enter(&[1]);
+    assert!(job.wait(61).contains(&Action::Stop { worker: 0 }));
+    job.end(0);
+    assert_eq!(job.enter(&[2]), [seat(&[1, 2])]);
+}
+
+#[test]
+fn no_session_begins_without_a_place_for_the_state() {
+    let mut job = Job::new(1, 1, 9);
+    job.hosts("a:1");
+    job.enter(&[0]);
+    assert_eq!(job.hosts("b:1"), [start(1, "b", 0, 0, 1), Action::Notify { kinds: 3 }]);
+    assert_eq!(job.enter(&[1, 0]), [Action::Stop { worker: 0 }, Action::Stop { worker: 1 }]);
+    job.end(0);
+    job.end(1);
+    assert!(job.failed().contains("unable to broadcast state"), "{}", job.failed());
+}
+
+#[test]
+fn new_workers_wait_as_long_as_a_session_goes_well() {
+    let mut job = Job::new(1, 1, 9);
+    job.hosts("a:1");
+    job.enter(&[0]);
+    job.hosts("a:2");
+    assert_eq!(job.enter(&[1]), []);
+    for _ in 0..9 {
+        assert_eq!(job.wait(61), [Action::Notify { kinds: 2 }]);
+    }
+    assert_eq!(job.enter(&[0]), [seat(&[0, 1])]);
+}
+
+#[test]
 fn resets_have_a_limit() {
     let mut job = Job::new(2, 1, 2);
     job.driver.limits.resets = Some(1);

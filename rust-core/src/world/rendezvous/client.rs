@@ -15,6 +15,8 @@ use super::message::{self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, Seat, ToClien
 use crate::error::{Error, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
+/// Longer than any job.
+const NEVER: Duration = Duration::from_secs(u32::MAX as u64);
 /// Longest wait for one step of a handshake: the port may belong to somebody who says nothing.
 const STEP_TIME: Duration = Duration::from_secs(2);
 /// First limit for connecting, doubled each round: where the door is crowded, a new try is let in before the kernel
@@ -111,22 +113,17 @@ impl Client {
         Ok((client, welcome))
     }
 
-    /// Finds the rendezvous of an elastic job and waits for a rank, until `patience` has passed; [`Client::take_place`]
-    /// comes next.
+    /// Finds the rendezvous of an elastic job and waits for a rank, however long it takes: the launcher ends jobs that wait
+    /// too long, and a launcher that has ended is noticed. [`Client::take_place`] comes next.
     ///
     /// # Errors
     /// As [`Client::join`]; [`Error::Removed`] if there is no place any more.
-    pub fn enter(
-        options: &Options,
-        worker: &str,
-        patience: Duration,
-        monitor: Arc<Monitor>,
-    ) -> Result<(Arc<Self>, Seat)> {
+    pub fn enter(options: &Options, worker: &str, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Seat)> {
         let start = Instant::now();
         let client = Self::connect(options, monitor, start)?;
         client.send(&ToServer::Enter { worker: worker.to_owned() })?;
         let during = "init(): waiting for a place in the job";
-        let outcome = client.wait(during, start, start + patience, &[], |state| {
+        let outcome = client.wait(during, start, start + NEVER, &[], |state| {
             if let Some(reason) = state.refused.take() {
                 return Ok(Err(Error::Rendezvous(reason)));
             }
@@ -188,7 +185,8 @@ impl Client {
         let mut state = self.state.lock();
         loop {
             let update = state.hosts_updated.pop_front();
-            if update.is_some() || state.ended || self.changed.wait_until(&mut state, deadline).timed_out() {
+            // After the connection's end, too: who asks again and again must not spin.
+            if update.is_some() || self.changed.wait_until(&mut state, deadline).timed_out() {
                 return update;
             }
         }
