@@ -20,7 +20,18 @@ pub(super) struct Ssh {
 }
 
 /// Variables that belong to this host or to this shell.
-const STAYS: [&str; 4] = ["OLDPWD", "_HOROVOD_SECRET_KEY", "SSH_AUTH_SOCK", "SSH_CONNECTION"];
+const STAYS: [&str; 9] = [
+    "OLDPWD",
+    "_HOROVOD_SECRET_KEY",
+    "SSH_AUTH_SOCK",
+    "SSH_CONNECTION",
+    // Where `sh` is bash these cannot be set: it would end.
+    "UID",
+    "EUID",
+    "PPID",
+    "SHELLOPTS",
+    "BASHOPTS",
+];
 
 /// Whether `name` is this host: it, or one of its addresses.
 pub(super) fn is_here(name: &str) -> bool {
@@ -54,7 +65,9 @@ impl Ssh {
         variables: &BTreeMap<OsString, OsString>,
     ) -> (Vec<OsString>, Vec<u8>) {
         let mut ssh: Vec<OsString> =
-            ["ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"].map(Into::into).to_vec();
+            ["ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10"]
+                .map(Into::into)
+                .to_vec();
         if let Some(port) = self.port {
             ssh.extend(["-p".into(), port.to_string().into()]);
         }
@@ -146,12 +159,21 @@ mod tests {
     }
 
     #[test]
+    fn variables_of_the_shell_itself_stay_here() {
+        let names = ["UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"];
+        let output = run(&["echo", "runs"], &names.map(|name| (name, "0")));
+        assert_eq!(output.stdout, b"runs\n");
+        assert!(!names.into_iter().any(is_exportable));
+    }
+
+    #[test]
     fn the_command_line_tells_no_values() {
         let ssh = Ssh { port: Some(2222), identity: Some("/id".into()) };
         let variables = BTreeMap::from([("SMD_SECRET".into(), "very".into())]);
         let (words, script) = ssh.wrap("node-1", &["train".into()], &variables);
         let line = words.join(OsStr::new(" ")).into_string().unwrap();
-        assert_eq!(line, "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no -p 2222 -i /id node-1 exec sh");
+        let options = "-o PasswordAuthentication=no -o StrictHostKeyChecking=no -o ConnectTimeout=10 -p 2222 -i /id";
+        assert_eq!(line, format!("ssh {options} node-1 exec sh"));
         assert!(String::from_utf8(script).unwrap().contains("export SMD_SECRET='very'\n"));
     }
 

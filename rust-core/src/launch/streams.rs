@@ -67,6 +67,14 @@ impl Streams {
     }
 }
 
+/// Removes what is there of an earlier job.
+pub(super) fn remove_files(folder: &Path) {
+    for name in ["stdout", "stderr"] {
+        // What cannot be removed is continued.
+        let _ = std::fs::remove_file(folder.join(name));
+    }
+}
+
 /// Where a stream goes, too. A worker that takes the place of another continues its file.
 fn output_file(folder: &Path, sink: Sink) -> Result<File> {
     let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });

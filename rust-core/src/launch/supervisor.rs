@@ -15,7 +15,7 @@ use super::output::{Look, Piece, Printer, Sink, Style};
 use super::process::{self, Exit, Input, Process};
 use super::report::{self, End, Tail};
 use super::signals::{self, Signals};
-use super::streams::Streams;
+use super::streams::{self, Streams};
 use super::warden::Warden;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
@@ -100,10 +100,7 @@ impl<'a> Supervisor<'a> {
             warden.add(process.pid());
             let folder = output_folder(plan, rank, job.num_ranks);
             if let Some(folder) = &folder {
-                // What is there is of an earlier job.
-                for name in ["stdout", "stderr"] {
-                    let _ = std::fs::remove_file(folder.join(name));
-                }
+                streams::remove_files(folder);
             }
             let streams = Streams::new(pipes, folder.as_deref())?;
             ranks.push(Rank { process, streams, ended: false });

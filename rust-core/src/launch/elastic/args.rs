@@ -47,7 +47,7 @@ pub(super) struct Args {
     pub slots_per_host: Option<usize>,
 
     /// Longest wait for enough slots, in seconds; by default `SMD_ELASTIC_TIMEOUT_SECONDS`
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     pub elastic_timeout: Option<u64>,
 
     /// Sessions after the first, at most

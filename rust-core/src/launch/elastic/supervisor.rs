@@ -1,6 +1,6 @@
 //! Does what the driver decides: starts and ends workers, passes their output on, and gives out ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
 use std::io::{self, Stderr, Stdout};
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ use super::super::process::{self, Exit, Input, Process};
 use super::super::remote::Ssh;
 use super::super::report::Tail;
 use super::super::signals::{self, Signals};
-use super::super::streams::Streams;
+use super::super::streams::{self, Streams};
 use super::super::supervisor::{output_folder, style};
 use super::super::warden::Warden;
 use super::args::Args;
@@ -43,7 +43,9 @@ const FAREWELL_TIME: Duration = Duration::from_secs(30);
 /// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could not be
 /// watched. None runs any more then.
 pub(super) fn run(args: &Args) -> Result<i32> {
-    let driver = Driver::new(args.limits()?);
+    let limits = args.limits()?;
+    let timeout = limits.timeout;
+    let driver = Driver::new(limits);
     let discovery = match (&args.host_discovery_script, &args.hosts) {
         (Some(script), _) => Discovery::Script(Script::new(script, args.slots_per_host)),
         (None, hosts) => Discovery::Fixed(hosts.clone()),
@@ -71,6 +73,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     process::adopt_orphans(true);
     let mut supervisor = Supervisor {
         max_np: args.max_np as usize,
+        timeout,
         driver,
         discovery,
         server,
@@ -82,6 +85,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
             (io::stderr(), style(&io::stderr(), 1, plan.look(Sink::Stderr))),
         ),
         plan,
+        ranks: HashSet::new(),
         start: Instant::now(),
         asked: false,
     };
@@ -114,6 +118,8 @@ struct Running {
 struct Supervisor {
     plan: Plan,
     max_np: usize,
+    /// What workers hear of the user's patience.
+    timeout: Duration,
     driver: Driver,
     discovery: Discovery,
     server: Server,
@@ -121,6 +127,8 @@ struct Supervisor {
     warden: Warden,
     workers: BTreeMap<WorkerId, Running>,
     printer: Printer<Stdout, Stderr>,
+    /// Those that workers were started for.
+    ranks: HashSet<usize>,
     start: Instant,
     /// A signal has asked us to stop.
     asked: bool,
@@ -131,7 +139,7 @@ impl Supervisor {
         loop {
             let now = Instant::now();
             let next = [self.driver.tick(now), self.discovery.next(), self.next_deadline()].into_iter().flatten().min();
-            self.act()?;
+            self.act();
             if let Some(outcome) = self.driver.outcome() {
                 return Ok(outcome.clone());
             }
@@ -254,10 +262,14 @@ impl Supervisor {
         let _ = self.printer.say(text);
     }
 
-    fn act(&mut self) -> Result<()> {
+    fn act(&mut self) {
         for action in self.driver.take_actions() {
             match action {
-                Action::Start { worker, place, rank, size } => self.start(worker, &place, rank, size)?,
+                Action::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {
+                    Ok(started) => drop(self.workers.insert(worker, started)),
+                    // Other hosts may do better.
+                    Err(error) => self.driver.ended(worker, Some(error.text()), jitter(), Instant::now()),
+                },
                 Action::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
                 Action::Remove { worker } => {
                     self.server.remove(&name(worker), "its host has no place for it any more");
@@ -271,7 +283,6 @@ impl Supervisor {
                 Action::Say(text) => self.say(&text),
             }
         }
-        Ok(())
     }
 
     fn end_at(&mut self, id: WorkerId, at: Instant, signal: Signal) {
@@ -281,22 +292,18 @@ impl Supervisor {
         }
     }
 
-    fn start(&mut self, id: WorkerId, place: &Place, rank: usize, size: usize) -> Result<()> {
+    fn start(&mut self, id: WorkerId, place: &Place, rank: usize, size: usize) -> Result<Running> {
         let (_, reach) = self.plan.addresses([place.host.as_str()])?;
         let address = SocketAddr::new(reach, self.server.address().port()).to_string();
         let variables = self.variables(id, place, rank, size, address);
-        let (process, pipes) = match self.plan.start(&place.host, variables, Input::Nothing) {
-            Ok(started) => started,
-            Err(error) => {
-                self.say(&error.text());
-                self.driver.ended(id, Some(error.text()), jitter(), Instant::now());
-                return Ok(());
-            }
-        };
+        let (process, pipes) = self.plan.start(&place.host, variables, Input::Nothing)?;
+        let folder = output_folder(&self.plan, rank, self.max_np);
+        if let Some(folder) = folder.as_ref().filter(|_| self.ranks.insert(rank)) {
+            streams::remove_files(folder);
+        }
+        let streams = Streams::new(pipes, folder.as_deref())?;
         self.warden.add(process.pid());
-        let streams = Streams::new(pipes, output_folder(&self.plan, rank, self.max_np).as_deref())?;
-        self.workers.insert(id, Running { process, streams, tail: Tail::default(), rank, deadline: None });
-        Ok(())
+        Ok(Running { process, streams, tail: Tail::default(), rank, deadline: None })
     }
 
     fn variables(
@@ -325,6 +332,7 @@ impl Supervisor {
             (config::WORKER.name, name(id)),
             (config::RENDEZVOUS.name, address),
             (config::SECRET.name, self.secret.clone()),
+            (config::ELASTIC_TIMEOUT_SECONDS.name, self.timeout.as_secs_f64().to_string()),
         ]);
         variables.extend(own.map(|(name, value)| (name.into(), value.into())));
         variables
