@@ -207,6 +207,12 @@ impl Communicator {
         self.shared.run(|| Job::Batch(requests.to_vec(), timeout), || self.shared.batch(requests, timeout))
     }
 
+    /// As [`Communicator::run_batch`], on this thread, if the group does nothing else now; None, and nothing done, if it does.
+    pub fn try_run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Option<Result<()>> {
+        let _turn = self.shared.turn_if_idle()?;
+        Some(self.shared.batch(requests, timeout))
+    }
+
     /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed. On CUDA tensors,
     /// which all of them must be then, as [`Communicator::run_on_device`] does it.
     pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
@@ -308,19 +314,23 @@ impl Drop for Turn<'_> {
 impl Shared {
     /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
     fn run(self: &Arc<Self>, job: impl FnOnce() -> Job, now: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut turns = self.turns.lock();
-        if !turns.busy && turns.queue.is_empty() {
-            turns.busy = true;
-            drop(turns);
-            let _turn = Turn(self);
+        if let Some(_turn) = self.turn_if_idle() {
             return now();
         }
-        drop(turns);
         let (sender, receiver) = std::sync::mpsc::channel();
         // The receiver is there: this function waits for it.
         self.queue(job(), Box::new(move |result| drop(sender.send(result))));
         let outcome = receiver.recv();
         outcome.unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into()))).map(drop)
+    }
+
+    fn turn_if_idle(&self) -> Option<Turn<'_>> {
+        let mut turns = self.turns.lock();
+        if turns.busy || !turns.queue.is_empty() {
+            return None;
+        }
+        turns.busy = true;
+        Some(Turn(self))
     }
 
     fn queue(self: &Arc<Self>, job: Job, done: Done) {

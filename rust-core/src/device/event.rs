@@ -65,17 +65,6 @@ impl Event {
             }
         }
     }
-
-    /// Waits until what was marked is done. Waits without a limit: only for work that ends by itself.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`], also for a failure of that work.
-    pub fn synchronize(&self) -> Result<()> {
-        // SAFETY: the event lives.
-        check(unsafe { sys::cuEventSynchronize(self.raw) }, || {
-            format!("waiting for an event of `cuda:{}`", self.context.device())
-        })
-    }
 }
 
 impl Drop for Event {

@@ -14,6 +14,7 @@ use cudarc::nccl::sys::{self, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use libloading::os::unix::Library;
 
 use super::driver::{Context, relaxed};
+use super::ending;
 use super::stream::Stream;
 use crate::buffer::{DType, TensorView};
 use crate::collectives::ReduceOp;
@@ -174,6 +175,7 @@ impl UniqueId {
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
     pub fn new() -> Result<Self> {
         let nccl = nccl()?;
+        let _visit = ending::visit()?;
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: `id` is valid for the write.
         let answer = unsafe { (nccl.functions.ncclGetUniqueId)(&mut id) };

@@ -21,6 +21,7 @@ use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, Request};
 use crate::error::{Code, Error, Result};
 use crate::transport::{Members, NAP, Transport};
+use crate::world::monitor;
 
 /// Calls that come one after the other go into one message, if the thread has seen none for this many looks ..
 const QUIET_LOOKS: u32 = 4;
@@ -33,8 +34,8 @@ const ROOT_GRACE: Duration = Duration::from_secs(10);
 const FLUSH_LIMIT: Duration = Duration::from_millis(200);
 /// A process that uses less of a processor computes nothing.
 const IDLE_SHARE: f64 = 0.05;
-/// Operations up to this size run on the thread of a caller that waits, whoever it is: a hand-over would cost more, and
-/// what else is asked for meanwhile does not wait for long.
+/// Operations up to this size run on the thread of a caller that waits, whoever it is, if the group does nothing else: a
+/// hand-over would cost more, and what else is asked for meanwhile does not wait for long.
 const INLINE_BYTES: u64 = 256 << 10;
 
 /// What was asked for, and who waits for it.
@@ -279,11 +280,14 @@ impl Work {
         // The others can only come to it if they have heard of it.
         if by_caller && bytes <= INLINE_BYTES && self.post.retire()? && !requests.iter().any(Description::is_on_device)
         {
-            let outcome = self.communicator.run_batch(&requests, None);
-            done(outcome.map(|()| None));
-        } else {
-            self.communicator.submit_batch(requests, None, Box::new(done));
+            // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
+            let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, None));
+            if let Some(outcome) = outcome {
+                done(outcome.map(|()| None));
+                return Ok(());
+            }
         }
+        self.communicator.submit_batch(requests, None, Box::new(done));
         Ok(())
     }
 

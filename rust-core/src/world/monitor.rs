@@ -5,6 +5,7 @@
 //! - MON-3: departures are reported in the order in which the rendezvous learned of them, so the first one that is no
 //!   orderly leave is the cause, and later ones may be its effects.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::OnceLock;
@@ -61,9 +62,25 @@ pub fn set_interrupt_hooks(hooks: InterruptHooks) {
     let _ = INTERRUPT_HOOKS.set(hooks);
 }
 
+thread_local! {
+    static SIGNALS_WAIT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work`, on which others count: a signal does not end this thread's waits in it. It is heard of in the next wait.
+pub fn with_signals_waiting<T>(work: impl FnOnce() -> T) -> T {
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            SIGNALS_WAIT.set(self.0);
+        }
+    }
+    let _before = Before(SIGNALS_WAIT.replace(true));
+    work()
+}
+
 /// See [`InterruptHooks::pending`].
 pub fn interrupt_pending() -> bool {
-    INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.pending)())
+    !SIGNALS_WAIT.get() && INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.pending)())
 }
 
 /// See [`InterruptHooks::raise_later`].
@@ -189,6 +206,21 @@ impl Monitor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn signals_wait_for_what_others_count_on() {
+        thread_local! {
+            static ASKED: Cell<bool> = const { Cell::new(false) };
+        }
+        set_interrupt_hooks(InterruptHooks { pending: || ASKED.get(), raise_later: || false });
+        assert!(!interrupt_pending());
+        ASKED.set(true);
+        assert!(interrupt_pending());
+        let inside = || (with_signals_waiting(interrupt_pending), interrupt_pending(), Monitor::new(0).interrupted());
+        assert_eq!(with_signals_waiting(inside), (false, false, false));
+        assert!(std::panic::catch_unwind(|| with_signals_waiting(|| panic!("as tests do"))).is_err());
+        assert!(Monitor::new(0).interrupted());
+    }
 
     #[test]
     fn the_first_failure_is_named() {
