@@ -387,6 +387,16 @@ def _features_body():
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-11, atol=1e-15)
         for parameter in (*model.local_parameters(), *alone.parameters()):
             parameter.grad = None
+
+    @smp.step
+    def positive(model, x):
+        output = model(x)
+        return output[: (output[:, 0] > 0).sum()].sum()
+
+    for batch in (x, x.flip(0), x[:4]):
+        sums = [output[: (output[:, 0] > 0).sum()].sum() for output in alone(batch).chunk(2)]
+        torch.testing.assert_close(positive(model, batch).stack(), torch.stack(sums).detach(), rtol=1e-12, atol=1e-15)
+
     layer = model.module[1]
     model.module[1] = nn.Linear(6, 6)
     with pytest.raises(exceptions.SMPUsageError, match="the module `1`, a Linear, was added after"):
@@ -395,6 +405,13 @@ def _features_body():
     layer.factor = nn.Parameter(torch.tensor(2.0))
     sometimes(model, x, 0)
     assert (layer.factor.grad is None) == (smp.pp_rank() == 1)
+    smp.shutdown()
+
+    # A bound that one microbatch exceeds.
+    smp.init({**config, "activation_memory_bytes": 100})
+    model = smp.DistributedModel(_chain(torch, smp, 2))
+    with pytest.raises(ValueError, match="bytes of activations on rank 0, and the bound is 100"):
+        train(model, x, -x)
     smp.shutdown()
 
     # A model that never exists as a whole.

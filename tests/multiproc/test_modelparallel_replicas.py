@@ -21,14 +21,14 @@ def _batch(torch, number, replica):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def _join_body(torch, smp):
-    """The second replica has two batches more; every one divides by the number of all."""
+def _join_body(torch, smp, passes, counts):
+    """The second replica has more batches; every one divides by the number of all."""
     import copy
 
     smp.init(CONFIG)
     whole = _model(torch, smp)
     alone = copy.deepcopy(whole)
-    model = smp.DistributedModel(whole)
+    model = smp.DistributedModel(whole, backward_passes_per_step=passes)
     optimizers = [
         smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)),
         torch.optim.SGD(alone.parameters(), 0.1),
@@ -40,7 +40,6 @@ def _join_body(torch, smp):
         model.backward(loss)
         return loss
 
-    counts = (3, 5)
     model.eval()
     alone.eval()
     with model.join():
@@ -48,15 +47,17 @@ def _join_body(torch, smp):
             pass
         for number in range(counts[smp.dp_rank()]):
             step(model, _batch(torch, number, smp.dp_rank()))
-            optimizers[0].step()
-            optimizers[0].zero_grad()
+            if (number + 1) % passes == 0:
+                optimizers[0].step()
+                optimizers[0].zero_grad()
     for number in range(max(counts)):
         for replica, count in enumerate(counts):
             if number < count:
                 for piece in _batch(torch, number, replica).chunk(2):
                     (alone(piece).square().mean() / 4).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        if (number + 1) % passes == 0:
+            optimizers[1].step()
+            optimizers[1].zero_grad()
     reference = dict(alone.named_parameters())
     for name, parameter in model.local_named_parameters():
         assert torch.allclose(parameter, reference[name], rtol=1e-12, atol=1e-14), name
@@ -90,11 +91,11 @@ def _hook_body(torch, smp):
     found = []
     for hooked in (False, True):
         smp.init(CONFIG)
-        model = smp.DistributedModel(_model(torch, smp))
+        model = smp.DistributedModel(_model(torch, smp), bucket_cap_mb=0.0001)
         seen = []
 
         def hook(divisor, bucket, seen=seen):
-            seen.append(bucket.index())
+            seen.append((bucket.index(), bucket.is_last()))
             assert sum(each.numel() for each in bucket.parameters()) == bucket.buffer().numel()
             assert [each.shape for each in bucket.gradients()] == [each.shape for each in bucket.parameters()]
             bucket.set_buffer(bucket.buffer() / divisor)
@@ -113,7 +114,8 @@ def _hook_body(torch, smp):
             return loss
 
         step(model, _batch(torch, 0, smp.dp_rank()))
-        assert bool(seen) == hooked
+        assert (len(seen) > 1) == hooked
+        assert seen == [(index, index == len(seen) - 1) for index in range(len(seen))]
         found.append({name: parameter.grad for name, parameter in model.local_named_parameters()})
         smp.shutdown()
     for name, gradient in found[0].items():
@@ -211,7 +213,8 @@ def _body():
     import smdistributed.modelparallel.torch as smp
 
     torch.set_default_dtype(torch.float64)
-    _join_body(torch, smp)
+    _join_body(torch, smp, 1, (3, 5))
+    _join_body(torch, smp, 2, (3, 6))
     _hook_body(torch, smp)
     _differing_body(torch, smp)
     _there_and_back_body(torch, smp)

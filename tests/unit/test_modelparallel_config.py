@@ -83,6 +83,16 @@ def test_what_is_not_there_yet_says_so(given):
     assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
 
 
+def test_what_one_framework_has_is_refused_for_the_other():
+    bound = {"activation_memory_bytes": 1 << 20}
+    assert config.read(bound).activation_memory_bytes == 1 << 20
+    with pytest.raises(
+        SMPUnsupportedError, match="`activation_memory_bytes` is 1048576, and this version has None only"
+    ):
+        config.read(bound, "tensorflow")
+    assert config.read({"horovod": True}, "tensorflow").horovod
+
+
 def test_unknown_keys_are_ignored_with_a_warning():
     with pytest.warns(UserWarning, match="`mikrobatches`"):
         config.read({"mikrobatches": 3})

@@ -74,7 +74,7 @@ KEYS: dict[str, Key] = {
     ),
     "active_microbatches": _positive(None),
     # Ours: what a schedule may keep on a rank.
-    "activation_memory_bytes": _positive(None),
+    "activation_memory_bytes": _positive(None, but_for="torch"),
     "deterministic_server": _flag(),
     "offload_activations": _flag(only=False),
     "activation_loading_horizon": _positive(4),
@@ -198,10 +198,12 @@ def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, 
             continue
         if not key.accepts(value):
             raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected {key.expected}")
-        if key.only is not None and value != key.only and framework != key.but_for:
+        limited = key.only is not None or key.but_for is not None
+        if limited and value != key.only and framework != key.but_for:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
-                "parallelism, 16-bit master weights, offloading, Horovod and delayed parameters by key are not there yet"
+                "parallelism, 16-bit master weights, offloading, delayed parameters by key, Horovod for torch and bounds of "
+                "activations for TensorFlow are not there yet"
             )
         values[name] = value
     return values

@@ -21,8 +21,8 @@ from smdistributed.modelparallel.torch.recording import Recording
 class Bucket:
     """Gradients that are reduced together, as communication hooks of PyTorch take them."""
 
-    def __init__(self, index: int, whole: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        self._index, self._whole, self._parameters = index, whole, list(parameters)
+    def __init__(self, index: int, whole: torch.Tensor, parameters: Sequence[torch.Tensor], last: bool) -> None:
+        self._index, self._whole, self._parameters, self._last = index, whole, list(parameters), last
 
     def index(self) -> int:
         """Its number in this step."""
@@ -46,8 +46,8 @@ class Bucket:
         return [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
 
     def is_last(self) -> bool:
-        """Whether none comes after it. Later stages are not known yet, so this never says so."""
-        return False
+        """Whether none comes after it in this step."""
+        return self._last
 
 
 class _Reduced:
@@ -80,15 +80,19 @@ class GradientReducer:
         self._started: list[tuple[Any, list[torch.Tensor]]] = []
         #: What the script has buckets reduced by, and its state.
         self.hook: tuple[object, Callable[..., Any]] | None = None
+        #: With a hook, the newest bucket: it goes when another one comes, or as the last one.
+        self._held: list[torch.Tensor] = []
         self._ready: set[int] = set()
         self._skips = False
+        #: Whether there are gradients of steps that have not reduced them.
+        self._accumulated = False
 
     def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: list[torch.Tensor]) -> None:
         """A step whose last microbatch is that of the last recording."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._ready, self._stages, self._left = [], set(), {}, {}
+        self._started, self._held, self._ready, self._stages, self._left = [], [], set(), {}, {}
         self._steps += 1
-        self._skips = self._steps % self._passes != 0
+        self._skips = self._accumulated = self._steps % self._passes != 0
         self._pipeline, self._recording, self._layout = pipeline, recordings[-1], None
         if self._skips or not self._overlapping:
             self._alike = False
@@ -136,7 +140,8 @@ class GradientReducer:
             self._complete()
 
     def stand_in(self, parameters: list[torch.Tensor], pipelined: bool) -> None:
-        """Takes part in what the other replicas reduce, with zeros; gradients here stay as they are."""
+        """Takes part in what the other replicas reduce: with what this one has accumulated before it ran out, then with
+        zeros, and gradients here stay as they are."""
         self._steps += 1
         if self._steps % self._passes:
             return
@@ -145,7 +150,12 @@ class GradientReducer:
             everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
             dist.all_gather_into_tensor(everybody, torch.tensor([-1]), self._group)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._ready = [], set()
+        self._started, self._held, self._ready = [], [], set()
+        if self._accumulated:
+            self._accumulated = False
+            self._start(self._parameters)
+            self._complete()
+            return
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -157,10 +167,11 @@ class GradientReducer:
     def reduce(self, parameters: list[torch.Tensor]) -> None:
         """All gradients, after a step without a pipeline."""
         self._steps += 1
-        if self._steps % self._passes:
+        self._accumulated = self._steps % self._passes != 0
+        if self._accumulated:
             return
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._ready = [], set()
+        self._started, self._held, self._ready = [], [], set()
         self._start(self._parameters)
         self._complete()
 
@@ -170,15 +181,24 @@ class GradientReducer:
         for parameter in parameters:
             other = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
             if bucket and (other or size + parameter.nbytes > self._cap):
-                self._start_bucket(bucket)
+                self._fill(bucket)
                 bucket, size = [], 0
             bucket.append(parameter)
             size += parameter.nbytes
         if bucket:
-            self._start_bucket(bucket)
+            self._fill(bucket)
+
+    def _fill(self, bucket: list[torch.Tensor]) -> None:
+        self._ready.update(map(id, bucket))
+        if self.hook is None:
+            self._start_bucket(bucket, last=False)
+            return
+        if self._held:
+            self._start_bucket(self._held, last=False)
+        self._held = bucket
 
     @torch.no_grad()
-    def _start_bucket(self, bucket: list[torch.Tensor]) -> None:
+    def _start_bucket(self, bucket: list[torch.Tensor], last: bool) -> None:
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         if self.hook is None:
@@ -187,11 +207,13 @@ class GradientReducer:
             self._started.append((_Reduced(work, whole), bucket))
         else:
             state, hook = self.hook
-            self._started.append((hook(state, Bucket(len(self._started), whole, bucket)), bucket))
-        self._ready.update(map(id, bucket))
+            self._started.append((hook(state, Bucket(len(self._started), whole, bucket, last)), bucket))
 
     @torch.no_grad()
     def _complete(self) -> None:
+        if self._held:
+            bucket, self._held = self._held, []
+            self._start_bucket(bucket, last=True)
         # A gradient that no replica has stays none.
         has = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
         if len(has):

@@ -169,7 +169,7 @@ def _own(value: Any) -> Any:
         return type(value)(_own(item) for item in value) if type(value) in (tuple, list) else value
     if type(value) is dict:
         return {key: _own(item) for key, item in value.items()}
-    if type(value) in structure.ATOMS or isinstance(value, torch.Tensor | nn.Module) or callable(value):
+    if type(value) in structure.ATOMS or isinstance(value, slice | torch.Tensor | nn.Module) or callable(value):
         return value
     if getattr(type(value), "_smp_leaf", False) or isinstance(value, tuple | list | dict):
         return value

@@ -463,9 +463,14 @@ class _Encoder:
                 key.append(Meta.of(value) if value.layout == torch.strided else str(value.layout))
             return
         if kind in structure.ATOMS:
-            key.append((kind.__name__, str(value)) if kind in (slice, float, complex) else (kind.__name__, value))
-            if kind is slice:
-                self.unknown = self.unknown or any(isinstance(x, torch.Tensor) for x in (value.start, value.stop))
+            key.append((kind.__name__, str(value)) if kind in (float, complex) else (kind.__name__, value))
+            return
+        if kind is slice:
+            key.append("slice")
+            for part in (value.start, value.stop, value.step):
+                # What comes out is as long as a tensor in it says.
+                self.unknown = self.unknown or isinstance(part, torch.Tensor)
+                self._describe(part, depth)
             return
         if isinstance(value, list | tuple):
             key.append((kind.__name__, len(value)))

@@ -119,6 +119,14 @@ class Replay:
                 and list(known) == list(value)
                 and all(self._same(a, b, tensors) for a, b in zip(known.values(), value.values(), strict=True))
             )
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            # What comes out is as long as a tensor in it says.
+            return (
+                type(known) is slice
+                and not any(isinstance(part, torch.Tensor) for part in parts)
+                and self._same((known.start, known.stop, known.step), parts, tensors)
+            )
         if kind in structure.ATOMS:
             # Of numbers that are equal, 0.0 and -0.0 are not the same.
             return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))

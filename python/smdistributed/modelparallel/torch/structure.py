@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 #: What is never a container, for a quick answer.
-ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), slice, torch.dtype, torch.device, torch.Size})
+ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
