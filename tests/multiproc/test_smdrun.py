@@ -147,7 +147,7 @@ def test_modules_and_executables_run(tmp_path):
         (["-n", "2", "no/such/script.py"], "there is no script `no/such/script.py`"),
         (["script.py"], "how many processes? pass `-n N`, or `--config`"),
         (["-n", "2", "--config", "/no/such.json", "-m", "platform"], "cannot read the configuration `/no/such.json`"),
-        (["-n", "2", "--no-python", "/no/such/program"], "starting rank 0: `/no/such/program`"),
+        (["-n", "2", "--no-python", "/no/such/program"], "starting `/no/such/program` on `localhost`"),
     ],
 )
 def test_mistakes_end_with_2_and_say_what(words, text):

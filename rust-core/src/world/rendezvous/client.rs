@@ -435,6 +435,8 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpS
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
     let mut trouble = String::from("nobody listens");
+    // Tells more than whatever comes after it.
+    let mut refusal = None;
     loop {
         for address in &options.addresses {
             match try_address(address, options, connect_time) {
@@ -445,7 +447,7 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpS
                         "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
                     )));
                 }
-                Ok(Found::OtherSecret) => trouble = format!("{address} does not accept this job's secret"),
+                Ok(Found::OtherSecret) => refusal = Some(format!("{address} does not accept this job's secret")),
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
                 Err(error) => trouble = format!("{address}: {error}"),
             }
@@ -455,6 +457,7 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpS
         }
         if Instant::now() >= options.deadline {
             let addresses = options.addresses.join(", ");
+            let trouble = refusal.unwrap_or(trouble);
             let during = format!("init(): finding the rendezvous at {addresses} ({trouble})");
             return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0] });
         }
