@@ -128,7 +128,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.mpi_comm is not None:
-        raise NotImplementedError("process sets from communicators are not available yet: give their ranks")
+        raise NotImplementedError(
+            "process sets from communicators are made by `init(comm=MPI.COMM_WORLD, process_sets=...)`: here, give their ranks"
+        )
     process_set.process_set_id = _core_basics()._add_process_set_impl(process_set.ranks or [])
     return process_set
 

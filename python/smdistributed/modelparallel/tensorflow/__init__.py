@@ -35,12 +35,11 @@ from smdistributed._common import shims
 shims.load_tensorflow()
 
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
+from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E402
 from smdistributed.modelparallel.tensorflow import core as core  # noqa: E402
 from smdistributed.modelparallel.tensorflow import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.tensorflow.checkpoint import CheckpointManager  # noqa: E402
 from smdistributed.modelparallel.tensorflow.communication import (  # noqa: E402
-    CommGroup,
-    RankType,
     allgather,
     barrier,
     broadcast,

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication, slots
 from smdistributed.modelparallel.tensorflow.model import register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.state import state
@@ -121,7 +122,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         except Exception as error:
             failure = f"partition {rank}: {type(error).__name__}: {error}"
         self._agree(failure, file_prefix)
-        parts = communication.allgather(part, communication.CommGroup.MP_GROUP)
+        parts = communication.allgather(part, CommGroup.MP_GROUP)
         failure = None
         if rank == 0:
             try:
@@ -136,7 +137,7 @@ class CheckpointManager(tf.train.CheckpointManager):
 
     @staticmethod
     def _agree(failure: str | None, file_prefix: str) -> None:
-        failures = [each for each in communication.allgather(failure, communication.CommGroup.MP_GROUP) if each]
+        failures = [each for each in communication.allgather(failure, CommGroup.MP_GROUP) if each]
         if failures:
             raise SMPCheckpointError(f"the checkpoint `{file_prefix}` could not be written: {'; '.join(failures)}")
 

@@ -13,6 +13,7 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication, layers, slots
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
@@ -165,7 +166,7 @@ class DistributedModel(_Model):
                 for place, each in enumerate(variables)
                 if homes.get(id(underlying(each).handle), rank) == rank
             }
-            whole = communication.allgather(mine if rank else {}, communication.CommGroup.MP_GROUP)
+            whole = communication.allgather(mine if rank else {}, CommGroup.MP_GROUP)
             if groups.rank_in("mp") == 0:
                 for values in whole[1:]:
                     for place, value in values.items():

@@ -21,6 +21,7 @@ from tensorflow.python.ops import handle_data_util
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
 from smdistributed.modelparallel.tensorflow.placement import FREE, Placement
@@ -236,7 +237,7 @@ class Program:
         differ = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
 
         def tell(_: Any) -> int:
-            raise SMPMismatchError(_difference(communication.allgather(lines, communication.CommGroup.PP_GROUP)))
+            raise SMPMismatchError(_difference(communication.allgather(lines, CommGroup.PP_GROUP)))
 
         def fail() -> tf.Tensor:
             return tf.numpy_function(tell, [everybody], tf.int64)

@@ -26,6 +26,7 @@ from smdistributed._common import shims
 shims.load_torch()
 
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
+from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E402
 from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
 from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
@@ -39,8 +40,6 @@ from smdistributed.modelparallel.torch.checkpoint import (  # noqa: E402
 )
 from smdistributed.modelparallel.torch.checkpointing import set_activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.communication import (  # noqa: E402
-    CommGroup,
-    RankType,
     allgather,
     barrier,
     broadcast,
@@ -60,35 +59,17 @@ from smdistributed.modelparallel.torch.creation import (  # noqa: E402
     tp_register_with_module,
 )
 from smdistributed.modelparallel.torch.groups import (  # noqa: E402
-    dp_rank,
-    dp_size,
-    get_dp_group,
     get_dp_process_group,
-    get_mp_group,
     get_mp_process_group,
-    get_pp_group,
     get_pp_process_group,
-    get_rdp_group,
     get_rdp_process_group,
-    get_tp_group,
     get_tp_process_group,
     get_world_process_group,
     init,
     is_initialized,
     is_tracing,
-    local_rank,
-    local_size,
-    mp_rank,
-    mp_size,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_rank,
-    rdp_size,
+    ranks,
     shutdown,
-    size,
-    tp_rank,
-    tp_size,
 )
 from smdistributed.modelparallel.torch.manager import CheckpointManager  # noqa: E402
 from smdistributed.modelparallel.torch.materialize import delay_param_initialization  # noqa: E402
@@ -100,6 +81,12 @@ from smdistributed.modelparallel.torch.placement import partition, set_partition
 from smdistributed.modelparallel.torch.state import state  # noqa: E402
 from smdistributed.modelparallel.torch.step import step  # noqa: E402
 
+rank, size, local_rank, local_size = ranks.rank, ranks.size, ranks.local_rank, ranks.local_size
+mp_rank, mp_size, get_mp_group = ranks.mp_rank, ranks.mp_size, ranks.get_mp_group
+dp_rank, dp_size, get_dp_group = ranks.dp_rank, ranks.dp_size, ranks.get_dp_group
+pp_rank, pp_size, get_pp_group = ranks.pp_rank, ranks.pp_size, ranks.get_pp_group
+tp_rank, tp_size, get_tp_group = ranks.tp_rank, ranks.tp_size, ranks.get_tp_group
+rdp_rank, rdp_size, get_rdp_group = ranks.rdp_rank, ranks.rdp_size, ranks.get_rdp_group
 delayed_parameter_initialization = delay_param_initialization
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP

@@ -18,8 +18,11 @@ from smdistributed._common import errors, lifecycle
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUsageError
+from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.topology import GROUPS, Topology
 from smdistributed.modelparallel.torch.state import state
+
+ranks = Ranks(lambda: state.groups)
 
 
 class Groups:
@@ -138,128 +141,31 @@ def is_tracing() -> bool:
     return state.tracing
 
 
-def rank() -> int:
-    """Global rank."""
-    return state.groups.rank
-
-
-def size() -> int:
-    """Processes of the job."""
-    return state.groups.topology.size
-
-
-def local_rank() -> int:
-    """Rank on this host."""
-    state.groups  # noqa: B018 - refuses before `init`
-    return _core.local_rank()
-
-
-def local_size() -> int:
-    """Processes on this host."""
-    state.groups  # noqa: B018
-    return _core.local_size()
-
-
-def mp_rank() -> int:
-    """Place among the ranks that hold one model together."""
-    return state.groups.rank_in("mp")
-
-
-def mp_size() -> int:
-    """Ranks that hold one model together."""
-    return len(state.groups.members["mp"])
-
-
-def dp_rank() -> int:
-    """Place among the ranks that hold the same partition."""
-    return state.groups.rank_in("dp")
-
-
-def dp_size() -> int:
-    """Ranks that hold the same partition."""
-    return len(state.groups.members["dp"])
-
-
-def pp_rank() -> int:
-    """The partition that this rank holds."""
-    return state.groups.rank_in("pp")
-
-
-def pp_size() -> int:
-    """Partitions."""
-    return len(state.groups.members["pp"])
-
-
-def tp_rank() -> int:
-    """Place among the ranks that share the modules of one partition."""
-    return state.groups.rank_in("tp")
-
-
-def tp_size() -> int:
-    """Ranks that share the modules of one partition."""
-    return len(state.groups.members["tp"])
-
-
-def rdp_rank() -> int:
-    """Place among the ranks that hold the same parts of the same partition."""
-    return state.groups.rank_in("rdp")
-
-
-def rdp_size() -> int:
-    """Ranks that hold the same parts of the same partition."""
-    return len(state.groups.members["rdp"])
-
-
-def get_mp_group() -> list[int]:
-    """Global ranks that hold one model together."""
-    return list(state.groups.members["mp"])
-
-
-def get_dp_group() -> list[int]:
-    """Global ranks that hold the same partition."""
-    return list(state.groups.members["dp"])
-
-
-def get_pp_group() -> list[int]:
-    """Global ranks of the partitions, in their order."""
-    return list(state.groups.members["pp"])
-
-
-def get_tp_group() -> list[int]:
-    """Global ranks that share the modules of one partition."""
-    return list(state.groups.members["tp"])
-
-
-def get_rdp_group() -> list[int]:
-    """Global ranks that hold the same parts of the same partition."""
-    return list(state.groups.members["rdp"])
-
-
 def get_world_process_group() -> Any:
     """The ``torch.distributed`` group of all ranks."""
     return state.groups.process_group("world")
 
 
 def get_mp_process_group() -> Any:
-    """The ``torch.distributed`` group of :func:`get_mp_group`."""
+    """The ``torch.distributed`` group of the ranks of ``smp.get_mp_group``."""
     return state.groups.process_group("mp")
 
 
 def get_dp_process_group() -> Any:
-    """The ``torch.distributed`` group of :func:`get_dp_group`."""
+    """The ``torch.distributed`` group of the ranks of ``smp.get_dp_group``."""
     return state.groups.process_group("dp")
 
 
 def get_pp_process_group() -> Any:
-    """The ``torch.distributed`` group of :func:`get_pp_group`."""
+    """The ``torch.distributed`` group of the ranks of ``smp.get_pp_group``."""
     return state.groups.process_group("pp")
 
 
 def get_tp_process_group() -> Any:
-    """The ``torch.distributed`` group of :func:`get_tp_group`."""
+    """The ``torch.distributed`` group of the ranks of ``smp.get_tp_group``."""
     return state.groups.process_group("tp")
 
 
 def get_rdp_process_group() -> Any:
-    """The ``torch.distributed`` group of :func:`get_rdp_group`."""
+    """The ``torch.distributed`` group of the ranks of ``smp.get_rdp_group``."""
     return state.groups.process_group("rdp")

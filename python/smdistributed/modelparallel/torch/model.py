@@ -19,6 +19,7 @@ from smdistributed.modelparallel.exceptions import (
     SMPUsageError,
     SMPValidationError,
 )
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, materialize, state_dicts
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
@@ -180,7 +181,7 @@ class DistributedModel(nn.Module):
                 state.tracing = False
             if self.trace_execution_times:
                 # Everybody measures other times: those of the first rank count.
-                found = communication.allgather(found, communication.CommGroup.WORLD)[0]
+                found = communication.allgather(found, CommGroup.WORLD)[0]
                 if cfg.partition_file and not cfg.load_partition and state.groups.rank == 0:
                     partitioning.save(found, cfg.partition_file)
             # What the script said wins, for modules inside as well.
@@ -442,7 +443,7 @@ class DistributedModel(nn.Module):
         if self.pipeline is None:
             self.module.cpu()
             return self
-        materialize.gather(self.module, communication.allgather(self._content(), communication.CommGroup.PP_GROUP))
+        materialize.gather(self.module, communication.allgather(self._content(), CommGroup.PP_GROUP))
         self.pipeline, self._is_whole = None, True
         return self
 

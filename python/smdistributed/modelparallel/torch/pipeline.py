@@ -14,6 +14,7 @@ from torch import nn
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, structure
 from smdistributed.modelparallel.torch.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.groups import Groups
@@ -140,7 +141,7 @@ class Pipeline:
             outcome = Outcome(shape, tuple(Meta.of(tensor) for tensor in tensors), (), (None,) * len(tensors))
         active.recording = None
         try:
-            told = communication.allgather(outcome, communication.CommGroup.PP_GROUP)[task.rank]
+            told = communication.allgather(outcome, CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
         # Its device has another number here.
@@ -237,7 +238,7 @@ class Pipeline:
         if all(other == everybody[0] for other in everybody):
             return
         texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
-        story = communication.allgather((phase, texts), communication.CommGroup.PP_GROUP)
+        story = communication.allgather((phase, texts), CommGroup.PP_GROUP)
         raise SMPMismatchError(_difference(story))
 
     def run(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
-from smdistributed.modelparallel.torch.communication import CommGroup, allgather
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.communication import allgather
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 

@@ -1,0 +1,120 @@
+"""The communication API of ``smp``, objects between processes, for any framework."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPValidationError
+
+
+class CommGroup(enum.Enum):
+    """Groups of ranks."""
+
+    WORLD = "world"
+    MP_GROUP = "mp"
+    DP_GROUP = "dp"
+    PP_GROUP = "pp"
+    TP_GROUP = "tp"
+    RDP_GROUP = "rdp"
+
+
+class RankType(enum.Enum):
+    """In which group a rank is meant."""
+
+    WORLD_RANK = "world"
+    MP_RANK = "mp"
+    DP_RANK = "dp"
+    PP_RANK = "pp"
+    TP_RANK = "tp"
+    RDP_RANK = "rdp"
+
+
+class Objects:
+    """Its methods are the calls.
+
+    Args:
+        groups: What tells the place of this process in the job (``rank``, ``members``); refuses before ``smp.init``.
+        post: Gives a value to other global ranks; returns when they have it.
+        take: What a global rank has posted.
+        gather: The values of all ranks of a kind of group, in their order.
+        meet: Returns when all ranks of a kind of group, of which there are several, have called it.
+    """
+
+    def __init__(
+        self,
+        groups: Callable[[], Any],
+        post: Callable[[Any, list[int]], None],
+        take: Callable[[int], Any],
+        gather: Callable[[Any, str], list[Any]],
+        meet: Callable[[str], None],
+    ) -> None:
+        self._groups = groups
+        self._post, self._take, self._gather, self._meet = post, take, gather, meet
+
+    def send(self, obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
+        """Gives ``obj`` to one rank, which calls :func:`recv_from`; returns when it has it."""
+        with errors.translated(CLASSES):
+            self._post(obj, [self._global_rank(dest_rank, rank_type)])
+
+    def recv_from(self, src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
+        """What ``src_rank`` sends or broadcasts."""
+        with errors.translated(CLASSES):
+            return self._take(self._global_rank(src_rank, rank_type))
+
+    def broadcast(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
+        """Gives ``obj`` to all others of ``group``, each of which calls :func:`recv_from`; returns when they have it."""
+        with errors.translated(CLASSES):
+            groups = self._groups()
+            self._post(obj, [rank for rank in groups.members[_name(group)] if rank != groups.rank])
+
+    def allgather(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
+        """The objects of all ranks of ``group``, in the order of their ranks inside it. All of them call it."""
+        with errors.translated(CLASSES):
+            return self._gather(obj, _name(group))
+
+    def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
+        """Returns when every rank of ``group`` has called it."""
+        with errors.translated(CLASSES):
+            name = _name(group)
+            if len(self._groups().members[name]) > 1:
+                self._meet(name)
+
+    def mp_barrier(self) -> None:
+        """:func:`barrier` of the ranks that hold one model together."""
+        self.barrier(CommGroup.MP_GROUP)
+
+    def dp_barrier(self) -> None:
+        """:func:`barrier` of the ranks that hold the same partition."""
+        self.barrier(CommGroup.DP_GROUP)
+
+    def pp_barrier(self) -> None:
+        """:func:`barrier` of the ranks of one pipeline."""
+        self.barrier(CommGroup.PP_GROUP)
+
+    def tp_barrier(self) -> None:
+        """:func:`barrier` of the ranks that share the layers of one partition."""
+        self.barrier(CommGroup.TP_GROUP)
+
+    def rdp_barrier(self) -> None:
+        """:func:`barrier` of the ranks that hold the same parts of the same partition."""
+        self.barrier(CommGroup.RDP_GROUP)
+
+    def _global_rank(self, rank: int, rank_type: RankType) -> int:
+        if not isinstance(rank_type, RankType):
+            raise SMPValidationError(f"the kind of rank is {rank_type!r}: expected one of `smp.RankType`")
+        groups = self._groups()
+        members = groups.members[rank_type.value]
+        if not 0 <= rank < len(members):
+            raise SMPValidationError(f"{rank_type.name} {rank} does not exist: there are {len(members)}")
+        if members[rank] == groups.rank:
+            raise SMPValidationError(f"{rank_type.name} {rank} is this process itself")
+        return members[rank]
+
+
+def _name(group: CommGroup) -> str:
+    if not isinstance(group, CommGroup):
+        raise SMPValidationError(f"the group is {group!r}: expected one of `smp.CommGroup`")
+    return group.value
