@@ -113,6 +113,58 @@ def test_pipelines_equal_one_process():
     assert run_ranks(_equality_body, NUM_RANKS, timeout=240) == [[]] * NUM_RANKS
 
 
+def _offloading_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    device = _device()
+    rows, width, layers = 4096, 2048, 8
+    peaks, gradients = [], []
+    for offload in (False, True):
+        smp.init(
+            {
+                "partitions": 2, "microbatches": 8, "active_microbatches": 8, "pipeline": "simple",
+                "auto_partition": False, "default_partition": 0, "offload_activations": offload,
+                "activation_loading_horizon": 2,
+            }
+        )  # fmt: skip
+        torch.manual_seed(3)
+        network = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(layers))
+        )
+        for place, part in enumerate(network):
+            smp.set_partition(part, place * 2 // layers)
+        smp.set_activation_checkpointing(network)
+        model = smp.DistributedModel(network)
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        x = torch.randn(8 * rows, width, generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(model, x)
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        gradients.append([parameter.grad.clone() for parameter in model.local_parameters()])
+        smp.shutdown()
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    return peaks
+
+
+def test_activations_wait_in_host_memory():
+    for kept, offloaded in run_ranks(_offloading_body, 2, timeout=120):
+        # 8 microbatches x 4 checkpointed modules of 32 MiB each, of which those of 2 tasks are there at once.
+        assert offloaded < 0.6 * kept, (kept, offloaded)
+
+
 def _random_body():
     import torch
 

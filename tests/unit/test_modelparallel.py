@@ -64,3 +64,25 @@ def test_arguments_are_split_inside_of_structures():
         split({"a": x}, "batch", 3, 0, False)
     with pytest.raises(ValueError, match="DataLoader"):
         split(torch.utils.data.DataLoader([1]), "loader", 2, 0, False)
+
+
+def test_activations_come_back_so_many_tasks_before_their_backward():
+    from types import SimpleNamespace
+
+    from smdistributed.modelparallel.torch.executor import _Loads
+
+    program = [("F", 0, 0, None), ("SF", 0, 0, 1), ("F", 0, 1, None), ("F", 0, 2, None), ("RB", 0, 0, 1)]
+    program += [(kind, 0, index, None) for index in range(3) for kind in "IW"]
+    loads = _Loads(SimpleNamespace(horizon=2), program)
+    # Their backwards are 3, 4 and 5 tasks after their forwards.
+    assert [loads.are_soon(0, index) for index in range(3)] == [False, False, False]
+    begun = []
+    kept = [SimpleNamespace(load=lambda index=index: begun.append(index)) for index in range(3)]
+    microbatches = [SimpleNamespace(runs={0: SimpleNamespace(kept=each)}) for each in kept]
+    seen = []
+    for kind, *_ in program:
+        if kind in "FIW":
+            loads.begin(microbatches)
+            seen.append(list(begun))
+    assert seen == [[], [0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert _Loads(SimpleNamespace(horizon=3), program).are_soon(0, 0)

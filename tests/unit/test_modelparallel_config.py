@@ -71,7 +71,6 @@ def test_bad_values_are_named(given, text):
         {"sharded_data_parallel_degree": 4},
         {"fp16": True},
         {"shard_optimizer_state": True},
-        {"offload_activations": True},
         {"bf16": True},
         {"horovod": True},
         {"delayed_parameter_initialization": True},
@@ -91,6 +90,9 @@ def test_what_one_framework_has_is_refused_for_the_other():
     ):
         config.read(bound, "tensorflow")
     assert config.read({"horovod": True}, "tensorflow").horovod
+    assert config.read({"offload_activations": True}).activation_loading_horizon == 4
+    with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, and this version has False only"):
+        config.read({"offload_activations": True}, "tensorflow")
 
 
 def test_unknown_keys_are_ignored_with_a_warning():

@@ -76,7 +76,7 @@ KEYS: dict[str, Key] = {
     # Ours: what a schedule may keep on a rank.
     "activation_memory_bytes": _positive(None, but_for="torch"),
     "deterministic_server": _flag(),
-    "offload_activations": _flag(only=False),
+    "offload_activations": _flag(only=False, but_for="torch"),
     "activation_loading_horizon": _positive(4),
     "tensor_parallel_degree": _positive(1, only=1),
     "fp16": _flag(only=False),
@@ -202,7 +202,7 @@ def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, 
         if limited and value != key.only and framework != key.but_for:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
-                "parallelism, 16-bit master weights, offloading, delayed parameters by key, Horovod for torch and bounds of "
+                "parallelism, 16-bit master weights, delayed parameters by key, Horovod for torch, and offloading and bounds of "
                 "activations for TensorFlow are not there yet"
             )
         values[name] = value

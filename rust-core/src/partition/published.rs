@@ -1,6 +1,12 @@
-//! The published algorithm that partitions are compared with in tests: a tree of costs is walked from the root; the
-//! children of a module are cut into as many pieces as the module has partitions, so that the largest piece is as small as
-//! can be, and the partitions are given to the pieces by D'Hondt's method. A piece with several partitions goes on with its children.
+//! The published algorithm: a tree of costs is walked from the root; the children of a module are cut into as many pieces as
+//! the module has partitions, so that the largest piece is as small as can be, and the partitions are given to the pieces
+//! by D'Hondt's method. A piece with several partitions goes on with its children.
+//!
+//! A piece without a partition goes to the first one of the module above, wherever it stands in the line. That is no cut,
+//! and now and then it is better than all of them.
+
+use std::collections::HashSet;
+use std::ops::Range;
 
 use super::{CostTree, Objective};
 
@@ -28,36 +34,35 @@ pub(super) fn partition(tree: &CostTree, partitions: usize, objective: &Objectiv
     for index in (1..modules.len()).rev() {
         let parent = modules[index].parent.expect("only the root has none");
         costs[parent] += costs[index];
-        children[parent].insert(0, index);
+        children[parent].push(index);
     }
+    children.iter_mut().for_each(|below| below.reverse());
     let mut walk = Walk { children, costs, assignment: vec![0; modules.len()] };
-    walk.module(0, (0..partitions as u32).collect());
+    walk.module(0, 0..partitions as u32);
     // Modules that share a parameter count as one node, which lies where its first module does.
-    for index in 0..modules.len() {
-        walk.assignment[index] = walk.assignment[tree.tied_to(index)];
-    }
-    walk.assignment
+    let placed: HashSet<usize> = tree.line().into_iter().collect();
+    tree.spread(|module| placed.contains(&module).then(|| walk.assignment[tree.tied_to(module)]))
 }
 
 impl Walk {
-    fn module(&mut self, index: usize, partitions: Vec<u32>) {
-        self.assignment[index] = partitions[0];
+    fn module(&mut self, index: usize, partitions: Range<u32>) {
+        self.assignment[index] = partitions.start;
         let children = self.children[index].clone();
-        self.row(&children, &partitions);
+        self.row(&children, partitions);
     }
 
-    fn row(&mut self, row: &[usize], partitions: &[u32]) {
-        match (row, partitions) {
-            ([], _) => {}
-            (_, [one]) => row.iter().for_each(|&child| self.module(child, vec![*one])),
-            ([only], _) => self.module(*only, partitions.to_vec()),
+    fn row(&mut self, row: &[usize], partitions: Range<u32>) {
+        match row {
+            [] => {}
+            _ if partitions.len() == 1 => row.iter().for_each(|&child| self.module(child, partitions.clone())),
+            [only] => self.module(*only, partitions),
             _ => {
                 let pieces = self.pieces(row, partitions.len().min(row.len()));
-                let mut next = 0;
-                for (piece, count) in pieces.iter().zip(self.seats(&pieces, partitions.len())) {
+                let mut next = partitions.start;
+                for (piece, seats) in pieces.iter().zip(self.seats(&pieces, partitions.len())) {
                     // Who gets no seat stays with the module above.
-                    let own = if count == 0 { &partitions[..1] } else { &partitions[next..next + count] };
-                    next += count;
+                    let own = if seats == 0 { partitions.start..partitions.start + 1 } else { next..next + seats };
+                    next += seats;
                     self.row(piece, own);
                 }
             }
@@ -65,36 +70,47 @@ impl Walk {
     }
 
     /// Contiguous pieces with the least largest cost.
-    fn pieces(&self, row: &[usize], count: usize) -> Vec<Vec<usize>> {
+    fn pieces<'a>(&self, row: &'a [usize], count: usize) -> Vec<&'a [usize]> {
         let length = row.len();
-        let sum = |from: usize, to: usize| row[from..to].iter().map(|&child| self.costs[child]).sum::<f64>();
+        let mut sums = vec![0.0];
+        for (at, &child) in row.iter().enumerate() {
+            sums.push(sums[at] + self.costs[child]);
+        }
         let mut best = vec![vec![(f64::INFINITY, 0); length + 1]; count + 1];
         best[0][0].0 = 0.0;
         for pieces in 1..=count {
             for end in pieces..=length {
-                for start in pieces - 1..end {
-                    let largest = best[pieces - 1][start].0.max(sum(start, end));
-                    if largest < best[pieces][end].0 {
-                        best[pieces][end] = (largest, start);
+                let mut least = (f64::INFINITY, 0);
+                for start in (pieces - 1..end).rev() {
+                    let piece = sums[end] - sums[start];
+                    // Longer ones cost more.
+                    if piece > least.0 {
+                        break;
+                    }
+                    let largest = best[pieces - 1][start].0.max(piece);
+                    if largest <= least.0 {
+                        least = (largest, start);
                     }
                 }
+                best[pieces][end] = least;
             }
         }
-        let (mut pieces, mut end) = (Vec::new(), length);
+        let (mut pieces, mut end) = (Vec::with_capacity(count), length);
         for count in (1..=count).rev() {
             let start = best[count][end].1;
-            pieces.insert(0, row[start..end].to_vec());
+            pieces.push(&row[start..end]);
             end = start;
         }
+        pieces.reverse();
         pieces
     }
 
     /// D'Hondt: the next seat goes to the highest cost per seat.
-    fn seats(&self, pieces: &[Vec<usize>], seats: usize) -> Vec<usize> {
+    fn seats(&self, pieces: &[&[usize]], seats: usize) -> Vec<u32> {
         let costs: Vec<f64> = pieces.iter().map(|piece| piece.iter().map(|&child| self.costs[child]).sum()).collect();
         let mut given = vec![0; pieces.len()];
         for _ in 0..seats {
-            let quotient = |index: usize| costs[index] / (given[index] + 1) as f64;
+            let quotient = |index: usize| costs[index] / f64::from(given[index] + 1);
             let next = (0..pieces.len()).max_by(|&a, &b| quotient(a).total_cmp(&quotient(b)).then(b.cmp(&a)));
             given[next.expect("there are pieces")] += 1;
         }

@@ -1,11 +1,8 @@
 //! Cuts a line into pieces by dynamic programming.
 
-use super::CostTree;
 use super::cost::{Objective, Price};
 use super::line::Line;
-
-/// Costs that differ by less are equal.
-const ROUNDING: f64 = 1e-9;
+use super::{CostTree, ROUNDING};
 
 /// Where pieces begin, and how good that is.
 #[derive(Clone, Debug)]

@@ -6,6 +6,7 @@ that are on one. Its inputs and outputs stay, what is between them goes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import warnings
@@ -36,9 +37,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
     """
     if not isinstance(module, nn.Module):
         raise SMPValidationError(f"`checkpoint` takes a module, not {module!r}")
-    again = functools.partial(
-        torch.utils.checkpoint.checkpoint, module, use_reentrant=False, preserve_rng_state=preserve_rng_state
-    )
+    again = functools.partial(_run, module, preserve_rng_state)
     recording = active.recording
     if recording is None:
         return again(*args, **kwargs)
@@ -52,6 +51,15 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
     if rank is None:
         return module(*args, **kwargs)
     return recording.call_module(module, recording.pipeline.paths[id(module)], rank, args, kwargs, again)
+
+
+def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's, which keeps the arguments by hooks around it, and what is inside by its own."""
+    offloader = None if state.model is None else state.model.offloader
+    with contextlib.nullcontext() if offloader is None else offloader.hooks():
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
 
 
 def checkpoint_sequential(
@@ -159,8 +167,6 @@ def set_activation_checkpointing(
         if active.recording is not None:
             # Spread over partitions: it runs here, its parts do not.
             return original(*args, **kwargs)
-        return torch.utils.checkpoint.checkpoint(
-            original, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
-        )
+        return _run(original, preserve_rng_state, *args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import offloading, structure
 from smdistributed.modelparallel.torch.layout import Layout, Stage
+from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Context, Recording, Task, Value
 from smdistributed.modelparallel.torch.split_backward import WeightPart, run_input_part
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
@@ -33,10 +34,17 @@ _AHEAD = 4
 class _Run:
     """A stage of a microbatch between its forward and the end of its backward."""
 
-    __slots__ = ("exports", "gradients", "leaves", "takers", "weights")
+    __slots__ = ("exports", "gradients", "kept", "leaves", "takers", "weights")
 
-    def __init__(self, leaves: dict[int, torch.Tensor], exports: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        leaves: dict[int, torch.Tensor | Entrance],
+        exports: dict[int, torch.Tensor],
+        kept: offloading.Batch | None = None,
+    ) -> None:
         self.leaves = leaves
+        #: What of its activations is in host memory.
+        self.kept = kept
         #: Values for others; once they have them, only where their backward begins.
         self.exports: dict[int, torch.Tensor | GradientEdge | None] = dict(exports)
         #: Gradients of exports, by value and the stage that they come from.
@@ -82,20 +90,29 @@ class Executor:
     """Does this rank's part."""
 
     def __init__(
-        self, rank: int, transfers: Transfers, parameters: Mapping[str, torch.Tensor], scale: float, early: bool = False
+        self,
+        rank: int,
+        transfers: Transfers,
+        parameters: Mapping[str, torch.Tensor],
+        scale: float,
+        early: bool = False,
+        offloader: offloading.Offloader | None = None,
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
-        self._early = early
+        self._early, self._offloader = early, offloader
         #: What came out of a task of which nobody knew that.
         self.unknown: Any = None
 
     # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
 
-    def forward(self, mb: Microbatch, number: int) -> None:
-        """The forward of a stage whose inputs are here."""
+    def forward(self, mb: Microbatch, number: int, soon: bool = False) -> None:
+        """The forward of a stage whose inputs are here; ``soon``: its backward is near (OFF-1)."""
         start = _core.timeline_now()
         layout, stage = mb.layout, mb.layout.stages[number]
-        leaves: dict[int, torch.Tensor] = {}
+        trains = stage.trains or self._early
+        offloader = self._offloader if trains and not soon else None
+        leaves: dict[int, torch.Tensor | Entrance] = {}
+        env: dict[int, torch.Tensor] = {}
         for maker, values in stage.takes.items():
             if layout.stages[maker].rank == self._rank:
                 tensors = [mb.runs[maker].exports[value] for value in values]
@@ -103,28 +120,33 @@ class Executor:
                 tensors = mb.arrived.pop((maker, number))
             for value, tensor in zip(values, tensors, strict=True):
                 leaf = tensor.detach()
-                if layout.values[value].meta.requires_grad and (stage.trains or self._early):
-                    leaf.requires_grad_()
-                leaves[value] = leaf
-        env = dict(leaves)
+                wanted = trains and layout.values[value].meta.requires_grad
+                if wanted and offloader is not None:
+                    leaves[value] = entrance = Entrance(leaf)
+                    leaf = entrance.enter(leaf)
+                elif wanted:
+                    leaves[value] = leaf.requires_grad_()
+                env[value] = leaf
+        inputs = frozenset(env)
         tasks = mb.recording.tasks
-        with _Contexts() as contexts:
+        gathering = contextlib.nullcontext() if offloader is None else offloader.gathering()
+        with gathering as kept, _Contexts() as contexts:
             for task_number in stage.tasks:
                 task = tasks[task_number]
                 contexts.enter(task.context)
                 if task.simple is None:
                     task.simple = Simple.of(task)
                 if task.simple is False:
-                    self._run_task(task, env, stage, leaves)
+                    self._run_task(task, env, stage, inputs)
                 else:
                     task.simple.run(task, env)
         # Of a stage that runs early, nobody knows yet what is needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
-        if not stage.trains and not self._early:
+        if not trains:
             exports = {value: tensor.detach() for value, tensor in exports.items()}
         mb.keep(exports)
-        if stage.trains or self._early:
-            mb.runs[number] = _Run(leaves, exports)
+        if trains:
+            mb.runs[number] = _Run(leaves, exports, kept)
         elif stage.gives:
             mb.runs[number] = _Run({}, exports)
         for maker in stage.takes:
@@ -132,9 +154,7 @@ class Executor:
                 mb.taken(maker)
         _core.timeline_stage("forward", number, mb.recording.microbatch, start)
 
-    def _run_task(
-        self, task: Task, env: dict[int, torch.Tensor], stage: Stage, leaves: Mapping[int, torch.Tensor]
-    ) -> None:
+    def _run_task(self, task: Task, env: dict[int, torch.Tensor], stage: Stage, inputs: Container[int]) -> None:
         place = -1
         changed = task.outcome.mutated if task.outcome is not None else ()
         changes: dict[int, torch.Tensor] = {}
@@ -149,7 +169,7 @@ class Executor:
                 tensor, shared = self._parameters[item.parameter], False
             else:
                 tensor = env[item.index]
-                shared = item.index in leaves or item.index in stage.exports or self._early
+                shared = item.index in inputs or item.index in stage.exports or self._early
             if place in changed:
                 # EXE-3
                 tensor = changes[place] = tensor.clone() if shared else tensor
@@ -186,8 +206,7 @@ class Executor:
             run = mb.runs[number]
             roots, gradients = self._roots(mb, stage, run)
             if roots:
-                leaves = [leaf for leaf in run.leaves.values() if leaf.requires_grad]
-                run.weights = run_input_part(roots, gradients, leaves)
+                run.weights = run_input_part(roots, gradients, list(run.leaves.values()))
             self._return_gradients(mb, number, run.leaves)
             run.leaves, run.exports = {}, {}
         _core.timeline_stage("input", number, mb.recording.microbatch, start)
@@ -231,7 +250,7 @@ class Executor:
             gradients.append(gradient)
         return roots, gradients
 
-    def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor]) -> None:
+    def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | Entrance]) -> None:
         layout = mb.layout
         for maker in layout.stages[number].takes:
             values = layout.gradients(maker, number)
@@ -239,8 +258,11 @@ class Executor:
                 continue
             gradients = []
             for value in values:
-                gradient = leaves[value].grad
-                gradients.append(torch.zeros_like(leaves[value]) if gradient is None else gradient)
+                leaf = leaves[value]
+                if leaf.grad is None:
+                    gradients.append(leaf.zeros() if isinstance(leaf, Entrance) else torch.zeros_like(leaf))
+                else:
+                    gradients.append(leaf.grad)
             if layout.stages[maker].rank == self._rank:
                 self._take_gradients(mb, maker, number, values, gradients)
             else:
@@ -323,6 +345,7 @@ class Executor:
         ahead = self._transfers.ahead(_AHEAD)
         waiting: deque[tuple[int, Callable[[], None]]] = deque()
         last = len(microbatches) - 1
+        loads = _Loads(self._offloader, program)
         for place, action in enumerate(program):
             while receives and (len(waiting) < ahead or receives[0][0] == place):
                 at, (kind, number, index, peer) = receives.popleft()
@@ -331,9 +354,11 @@ class Executor:
                 waiting.append((at, begin(microbatches[index], number, peer)))
             kind, number, index, peer = action
             mb = microbatches[index]
+            if kind in "FBIW":
+                loads.begin(microbatches)
             if kind == "F":
                 if not mb.layout.stages[number].early:
-                    self.forward(mb, number)
+                    self.forward(mb, number, loads.are_soon(number, index))
             elif kind == "B":
                 self.backward(mb, number)
                 if index == last:
@@ -360,6 +385,32 @@ class Executor:
         if kind == "RF":
             return not layout.stages[number].early
         return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
+
+
+class _Loads:
+    """When the activations of a program's stages come back to the device (OFF-1, OFF-2)."""
+
+    def __init__(
+        self, offloader: offloading.Offloader | None, program: Sequence[tuple[str, int, int, int | None]]
+    ) -> None:
+        horizon = 0 if offloader is None else offloader.horizon
+        backwards = [] if offloader is None else list(offloading.backwards(program))
+        self._soon = {(stage, index) for stage, index, at, forward in backwards if at - forward <= horizon}
+        self._due = deque((at - horizon, stage, index) for stage, index, at, _ in backwards)
+        self._tasks = 0
+
+    def are_soon(self, number: int, index: int) -> bool:
+        """Whether the backward of a stage is so near that nothing goes away before."""
+        return (number, index) in self._soon
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Before each task: begins what is due."""
+        while self._due and self._due[0][0] <= self._tasks:
+            _, number, index = self._due.popleft()
+            run = microbatches[index].runs.get(number)
+            if run is not None and run.kept is not None:
+                run.kept.load()
+        self._tasks += 1
 
 
 def _check(task: Task, outputs: Sequence[torch.Tensor]) -> None:

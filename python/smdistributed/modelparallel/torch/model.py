@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import (
     SMPValidationError,
 )
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import communication, materialize, state_dicts
+from smdistributed.modelparallel.torch import communication, materialize, offloading, state_dicts
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
@@ -66,6 +66,7 @@ class DistributedModel(nn.Module):
     Attributes:
         module: The model.
         pipeline: What executes it, if it is divided.
+        offloader: What moves activations to the host, if the configuration has it so.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class DistributedModel(nn.Module):
         #: This rank's own, while those of the body are in force.
         self._own_randomness: list[torch.Tensor] | None = None
         self._deferred: list[Callable[[], None]] = []
+        self.offloader = offloading.make(cfg.offload_activations, current_device(), cfg.activation_loading_horizon)
         reduces = cfg.ddp and state.groups.data is not None
         self._reducer = (
             GradientReducer(state.groups.data, bucket_cap_mb, overlapping_allreduce, backward_passes_per_step)
@@ -204,7 +206,7 @@ class DistributedModel(nn.Module):
                 materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
         if groups.pipe is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
-            self.pipeline = Pipeline(self.module, placement, groups, device, cfg.pipeline, *bounds)
+            self.pipeline = Pipeline(self.module, placement, groups, device, cfg.pipeline, *bounds, self.offloader)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
 
@@ -285,9 +287,8 @@ class DistributedModel(nn.Module):
         finally:
             self.in_step, self._scale, self.when_divided = False, 1.0, None
 
-    def begin_microbatch(self, index: int, count: int) -> None:
-        """The body runs for a microbatch."""
-        del index
+    def begin_microbatch(self, count: int) -> None:
+        """The body runs for one of so many microbatches."""
         # A communication hook averages over microbatches as well.
         hooked = self._reducer is not None and self._reducer.hook is not None
         self._scale = 1.0 / count if self._average and not hooked else 1.0

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.groups import Groups
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
+from smdistributed.modelparallel.torch.offloading import Offloader
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.recording import Recording, Task, Value, active, digest_of
 from smdistributed.modelparallel.torch.replay import Call
@@ -49,13 +50,14 @@ class Pipeline:
         schedule: str,
         active_microbatches: int,
         memory_bytes: int | None,
+        offloader: Offloader | None,
     ) -> None:
         assert groups.pipe is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.outcomes = Outcomes()
-        self._device = device
+        self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
@@ -222,7 +224,7 @@ class Pipeline:
 
     def executor(self, scale: float, early: bool = False) -> Executor:
         """Who does this rank's part."""
-        return Executor(self.rank, self.transfers, self.parameters, scale, early)
+        return Executor(self.rank, self.transfers, self.parameters, scale, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
         """Compares what the ranks have recorded.

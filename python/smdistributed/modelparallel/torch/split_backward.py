@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from smdistributed.modelparallel.torch.offloading import Entrance
+
 
 class WeightPart:
     """What is left of a backward: the gradients of parameters."""
@@ -46,10 +48,13 @@ class _Border:
 
 
 def run_input_part(
-    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    roots: Sequence[torch.Tensor | GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | Entrance],
 ) -> WeightPart | None:
-    """Runs the first part: afterwards the ``leaves`` have their gradients. Returns the second one, or ``None`` if the whole
+    """Runs the first part: afterwards the ``inputs`` have their gradients. Returns the second one, or ``None`` if the whole
     backward has run because it cannot be split."""
+    leaves = [each.leaf if isinstance(each, Entrance) else each for each in inputs]
     borders = _borders(roots, leaves) if leaves else None
     if not borders:
         torch.autograd.backward(roots, gradients)
@@ -60,8 +65,10 @@ def run_input_part(
     finally:
         for hook in hooks:
             hook.remove()
-    for leaf, gradient in zip(leaves, found, strict=True):
-        leaf.grad = gradient
+    for each, gradient in zip(inputs, found, strict=True):
+        # An entrance has its own by now.
+        if not isinstance(each, Entrance):
+            each.grad = gradient
     return WeightPart(borders)
 
 

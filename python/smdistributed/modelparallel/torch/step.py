@@ -79,9 +79,10 @@ class StepFunction:
     def _run_alone(self, model: DistributedModel, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         """With one partition: microbatch after microbatch."""
         outputs = []
-        for index, (args, kwargs) in enumerate(calls):
-            model.begin_microbatch(index, len(calls))
-            output = self._function(*args, **kwargs)
+        for args, kwargs in calls:
+            model.begin_microbatch(len(calls))
+            with contextlib.nullcontext() if model.offloader is None else model.offloader.gathering():
+                output = self._function(*args, **kwargs)
             outputs.append(structure.transform(output, torch.Tensor.detach) if self._detach else output)
         model.finish_alone()
         return outputs
@@ -91,8 +92,8 @@ class StepFunction:
         outputs = []
         # Classes are changed once for all microbatches: Python forgets what it knows of their methods each time.
         with contextlib.ExitStack() as calls_are_recorded, model.glue_randomness():
-            for index, (args, kwargs) in enumerate(calls):
-                model.begin_microbatch(index, len(calls))
+            for args, kwargs in calls:
+                model.begin_microbatch(len(calls))
                 outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
         pipeline = model.pipeline
         if pipeline is None or len(recordings) != len(calls):

@@ -1,0 +1,108 @@
+"""Activations of checkpointed modules that wait elsewhere: the same gradients, and nothing of them stays. What stands for the device
+and its host here are copies on CPUs; `tests/gpu/test_modelparallel.py` has the real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import run_ranks
+
+
+def _offloading_body():
+    import copy
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch import offloading
+
+    class Host:
+        """Copies, counts, and notes which memory must be gone when a copy comes back."""
+
+        def __init__(self):
+            self.left, self.came, self.stayed = 0, 0, 0
+
+        def takes(self, tensor):
+            return True
+
+        def out(self, tensor):
+            self.left += 1
+            return tensor.clone(), StorageWeakRef(tensor.untyped_storage())
+
+        def back(self, copy):
+            tensor, memory = copy
+            self.came += 1
+            self.stayed += not memory.expired()
+            return tensor.clone()
+
+        def here(self, arriving):
+            return arriving
+
+    torch.set_default_dtype(torch.float64)
+    rows, width, layers, microbatches = 1024, 128, 6, 8
+    x, y = (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+    alone = copy.deepcopy(plain)
+    for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+        (nn.functional.mse_loss(alone(a), b) / microbatches).backward()
+
+    def run(partitions, horizon, asks=False, **config):
+        manual = {"auto_partition": False, "default_partition": 0, "offload_activations": True}
+        smp.init(
+            {
+                "partitions": partitions, "microbatches": microbatches, "active_microbatches": microbatches,
+                "activation_loading_horizon": horizon, **manual, **config,
+            }
+        )  # fmt: skip
+        host = Host()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offloading, "make", lambda wanted, device, far: offloading.Offloader(host, far))
+            network = copy.deepcopy(plain)
+            for place, part in enumerate(network):
+                smp.set_partition(part, place * partitions // layers)
+            smp.set_activation_checkpointing(network)
+            model = smp.DistributedModel(network)
+
+        @smp.step
+        def step(model, x, y):
+            loss = nn.functional.mse_loss(model(x), y)
+            if asks:
+                assert loss.item() > 0
+            model.backward(loss)
+            return loss
+
+        step(model, x, y)
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-12, atol=1e-18)
+        # What goes away comes back once. The batch itself is the script's, and stays.
+        assert host.came == host.left
+        assert host.stayed == (microbatches if host.left and smp.pp_rank() == 0 else 0), host.stayed
+        place = smp.pp_rank()
+        smp.shutdown()
+        return SimpleNamespace(left=host.left, place=place)
+
+    # All forwards first: everything waits elsewhere, but with a horizon beyond the program.
+    each = layers // 2 * microbatches
+    assert run(2, 1, pipeline="simple").left >= each - layers
+    assert run(2, 1000, pipeline="simple").left == 0
+    # The last partition does every backward at once; the first one has a forward between.
+    for pipeline in ("interleaved", "zero_bubble"):
+        found = run(2, 1, pipeline=pipeline)
+        assert (found.left > 0) == (found.place == 0), (pipeline, found)
+    # Stages that run while the step is recorded, and no pipeline at all.
+    assert run(2, 1, asks=True).left == each
+    assert run(1, 2).left == layers * microbatches
+
+    smp.init({"offload_activations": True})
+    with pytest.warns(UserWarning, match="on CPUs they are there already"):
+        smp.DistributedModel(copy.deepcopy(plain))
+    smp.shutdown()
+
+
+@pytest.mark.timeout(120)
+def test_activations_wait_elsewhere():
+    run_ranks(_offloading_body, 2, timeout=110)
