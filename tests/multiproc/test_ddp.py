@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 ROWS = 6  # of each rank's share of the batch
 
@@ -165,7 +165,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_equal_those_of_the_whole_batch(size):
-    run_ranks(_equality_body, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1])
+    run_ranks(_equality_body, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1], launcher=Forked("torch"))
 
 
 def _large_body():
@@ -202,7 +202,7 @@ def _large_body():
 
 
 def test_gradients_that_the_script_keeps_stay_as_they_are():
-    run_ranks(_large_body, 3)
+    run_ranks(_large_body, 3, launcher=Forked("torch"))
 
 
 def _accumulation_body():
@@ -249,7 +249,7 @@ def _accumulation_body():
 
 
 def test_no_sync_accumulates_locally_and_then_reduces_the_sum():
-    run_ranks(_accumulation_body, 2)
+    run_ranks(_accumulation_body, 2, launcher=Forked("torch"))
 
 
 def _unused_body():
@@ -286,7 +286,7 @@ def _unused_body():
 
 
 def test_unused_parameters_count_as_zero_where_that_is_allowed():
-    run_ranks(_unused_body, 3)
+    run_ranks(_unused_body, 3, launcher=Forked("torch"))
 
 
 def _buffers_body():
@@ -323,7 +323,7 @@ def _buffers_body():
 
 
 def test_buffers_follow_rank_0():
-    run_ranks(_buffers_body, 2)
+    run_ranks(_buffers_body, 2, launcher=Forked("torch"))
 
 
 def _graphs_body():
@@ -415,7 +415,7 @@ def _graphs_body():
 
 
 def test_backwards_of_unusual_shape():
-    run_ranks(_graphs_body, 2)
+    run_ranks(_graphs_body, 2, launcher=Forked("torch"))
 
 
 def _copies_body():
@@ -443,7 +443,7 @@ def _copies_body():
 
 
 def test_copies_and_checkpoints():
-    run_ranks(_copies_body, 2)
+    run_ranks(_copies_body, 2, launcher=Forked("torch"))
 
 
 def _timeline_body():
@@ -459,7 +459,7 @@ def test_timeline_shows_every_bucket_of_every_rank(tmp_path):
 
     path = tmp_path / "timeline.json"
     path.write_text("what an earlier run left")
-    run_ranks(_timeline_body, 2, env={"SMD_TIMELINE": str(path)})
+    run_ranks(_timeline_body, 2, launcher=Forked("torch"), env={"SMD_TIMELINE": str(path)})
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
     for rank in (0, 1):

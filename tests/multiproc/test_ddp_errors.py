@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 
 
 def _start():
@@ -46,7 +46,7 @@ def _mismatch_body():
 
 
 def test_a_difference_at_wrap_is_named_on_every_rank():
-    outcomes = run_ranks(_mismatch_body, 3)
+    outcomes = run_ranks(_mismatch_body, 3, launcher=Forked("torch"))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     said = outcomes[0]
     assert {kind for kind, _ in said.values()} == {"MismatchError"}
@@ -84,7 +84,7 @@ def _unused_body(cases):
 
 def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable():
     cases = [[1], [0, 1, 2]]
-    outcomes = run_ranks(_unused_body, 3, cases)
+    outcomes = run_ranks(_unused_body, 3, cases, launcher=Forked("torch"))
     for case, culprits in enumerate(cases):
         for rank, outcome in enumerate(outcomes):
             said, total = outcome[case]
@@ -144,7 +144,7 @@ def _raise_at(torch, dist, ddp_class, where):
 
 def test_an_exception_inside_one_ranks_backward_reaches_the_others():
     places = [0, 2, 3]
-    outcomes = run_ranks(_raising_body, 2, places)
+    outcomes = run_ranks(_raising_body, 2, places, launcher=Forked("torch"))
     cases = [
         (rank, where, said)
         for rank, outcome in enumerate(outcomes)
@@ -237,7 +237,7 @@ def _gradient_body():
 
 
 def test_gradients_that_cannot_be_reduced_are_named():
-    for said in run_ranks(_gradient_body, 2):
+    for said in run_ranks(_gradient_body, 2, launcher=Forked("torch")):
         assert "`weight` has layout Sparse" in said["sparse"][1]
         assert "`sparse=True`" in said["sparse"][1]
         assert "`0.weight`, `0.bias`; they were frozen" in said["frozen"][1], said["frozen"]
@@ -283,7 +283,7 @@ def _arguments_body():
 
 
 def test_arguments_are_checked():
-    assert run_ranks(_arguments_body, 1) == [
+    assert run_ranks(_arguments_body, 1, launcher=Forked("torch")) == [
         {
             "before": "SMDDPNotInitializedError",
             "fraction": "ValueError",

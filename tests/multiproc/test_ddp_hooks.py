@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 STEPS = 4
 
@@ -97,7 +97,7 @@ def _hooks_body():
 
 
 def test_torchs_own_hooks_work_unchanged():
-    run_ranks(_hooks_body, 2, timeout=100)
+    run_ranks(_hooks_body, 2, launcher=Forked("torch"), timeout=100)
 
 
 def _own_hooks_body():
@@ -194,7 +194,7 @@ def _raising(state, bucket):
 
 
 def test_hooks_see_buckets_and_their_errors_are_told():
-    run_ranks(_own_hooks_body, 2)
+    run_ranks(_own_hooks_body, 2, launcher=Forked("torch"))
 
 
 def _join_body(own_groups):
@@ -239,7 +239,7 @@ def _join_body(own_groups):
 
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_ranks_may_run_out_of_inputs(own_groups):
-    results = run_ranks(_join_body, 3, own_groups)
+    results = run_ranks(_join_body, 3, own_groups, launcher=Forked("torch"))
     assert results[0] == results[1] == results[2]
 
 
@@ -275,4 +275,4 @@ def _early_body():
 
 
 def test_early_termination_and_other_joinables():
-    run_ranks(_early_body, 2)
+    run_ranks(_early_body, 2, launcher=Forked("torch"))

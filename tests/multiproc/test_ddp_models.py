@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 BATCH = 4
 STEPS = 4
@@ -255,5 +255,5 @@ def _table_body(names):
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_equal_torchs_and_those_of_one_process(size):
     names = list(MODELS) if size == 2 else ["branches", "sparse", "dtypes"]
-    seen = run_ranks(_table_body, size, names, timeout=90)
+    seen = run_ranks(_table_body, size, names, launcher=Forked("torch"), timeout=90)
     assert set(seen) == {STEPS * sum(len(MODELS[name][1]) for name in names)}

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 
 def _start(backend="gloo"):
@@ -228,7 +228,7 @@ def _check_precision(torch, dist, ddp_class):
 
 
 def test_arguments_do_what_they_say():
-    run_ranks(_arguments_body, 2)
+    run_ranks(_arguments_body, 2, launcher=Forked("torch"))
 
 
 def _leftovers_body():
@@ -291,7 +291,7 @@ def _leftovers_body():
 
 
 def test_gradients_that_no_rank_used_stay_as_they_are():
-    run_ranks(_leftovers_body, 3)
+    run_ranks(_leftovers_body, 3, launcher=Forked("torch"))
 
 
 def _checkpoints_body():
@@ -392,7 +392,7 @@ def _checkpoints_body():
 
 
 def test_checkpoints_and_graphs_that_differ():
-    run_ranks(_checkpoints_body, 2)
+    run_ranks(_checkpoints_body, 2, launcher=Forked("torch"))
 
 
 def _surroundings_body():
@@ -502,7 +502,7 @@ def _surroundings_body():
 
 
 def test_what_stands_around_a_model():
-    run_ranks(_surroundings_body, 2)
+    run_ranks(_surroundings_body, 2, launcher=Forked("torch"))
 
 
 def _optimizers_body():
@@ -576,7 +576,7 @@ def _optimizers_body():
 
 
 def test_optimizers_and_hooks_that_need_more_than_gloo():
-    run_ranks(_optimizers_body, 2)
+    run_ranks(_optimizers_body, 2, launcher=Forked("torch"))
 
 
 def _compile_body():
@@ -628,4 +628,4 @@ def _compile_body():
 
 
 def test_compiled_models():
-    run_ranks(_compile_body, 2, timeout=100)
+    run_ranks(_compile_body, 2, launcher=Forked("torch"), timeout=100)

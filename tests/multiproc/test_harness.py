@@ -8,7 +8,10 @@ import time
 
 import pytest
 
-from support import HarnessBrokenError, RanksFailedError, missing, run_ranks, start_ranks
+from support import Forked, HarnessBrokenError, RanksFailedError, missing, run_ranks, start_ranks
+
+# What is imported before does not matter here.
+FORKED = Forked("json")
 
 
 def rank_and_size(scale):
@@ -17,9 +20,9 @@ def rank_and_size(scale):
     return rank * scale
 
 
-@pytest.mark.parametrize("launcher", ["smdrun", "torchrun", "mpirun", "raw"])
+@pytest.mark.parametrize("launcher", ["smdrun", "torchrun", "mpirun", "raw", FORKED])
 def test_values_come_back_in_rank_order(launcher):
-    if reason := missing(launcher):
+    if launcher != FORKED and (reason := missing(launcher)):
         pytest.skip(reason)
     assert run_ranks(rank_and_size, 3, 10, launcher=launcher) == [0, 10, 20]
 
@@ -29,7 +32,7 @@ def raise_on_rank_1():
         raise ValueError("bad batch")
 
 
-@pytest.mark.parametrize("launcher", ["smdrun", "raw"])
+@pytest.mark.parametrize("launcher", ["smdrun", "raw", FORKED])
 def test_a_failure_shows_every_rank(launcher):
     with pytest.raises(RanksFailedError, match="rank 1: ValueError: bad batch") as failure:
         run_ranks(raise_on_rank_1, 2, launcher=launcher)
@@ -49,7 +52,7 @@ def test_a_hang_ends_at_the_deadline_with_stacks():
     assert "in hang" in failure.value.outcome.output
 
 
-@pytest.mark.parametrize("launcher", ["smdrun", "raw"])
+@pytest.mark.parametrize("launcher", ["smdrun", "raw", FORKED])
 def test_nothing_outlives_a_job_that_is_not_awaited(launcher):
     with start_ranks(hang, 2, launcher=launcher) as job:
         pids = [job.pid(rank) for rank in range(2)]
@@ -68,8 +71,9 @@ def test_a_broken_test_is_no_failed_test():
         run_ranks(lambda: None, 1)
 
 
-def test_a_rank_can_be_killed():
-    with start_ranks(hang, 2, launcher="raw") as job:
+@pytest.mark.parametrize("launcher", ["raw", FORKED])
+def test_a_rank_can_be_killed(launcher):
+    with start_ranks(hang, 2, launcher=launcher) as job:
         job.kill(1)
         job.kill(0, signal.SIGTERM)
         outcome = job.wait()

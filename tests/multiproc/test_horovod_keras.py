@@ -17,7 +17,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
@@ -362,7 +362,7 @@ def everything():
 def test_everything(legacy):
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
-    run_ranks(everything, 2, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
+    run_ranks(everything, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -128,7 +128,7 @@ def programs(first, count):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs(size):
-    assert run_ranks(programs, size, 1000 * size, 60, env=ENV, timeout=180) == [60] * size
+    assert run_ranks(programs, size, 1000 * size, 60, launcher=Forked("torch"), env=ENV, timeout=180) == [60] * size
 
 
 def main():

@@ -15,7 +15,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
@@ -622,7 +622,7 @@ def everything():
 
 @pytest.mark.timeout(420)
 def test_everything():
-    run_ranks(everything, 2, env=ENV, timeout=400)
+    run_ranks(everything, 2, launcher=Forked("tensorflow"), env=ENV, timeout=400)
 
 
 if __name__ == "__main__":

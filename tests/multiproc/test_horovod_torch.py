@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -577,4 +577,4 @@ def everything():
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_everything(size):
-    run_ranks(everything, size, env=ENV, timeout=200)
+    run_ranks(everything, size, launcher=Forked("torch"), env=ENV, timeout=200)

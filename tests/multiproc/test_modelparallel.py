@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 MANUAL = {"auto_partition": False, "default_partition": 0}
 
@@ -89,7 +89,7 @@ def _api_body():
 
 @pytest.mark.timeout(300)
 def test_ranks_groups_and_objects():
-    assert run_ranks(_api_body, 4, timeout=290) == [0, 1, 2, 3]
+    assert run_ranks(_api_body, 4, launcher=Forked("torch"), timeout=290) == [0, 1, 2, 3]
 
 
 def _replicas_body(pipeline):
@@ -157,7 +157,7 @@ def _replicas_body(pipeline):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
 def test_replicas_reduce_their_gradients(pipeline):
-    assert run_ranks(_replicas_body, 4, pipeline, timeout=290) == [True] * 4
+    assert run_ranks(_replicas_body, 4, pipeline, launcher=Forked("torch"), timeout=290) == [True] * 4
 
 
 def _features_body():
@@ -444,7 +444,7 @@ def _features_body():
 
 @pytest.mark.timeout(300)
 def test_features_of_steps_models_and_optimizers():
-    assert run_ranks(_features_body, 2, timeout=290) == [True, True]
+    assert run_ranks(_features_body, 2, launcher=Forked("torch"), timeout=290) == [True, True]
 
 
 def _mismatch_body():
@@ -487,7 +487,7 @@ def _mismatch_body():
 
 @pytest.mark.timeout(300)
 def test_different_steps_show_the_first_task_that_differs():
-    first, second = run_ranks(_mismatch_body, 2, timeout=290)
+    first, second = run_ranks(_mismatch_body, 2, launcher=Forked("torch"), timeout=290)
     assert first == second
     assert "task 4 of microbatch 0 is `tanh` on partition 1" in first[0]
     assert "`sigmoid` on partition 1" in first[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 # The first test pays for what is loaded as well.
 pytestmark = pytest.mark.timeout(300)
@@ -184,7 +184,7 @@ def _plain(folder):
 def saved(tmp_path_factory):
     """The folder, and the loss of the next step."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(_save, 4, str(folder), 2, timeout=110)
+    return folder, run_ranks(_save, 4, str(folder), 2, launcher=Forked("torch"), timeout=110)
 
 
 # Before and after the model is divided.
@@ -194,7 +194,7 @@ def saved(tmp_path_factory):
 )
 def test_layouts_load_into_each_other(saved, partitions, kind, before):
     folder, after = saved
-    losses = run_ranks(_load, 4, str(folder), partitions, kind, before, timeout=110)
+    losses = run_ranks(_load, 4, str(folder), partitions, kind, before, launcher=Forked("torch"), timeout=110)
     assert losses == pytest.approx(after, rel=1e-5)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 
 def _table_body(dtype, partitions, rows, names=None):
@@ -34,12 +34,16 @@ ROWS = {
 @pytest.mark.parametrize("partitions", list(ROWS))
 def test_pipelines_equal_one_process(partitions):
     pytest.importorskip("transformers")
-    found = run_ranks(_table_body, partitions, "float64", partitions, ROWS[partitions], timeout=290)
+    found = run_ranks(
+        _table_body, partitions, "float64", partitions, ROWS[partitions], launcher=Forked("torch"), timeout=290
+    )
     assert found == [16] * partitions
 
 
 @pytest.mark.timeout(300)
 def test_pipelines_equal_one_process_in_float32():
     names = ["mlp", "resnet18", "tied", "batch_norm"]
-    found = run_ranks(_table_body, 2, "float32", 2, [(8, "zero_bubble", False)], names, timeout=290)
+    found = run_ranks(
+        _table_body, 2, "float32", 2, [(8, "zero_bubble", False)], names, launcher=Forked("torch"), timeout=290
+    )
     assert found == [4, 4]

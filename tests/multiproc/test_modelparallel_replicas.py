@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 CONFIG = {"partitions": 2, "microbatches": 2, "ddp": True, "auto_partition": False, "default_partition": 0}
 
@@ -222,4 +222,4 @@ def _body():
 
 @pytest.mark.timeout(200)
 def test_replicas_and_differing_microbatches():
-    run_ranks(_body, 4, timeout=180)
+    run_ranks(_body, 4, launcher=Forked("torch"), timeout=180)

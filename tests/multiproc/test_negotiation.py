@@ -19,7 +19,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
@@ -187,7 +187,7 @@ def both(runs):
 
 @pytest.mark.parametrize(("size", "runs"), [(2, 100), (4, 30)])
 def test_any_order_and_disagreements(size, runs):
-    seconds = longest(run_ranks(both, size, runs, env=ENV, timeout=170))
+    seconds = longest(run_ranks(both, size, runs, launcher=Forked("tensorflow"), env=ENV, timeout=170))
     print(seconds)
     # Within 2 s, on a machine that has time for it.
     assert max(seconds.values()) < 5, seconds

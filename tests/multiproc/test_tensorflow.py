@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
@@ -79,7 +79,7 @@ def face():
 
 
 def test_the_face():
-    run_ranks(face, 2, timeout=110)
+    run_ranks(face, 2, launcher=Forked("tensorflow"), timeout=110)
 
 
 def wait_for_the_dead():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -177,7 +177,7 @@ def no_gradients_at_all(tf, sdp):
 
 
 def test_calls_from_everywhere():
-    run_ranks(calls, 2, env=_ENV, timeout=180)
+    run_ranks(calls, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=180)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")

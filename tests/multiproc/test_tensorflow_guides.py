@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -132,7 +132,7 @@ def test_the_guides_scripts(keras, size, tmp_path):
     if importlib.util.find_spec(keras) is None:
         pytest.skip(f"{keras} is not installed")
     env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    ranks = run_ranks(guides, size, str(tmp_path), env=env, timeout=170)
+    ranks = run_ranks(guides, size, str(tmp_path), launcher=Forked("tensorflow"), env=env, timeout=170)
     expected = ranks[0][1]
     assert np.mean(expected[-5:]) < np.mean(expected[:5]) - 0.01 * size
     for index, name in enumerate(SCRIPTS):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -320,10 +320,18 @@ def several_kinds_of_variables(keras, sdp):
 
 
 def test_keras_3(tmp_path):
-    run_ranks(both, 2, str(tmp_path), "keras", env=_ENV, timeout=170)
+    run_ranks(both, 2, str(tmp_path), "keras", launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
 def test_tf_keras(tmp_path):
     if importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
-    run_ranks(both, 2, str(tmp_path), "tf_keras", env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
+    run_ranks(
+        both,
+        2,
+        str(tmp_path),
+        "tf_keras",
+        launcher=Forked("tensorflow"),
+        env=_ENV | {"TF_USE_LEGACY_KERAS": "1"},
+        timeout=170,
+    )

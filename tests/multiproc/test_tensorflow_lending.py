@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -118,7 +118,7 @@ def _by_hand(weights, data):
 
 @pytest.mark.parametrize("used_before", [False, True])
 def test_gradients_are_right_wherever_they_are_made(used_before):
-    for inside in run_ranks(lent, 2, used_before, env=_ENV, timeout=180):
+    for inside in run_ranks(lent, 2, used_before, launcher=Forked("tensorflow"), env=_ENV, timeout=180):
         # Where there are GPUs, TensorFlow's own CPU devices stay.
         can_lend = not used_before and not os.path.exists("/proc/driver/nvidia/version")
         assert max(inside) == (4 if can_lend else 0), inside

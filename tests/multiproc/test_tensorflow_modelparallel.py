@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -45,7 +45,7 @@ def _everything(folder):
 def ranks(tmp_path_factory):
     """All of it in one job: TensorFlow takes its time to start."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(_everything, 2, str(folder), env=_ENV, timeout=490)
+    return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=_ENV, timeout=490)
 
 
 def test_models_learn_as_in_one_process(ranks):

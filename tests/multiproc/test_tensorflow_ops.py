@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
@@ -390,6 +390,6 @@ def everything():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_operation(size):
-    compared = run_ranks(everything, size, timeout=110, env=ENVIRONMENT)
+    compared = run_ranks(everything, size, launcher=Forked("tensorflow"), timeout=110, env=ENVIRONMENT)
     traced = (len(TYPES), len(NUMBERS)) if size == 2 else (len(TRACED), len(TRACED))
     assert compared == [(len(TYPES) + traced[0]) * 10 + (len(NUMBERS) + traced[1]) * 7] * size

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -287,7 +287,7 @@ def arguments(keras, sdp):
 
 
 def test_keras_3():
-    run_ranks(keras3, 2, env=_ENV, timeout=170)
+    run_ranks(keras3, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
 def legacy_keras():
@@ -335,7 +335,7 @@ def legacy_keras():
 
 
 def test_tf_keras():
-    run_ranks(legacy_keras, 2, env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
+    run_ranks(legacy_keras, 2, launcher=Forked("tensorflow"), env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
 
 
 def graphs_of_tf1(folder, every_kind=True):
@@ -441,7 +441,7 @@ def graphs_of_tf1(folder, every_kind=True):
 
 
 def test_tf1(tmp_path):
-    run_ranks(graphs_of_tf1, 2, str(tmp_path), env=_ENV, timeout=170)
+    run_ranks(graphs_of_tf1, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
 def four(folder):
@@ -459,4 +459,4 @@ def four(folder):
 
 
 def test_four_ranks(tmp_path):
-    run_ranks(four, 4, str(tmp_path), env=_ENV, timeout=170)
+    run_ranks(four, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)

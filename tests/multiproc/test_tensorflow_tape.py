@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
 
 pytestmark = [
@@ -484,7 +484,7 @@ _ON_TWO = (
 @pytest.mark.parametrize(("n", "keras", "checks"), [(2, "keras", _ON_TWO), (4, "tf_keras", _ON_EVERY_NUMBER)])
 def test_gradients(n, keras, checks):
     env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    run_ranks(tape, n, keras, checks, env=env, timeout=170)
+    run_ranks(tape, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
 
 
 def wait_for_the_dead():

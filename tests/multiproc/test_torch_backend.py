@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -186,7 +186,7 @@ def _collectives():
 
 
 def test_collectives_give_what_gloo_gives():
-    assert run_ranks(_collectives, 3) == [True] * 3
+    assert run_ranks(_collectives, 3, launcher=Forked("torch")) == [True] * 3
 
 
 def _works():
@@ -230,7 +230,7 @@ def _works():
 
 
 def test_works_futures_and_errors():
-    assert run_ranks(_works, 2) == [0, 1]
+    assert run_ranks(_works, 2, launcher=Forked("torch")) == [0, 1]
 
 
 def _joins_ours():
@@ -247,7 +247,7 @@ def _joins_ours():
 
 
 def test_both_faces_share_a_session():
-    assert run_ranks(_joins_ours, 2) == [([4.0, 4.0], [2.0, 2.0, 2.0])] * 2
+    assert run_ranks(_joins_ours, 2, launcher=Forked("torch")) == [([4.0, 4.0], [2.0, 2.0, 2.0])] * 2
 
 
 def _ddp(torch, dist, rank, size):
@@ -348,4 +348,4 @@ def _builds():
 
 
 def test_what_torch_builds_on_groups_gives_what_it_gives_over_gloo():
-    assert run_ranks(_builds, 2, timeout=100) == [True, True]
+    assert run_ranks(_builds, 2, launcher=Forked("torch"), timeout=100) == [True, True]

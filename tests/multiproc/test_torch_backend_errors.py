@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -86,7 +86,7 @@ def _one_cannot():
 
 
 def test_who_cannot_take_part_is_named_to_all():
-    assert run_ranks(_one_cannot, 3) == [0, 1, 2]
+    assert run_ranks(_one_cannot, 3, launcher=Forked("torch")) == [0, 1, 2]
 
 
 def _gives_up():
@@ -119,7 +119,7 @@ def _gives_up():
 
 
 def test_abort_ends_waits_everywhere():
-    assert run_ranks(_gives_up, 2)[1].endswith("[smd:peer_failed]")
+    assert run_ranks(_gives_up, 2, launcher=Forked("torch"))[1].endswith("[smd:peer_failed]")
 
 
 def _misses():
@@ -148,7 +148,7 @@ def _misses():
 
 
 def test_a_timeout_names_who_is_missing():
-    first, second, _ = run_ranks(_misses, 3)
+    first, second, _ = run_ranks(_misses, 3, launcher=Forked("torch"))
     for text in (first, second):
         assert "all_reduce(sum) of 1 float32 timed out after 1.0s: no sign of rank(s) [2]" in text, text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 SIZES = [0, 1, 7, 1000, 65_537]
 
@@ -126,7 +126,7 @@ def reductions():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_reductions(ranks):
-    run_ranks(reductions, ranks, timeout=110)
+    run_ranks(reductions, ranks, launcher=Forked("torch"), timeout=110)
 
 
 def movements():
@@ -182,7 +182,7 @@ def movements():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_movements(ranks):
-    run_ranks(movements, ranks, timeout=110)
+    run_ranks(movements, ranks, launcher=Forked("torch"), timeout=110)
 
 
 def layouts():
@@ -262,7 +262,7 @@ def layouts():
 
 
 def test_layouts():
-    run_ranks(layouts, 3)
+    run_ranks(layouts, 3, launcher=Forked("torch"))
 
 
 def handles():
@@ -328,7 +328,7 @@ def _tick(seen):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_handles(ranks):
-    run_ranks(handles, ranks)
+    run_ranks(handles, ranks, launcher=Forked("torch"))
 
 
 def messages():
@@ -354,7 +354,7 @@ def messages():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages(ranks):
-    run_ranks(messages, ranks)
+    run_ranks(messages, ranks, launcher=Forked("torch"))
 
 
 def groups():
@@ -393,7 +393,7 @@ def groups():
 
 
 def test_groups():
-    run_ranks(groups, 4)
+    run_ranks(groups, 4, launcher=Forked("torch"))
 
 
 def life_cycle():
@@ -428,4 +428,4 @@ def life_cycle():
 
 
 def test_life_cycle():
-    assert run_ranks(life_cycle, 2) == [(0, 2, 0, 2.0), (1, 2, 1, 2.0)]
+    assert run_ranks(life_cycle, 2, launcher=Forked("torch")) == [(0, 2, 0, 2.0), (1, 2, 1, 2.0)]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
 
 
@@ -53,7 +53,7 @@ def disagree():
 
 
 def test_a_mismatch_is_named_on_every_rank():
-    first, second = run_ranks(disagree, 2)
+    first, second = run_ranks(disagree, 2, launcher=Forked("torch"))
     assert first == second
 
 
@@ -84,7 +84,7 @@ def bad_arguments():
 
 
 def test_bad_arguments_leave_the_group_usable():
-    assert run_ranks(bad_arguments, 2) == [2.0, 2.0]
+    assert run_ranks(bad_arguments, 2, launcher=Forked("torch")) == [2.0, 2.0]
 
 
 def wait_for_the_dead(how):

@@ -1,9 +1,11 @@
 """The one harness for tests that need several processes; see `run_ranks`."""
 
+from support.forks import Forked
 from support.launchers import missing, needs
 from support.ranks import HarnessBrokenError, Job, Outcome, RankOutcome, RanksFailedError, run_ranks, start_ranks
 
 __all__ = [
+    "Forked",
     "HarnessBrokenError",
     "Job",
     "Outcome",

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from support.forks import Forked
 from support.hosts import ByHand, Hosts, Torchrun
 
 LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
@@ -18,7 +19,7 @@ COMMANDLESS = ("slurm", "raw")
 
 
 #: What starts the ranks of a job.
-Launcher = str | Hosts | ByHand | Torchrun
+Launcher = str | Forked | Hosts | ByHand | Torchrun
 
 
 def missing(launcher: str) -> str | None:

@@ -33,7 +33,8 @@ def this_rank() -> int:
     return 0
 
 
-def _main(folder: Path) -> int:
+def main(folder: Path) -> int:
+    """Calls the body of the job in `folder`, as its rank that the environment names."""
     rank = this_rank()
     _write(folder / f"{rank}.pid", str(os.getpid()).encode())
     result = folder / f"{rank}.result"
@@ -89,4 +90,4 @@ def _write(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     # A body that imports this module must get this one.
     sys.modules["support.rank_main"] = sys.modules["__main__"]
-    sys.exit(_main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1])))

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from support import launchers
+from support.forks import Forked, ForkedProcess, fork_ranks
 from support.hosts import ByHand, Hosts, Torchrun
 from support.rank_main import BROKEN
 
@@ -114,7 +115,8 @@ def run_ranks(
         target: a module-level function, called with `args`; or a script, which gets `args` as texts.
         n: number of ranks.
         launcher: `smdrun`, `torchrun`, `mpirun`; or processes started one by one, with the variables that `srun` would
-            set (`slurm`) or with torch's (`raw`); or several hosts, with `mpirun` over them, or what they offer.
+            set (`slurm`) or with torch's (`raw`); or forked with a framework that is imported already; or several hosts, with `mpirun`
+            over them, or what they offer.
         options: for the launcher, before the script.
         env: variables on top of our own.
         timeout: seconds, for the whole job.
@@ -189,6 +191,11 @@ class Job:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
         variables.update(env)
 
+        self._processes: list[subprocess.Popen | ForkedProcess] = []
+        self._outputs: list[Path] = []
+        if isinstance(launcher, Forked):
+            self._fork(launcher, variables)
+            return
         if isinstance(launcher, ByHand | Torchrun):
             starts = launcher.starts(n, [*options, *program])
         elif launcher in launchers.COMMANDLESS:
@@ -197,8 +204,6 @@ class Job:
         else:
             starts = [([*launchers.command(launcher, n, options), *program], {})]
         self.command = starts[0][0]
-        self._processes = []
-        self._outputs = []
         for index, (command, place) in enumerate(starts):
             self._outputs.append(folder / f"output.{index}")
             with self._outputs[-1].open("wb") as output:
@@ -212,6 +217,14 @@ class Job:
                         start_new_session=True,
                     )
                 )
+
+    def _fork(self, launcher: Forked, variables: dict[str, str]) -> None:
+        if not self._is_body:
+            raise HarnessBrokenError("a script cannot be forked: only a body can")
+        self.command = ["fork", launcher.module]
+        environments = [variables | place for place in launchers.environments("raw", self.n)]
+        self._outputs += [self._folder / f"output.{rank}" for rank in range(self.n)]
+        self._processes += fork_ranks(launcher.module, self._folder, self._outputs, environments)
 
     @property
     def launcher_pid(self) -> int:
@@ -291,7 +304,10 @@ class Job:
     def _living_ranks(self) -> list[int]:
         """Processes that carry this job's folder in their environment, and so are surely ours."""
         mark = f"SMD_TEST_FOLDER={self._folder}".encode()
-        living = []
+        # What was forked shows the variables of its server.
+        living = [
+            process.pid for process in self._processes if isinstance(process, ForkedProcess) and process.poll() is None
+        ]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 with contextlib.suppress(OSError):

@@ -1,0 +1,73 @@
+"""What a server of `forks` runs: imports a module once, then forks a rank whenever it is asked to.
+
+    python fork_main.py FD MODULE
+
+`FD` is a connection: (folder, file for output, variables) comes in, ("started", pid) and ("ended", pid, exit code) go out.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from support import rank_main
+
+
+def _serve(connection: Connection) -> tuple[str, str, dict[str, str]] | None:
+    """Forks until the test ends; gives what was asked for in each rank, and None in the server."""
+    running: dict[int, int] = {}
+    try:
+        while True:
+            for ready in wait([connection, *running]):
+                if ready is not connection:
+                    pid = running.pop(ready)
+                    os.close(ready)
+                    connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                    continue
+                asked = connection.recv()
+                pid = os.fork()
+                # A rank and what it starts are one group, which the test can end; whoever comes first makes it.
+                os.setpgid(pid, pid)
+                if pid == 0:
+                    for descriptor in (connection.fileno(), *running):
+                        os.close(descriptor)
+                    return asked
+                running[os.pidfd_open(pid)] = pid
+                connection.send(("started", pid))
+    except (EOFError, OSError):
+        for pid in running.values():
+            os.kill(pid, signal.SIGKILL)
+        return None
+
+
+def _become(output: str, variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    with open(output, "ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+
+
+def _main(descriptor: int, module: str) -> int:
+    importlib.import_module(module)
+    tasks = os.listdir("/proc/self/task")
+    if len(tasks) != 1:
+        raise RuntimeError(f"`{module}` starts {len(tasks) - 1} threads when it is imported: a fork would lack them")
+    # What is here stays: no collection shall touch, and so copy, the pages that ranks share.
+    gc.freeze()
+    asked = _serve(Connection(descriptor))
+    if asked is None:
+        return 0
+    folder, output, variables = asked
+    _become(output, variables)
+    sys.argv = [rank_main.__file__, folder]
+    return rank_main.main(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2]))

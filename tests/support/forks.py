@@ -1,0 +1,164 @@
+"""Ranks that are forked from processes which have imported a framework already.
+
+Importing takes most of the time of a short job (3 to 7 s of processor time a rank). Each rank of a job has a server of its own, so that
+ranks differ in what differs between processes: the addresses of their memory and the order of their sets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+
+#: Variables that a rank gets when it is forked, as nothing reads them before; any other may be read while the framework is imported.
+_OF_THE_JOB = (
+    "SMD_",
+    "SMP_",
+    "SM_",
+    "HOROVOD_",
+    "MASTER_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "PYTEST_",
+    "CUDA_",
+    "TF_NUM_",
+    "TF_CPP_",
+)
+#: Servers that may wait for work, half a gigabyte each; the one that was used least lately ends for a new one.
+_MOST_SERVERS = 12
+_IMPORT_SECONDS = 120.0
+_MAIN = Path(__file__).with_name("fork_main.py")
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A launcher: `Forked("torch")` forks ranks that have imported `torch`, and sets the variables that torch's own scripts have.
+
+    For bodies that do not set what the framework reads while it is imported, and need no launcher of ours around them.
+    """
+
+    module: str
+
+
+class ForkedProcess:
+    """A rank that a server has forked; the part of `subprocess.Popen` that a job uses."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+        #: As of `subprocess`: None while it runs, negative if a signal ended it.
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, within `timeout` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+
+class _Server:
+    """A process that has imported a framework and forks ranks."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the server lives)
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(_MAIN), str(theirs.fileno()), module],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._codes: dict[int, int] = {}
+
+    def start(self, folder: Path, output: Path, environment: Mapping[str, str]) -> ForkedProcess:
+        """Forks a rank of the job in `folder`."""
+        try:
+            self._connection.send((str(folder), str(output), dict(environment)))
+            deadline = time.monotonic() + _IMPORT_SECONDS
+            while self._connection.poll(max(0.0, deadline - time.monotonic())):
+                kind, pid, *code = self._connection.recv()
+                if kind == "started":
+                    return ForkedProcess(self, pid)
+                self._codes[pid] = code[0]
+        except (EOFError, OSError):
+            pass
+        self.end()
+        self._errors.seek(0)
+        raise RuntimeError(f"no rank could be forked:\n{self._errors.read().decode(errors='replace')}")
+
+    def exit_code(self, pid: int) -> int | None:
+        """That of a rank that has ended."""
+        with contextlib.suppress(EOFError, OSError):
+            while pid not in self._codes and self._connection.poll():
+                _, ended, code = self._connection.recv()
+                self._codes[ended] = code
+        if pid not in self._codes and self._process.poll() is not None:
+            return -signal.SIGKILL  # the server was killed, and its ranks with it
+        return self._codes.pop(pid, None)
+
+    def end(self) -> None:
+        """Ends the server, which kills what it has forked."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._process.kill()
+        self._process.wait()
+
+
+_servers: dict[tuple, _Server] = {}
+
+
+@atexit.register
+def _end_servers() -> None:
+    for server in _servers.values():
+        server.end()
+
+
+def fork_ranks(
+    module: str, folder: Path, outputs: Sequence[Path], environments: Sequence[Mapping[str, str]]
+) -> list[ForkedProcess]:
+    """Forks the ranks of the job in `folder`: each runs `rank_main` with its variables and writes to its output."""
+    # All servers import at once.
+    servers = [_server(module, rank, environment) for rank, environment in enumerate(environments)]
+    return [
+        server.start(folder, output, environment)
+        for server, output, environment in zip(servers, outputs, environments, strict=True)
+    ]
+
+
+def _server(module: str, rank: int, environment: Mapping[str, str]) -> _Server:
+    shared = {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
+    shared["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    key = (os.getpid(), module, rank, *sorted(shared.items()))
+    server = _servers.pop(key, None) or _Server(module, shared)
+    _servers[key] = server
+    while len(_servers) > _MOST_SERVERS:
+        _servers.pop(next(iter(_servers))).end()
+    return server
