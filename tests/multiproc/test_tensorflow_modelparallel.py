@@ -182,17 +182,41 @@ def _checkpoints(folder):
     for _ in range(3):
         train()
         path = manager.save()
+    # TensorFlow's own calls, and the core's form, of the same state.
+    direct = checkpoint.save(f"{folder}.direct/ckpt")
+    sharded = smp.CheckpointManager(checkpoint, f"{folder}.sharded", max_to_keep=2, format="sharded")
+    assert sharded.restore() is None
+    saved = [sharded.save(number) for number in (7, 8, 9)]
+    assert sharded.checkpoints == saved[1:]
+    assert sharded.latest_checkpoint == saved[-1]
     expected = [float(train()) for _ in range(3)]
-    # After a step and before one, each in a job of its own.
-    found = {"after": None, "before": None}
-    for when in found:
+
+    def restored(checkpoint, how):
+        if how == "manager":
+            assert smp.CheckpointManager(checkpoint, folder, checkpoint_name="mine").restore() == path
+        elif how == "sharded":
+            assert smp.CheckpointManager(checkpoint, folder).restore(saved[0].replace("-7", "-8")) == saved[1]
+        else:
+            checkpoint.restore(direct).assert_existing_objects_matched()
+
+    # After a step and before one, each in a job of its own; one with replicas of the whole, too.
+    found = {}
+    for when, how, partitions in (
+        ("after", "manager", 2),
+        ("before", "manager", 2),
+        ("after", "direct", 2),
+        ("before", "direct", 2),
+        ("before", "sharded", 2),
+        ("before", "manager", 1),
+        ("before", "sharded", 1),
+    ):
         smp.shutdown()
-        smp.init({"partitions": 2, "microbatches": 2})
+        smp.init({"partitions": partitions, "microbatches": 2})
         checkpoint, train = started()
         if when == "after":
             train()
-        assert smp.CheckpointManager(checkpoint, folder, checkpoint_name="mine").restore() == path
-        found[when] = [float(train()) for _ in range(3)]
+        restored(checkpoint, how)
+        found[when, how, partitions] = [float(train()) for _ in range(3)]
     # Plain TensorFlow, in one process.
     model, optimizer = made(keras.Model)
     model(x)
@@ -214,7 +238,8 @@ def test_a_checkpoint_is_that_of_one_process(ranks):
     for _, (expected, found, plain, path, kept), _ in found_by_rank:
         assert path == str(folder / "mine-3")
         assert kept == [str(folder / "mine-2"), path]
-        assert found == {"after": expected, "before": expected}
+        for how, losses in found.items():
+            assert losses == pytest.approx(expected, abs=0 if how[2] == 2 else 1e-6), how
         assert plain == pytest.approx(expected, abs=1e-6)
     assert sorted(each.name for each in folder.iterdir() if each.suffix == ".index") == [
         "mine-2.index",

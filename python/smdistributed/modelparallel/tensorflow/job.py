@@ -14,6 +14,7 @@ from smdistributed.dataparallel.tensorflow import compat
 from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.ranks import Ranks
+from smdistributed.modelparallel.tensorflow import saving
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.topology import GROUPS, Topology
 
@@ -79,6 +80,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     """
     # For a Keras that the script has imported after this package.
     compat.install()
+    saving.install()
     cfg = configuration.read(config, "tensorflow")
     if state.initialized:
         if config is not None and dict(cfg) != dict(state.cfg):

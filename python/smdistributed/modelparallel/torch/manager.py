@@ -6,9 +6,7 @@ see ``rust-core/src/checkpoint``.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,37 +17,17 @@ import torch
 
 from smdistributed import _core
 from smdistributed._common import errors
+from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
 from smdistributed.modelparallel.torch import content, state_dicts
 from smdistributed.modelparallel.torch.communication import barrier
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
-#: Tensors of fewer bytes are written by one replica.
-_SPLIT_BYTES = 1 << 20
-#: Saves of this process, all managers' together.
-_SAVES = itertools.count(1)
 _MODEL, _OPTIMIZER, _USER = "model/", "optimizer/", "user/"
 #: Python's numbers in an optimizer's state: tensors with these endings of their names.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
-_ELEMENTS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-}
+_ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
 _DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
 
@@ -129,7 +107,8 @@ class CheckpointManager:
         if state.groups.rank == 0:
             text = self._content(user_content, tensors)
         copies = self._on_host(tensors)
-        places = list(_shares(copies, state.groups.rank_in("rdp"), len(state.groups.members["rdp"])))
+        blocks = [_block(name, tensor) for name, tensor in copies.items()]
+        places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
             "pp": len(state.groups.members["pp"]),
             "tp": len(state.groups.members["tp"]),
@@ -137,11 +116,9 @@ class CheckpointManager:
             "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
             "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
         }
-        # The same on all ranks, and never twice.
-        attempt = (_core.session_id() + next(_SAVES) * 0x9E3779B97F4A7C15) % (1 << 64)
         name = tag or f"step-{step}"
         with errors.translated(_CLASSES):
-            self._saver.save(name, step, attempt, json.dumps(layout), text, places, self.asynchronous)
+            self._saver.save(name, step, shares.attempt(), json.dumps(layout), text, places, self.asynchronous)
         del copies
 
     def wait(self) -> None:
@@ -360,25 +337,11 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
                 )
 
 
-def _shares(tensors: Mapping[str, torch.Tensor], replica: int, replicas: int) -> Iterable[tuple]:
-    """What this replica writes: its part of the rows of large tensors, and some of the small ones."""
-    given = [0] * replicas
-    for name, tensor in tensors.items():
-        shape, size = list(tensor.shape), tensor.numel() * tensor.element_size()
-        if name.startswith(_USER):
-            # Only the first rank has it.
-            yield name, _ELEMENTS[tensor.dtype], shape, [0] * len(shape), shape, tensor.data_ptr()
-            continue
-        if size < _SPLIT_BYTES or shape[0] < replicas:
-            least = given.index(min(given))
-            given[least] += size + 1
-            if least == replica:
-                yield name, _ELEMENTS[tensor.dtype], shape, [0] * len(shape), shape, tensor.data_ptr()
-            continue
-        first, last = replica * shape[0] // replicas, (replica + 1) * shape[0] // replicas
-        row = math.prod(shape[1:]) * tensor.element_size()
-        start, lengths = [first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]
-        yield name, _ELEMENTS[tensor.dtype], shape, start, lengths, tensor.data_ptr() + first * row
+def _block(name: str, tensor: torch.Tensor) -> shares.Block:
+    # What the user gave, only the first rank has.
+    is_shared = not name.startswith(_USER)
+    shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
+    return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared)
 
 
 def _no_tensors(name: str) -> torch.Tensor:

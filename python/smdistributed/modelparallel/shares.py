@@ -1,0 +1,86 @@
+"""What a rank writes into a checkpoint of the core: tensors in host memory, whose rows replicas share out among them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from smdistributed import _core
+
+#: Tensors of fewer bytes are written by one replica.
+_SPLIT_BYTES = 1 << 20
+#: Saves of this process, all managers' together.
+_SAVES = itertools.count(1)
+
+#: Names of element types, by those of the frameworks.
+ELEMENTS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "complex64": "C64",
+}
+
+#: As `_core.CheckpointSaver.save` takes it.
+Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A dense tensor in host memory.
+
+    Attributes:
+        element: One of ``ELEMENTS``' values.
+        item_bytes: Of one element.
+        is_shared: Whether all replicas have it; otherwise this rank writes it.
+    """
+
+    name: str
+    element: str
+    shape: list[int]
+    item_bytes: int
+    address: int
+    is_shared: bool = True
+
+
+def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
+    """What this replica writes: its part of the rows of large tensors, and some of the small ones.
+
+    Args:
+        blocks: The same, in the same order, on all replicas, but for those that are not shared.
+    """
+    found: list[Place] = []
+    given = [0] * replicas
+    for block in blocks:
+        shape, size = block.shape, math.prod(block.shape) * block.item_bytes
+        if not block.is_shared:
+            found.append((block.name, block.element, shape, [0] * len(shape), shape, block.address))
+        elif size < _SPLIT_BYTES or shape[0] < replicas:
+            least = given.index(min(given))
+            given[least] += size + 1
+            if least == replica:
+                found.append((block.name, block.element, shape, [0] * len(shape), shape, block.address))
+        else:
+            first, last = replica * shape[0] // replicas, (replica + 1) * shape[0] // replicas
+            start, lengths = [first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]
+            row = math.prod(shape[1:]) * block.item_bytes
+            found.append((block.name, block.element, shape, start, lengths, block.address + first * row))
+    return found
+
+
+def attempt() -> int:
+    """The number of the next save: the same on all ranks, and never twice."""
+    return (_core.session_id() + next(_SAVES) * 0x9E3779B97F4A7C15) % (1 << 64)
