@@ -78,6 +78,8 @@ bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Ope
 bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks, and savers of checkpoints, at random moments, RUNS=200 times from SEED=0 on
 	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/kill_saves.py --runs $(or $(RUNS),500) --seed $(or $(SEED),0)
+	$(BIN)/python tests/faults/kill_tensorflow_saves.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
+	$(BIN)/python tests/faults/end_tensorflow_steps.py --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)

@@ -1,0 +1,44 @@
+"""Runs the guide's TensorFlow scripts in every way that the suite runs some of them in: 2 and 4 processes, Keras 3 and tf_keras, under
+smdrun and mpirun. The loss at the end of each epoch is that of one process.
+
+    python tests/e2e/modelparallel_tensorflow_guides.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multiproc")]
+
+from test_tensorflow_modelparallel_guides import check  # noqa: E402
+
+_BY_HAND = {"auto_partition": False, "default_partition": 0}
+#: By script and number of processes.
+PARAMETERS = {
+    ("automatic", 2): {"partitions": 2},
+    ("automatic", 4): {"partitions": 2, "ddp": True},
+    ("manual", 2): {"partitions": 2, **_BY_HAND},
+    ("manual", 4): {"partitions": 2, "ddp": True, **_BY_HAND},
+    ("hybrid", 2): {"partitions": 1, "horovod": True},
+    ("hybrid", 4): {"partitions": 2, "horovod": True},
+}
+
+
+def main() -> None:
+    """The command line."""
+    start = time.monotonic()
+    for (name, size), launcher, keras in itertools.product(PARAMETERS, ("smdrun", "mpirun"), ("keras", "tf_keras")):
+        with tempfile.TemporaryDirectory() as folder:
+            check(name, size, PARAMETERS[name, size], launcher, keras, folder)
+        print(
+            f"{name}, {size} processes, {launcher}, {keras}: as one process ({time.monotonic() - start:.0f} s)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Ends steps of Keras models on several partitions in the middle: a rank dies, or runs another step than the others. All of them get
+an error that says who.
+
+    python tests/faults/end_tensorflow_steps.py --runs 100 --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import Forked, start_ranks
+from support.rank_main import announce
+
+#: TensorFlow on one processor.
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+ENV["CUDA_VISIBLE_DEVICES"] = ""
+LAUNCHER = Forked("tensorflow")
+
+
+def steps(partitions, victim, differs_at):
+    """A rank: trains until something ends it; the victim runs another step as number ``differs_at``."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": partitions, "microbatches": 4})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.parts = [tf.keras.layers.Dense(32, "tanh") for _ in range(partitions)]
+
+        def call(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    model = Model()
+
+    def made(last):
+        @smp.step
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(last(model(x)))
+            return tape.gradient(loss, model.trainable_variables), loss
+
+        return step
+
+    step, other = made(tf.square), made(tf.exp if smp.rank() == victim else tf.sin)
+    x = tf.ones([8, 32])
+    for number in range(1 << 30):
+        if number == differs_at:
+            other(x)
+        step(x)
+        if number == 2 and smp.rank() == victim:
+            announce("training")
+
+
+def run(partitions, victim, kind, delay, limit):
+    """One run, in which the victim dies ``delay`` seconds into training, or runs another step (``kind``: "dies", "differs").
+
+    Returns:
+        Seconds until the last rank knew.
+    """
+    # Not a number that a step has, if it is to die.
+    differs_at = 4 + int(100 * delay) if kind == "differs" else -1
+    with start_ranks(steps, partitions, partitions, victim, differs_at, launcher=LAUNCHER, env=ENV, timeout=150) as job:
+        job.wait_for("training")
+        began = None
+        if kind == "dies":
+            time.sleep(delay)
+            began = job.kill(victim)
+        outcome = job.wait()
+    assert not outcome.timed_out, outcome.describe()
+    told = [rank for rank in outcome.ranks if kind == "differs" or rank.rank != victim]
+    error, name = ("SMPPeerFailedError", "rank") if kind == "dies" else ("SMPMismatchError", "partition")
+    for rank in told:
+        assert rank.error_types[:1] == (error,), outcome.describe()
+        assert f"{name} {victim} " in rank.error, outcome.describe()
+    ends = [rank.ended_at for rank in told]
+    seconds = max(ends) - (min(ends) if began is None else began)
+    assert seconds < limit, f"it took {seconds:.1f} s\n{outcome.describe()}"
+    return seconds
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=5.0, help="most seconds until the last rank knows")
+    arguments = parser.parse_args()
+    dice, longest = random.Random(arguments.seed), {"dies": 0.0, "differs": 0.0}
+    start = time.monotonic()
+    for number in range(arguments.runs):
+        partitions, kind = dice.choice([2, 2, 3]), ("dies", "differs")[number % 2]
+        seconds = run(partitions, dice.randrange(partitions), kind, dice.uniform(0, 0.2), arguments.limit)
+        longest[kind] = max(longest[kind], seconds)
+        if (number + 1) % 10 == 0:
+            known = ", ".join(f"{kind} {1e3 * most:.0f} ms" for kind, most in longest.items())
+            print(
+                f"{number + 1} runs, known at the latest after: {known} ({time.monotonic() - start:.0f} s)", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
