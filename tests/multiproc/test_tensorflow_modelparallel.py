@@ -186,6 +186,8 @@ def _checkpoints(folder):
     direct = checkpoint.save(f"{folder}.direct/ckpt")
     sharded = smp.CheckpointManager(checkpoint, f"{folder}.sharded", max_to_keep=2, format="sharded")
     assert sharded.restore() is None
+    with pytest.raises(ValueError, match="'tensorflow' or 'sharded'"):
+        smp.CheckpointManager(checkpoint, folder, format="no such format")
     saved = [sharded.save(number) for number in (7, 8, 9)]
     assert sharded.checkpoints == saved[1:]
     assert sharded.latest_checkpoint == saved[-1]

@@ -142,10 +142,11 @@ def guide(name, folder, replicas):
     return losses, kind, accuracy, smp.dp_rank(), variables, plain
 
 
-#: Script, ranks, configuration, launcher and Keras.
+#: Script, ranks, configuration, launcher and Keras; all of them are in `tests/e2e/modelparallel_tensorflow_guides.py`.
 CASES = [
     ("automatic", 2, {"partitions": 2}, "smdrun", "keras"),
     ("manual", 2, {"partitions": 2, "auto_partition": False, "default_partition": 0}, "mpirun", "tf_keras"),
+    ("hybrid", 2, {"partitions": 1, "horovod": True}, "smdrun", "keras"),
 ]
 
 
