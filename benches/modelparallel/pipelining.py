@@ -213,6 +213,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--cut", type=int, nargs="+", default=[9, 9, 8, 6], help="blocks of each rank, for `cut`")
     parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
+    parser.add_argument("--trace", metavar="FOLDER", help="writes a profile of one step of each mode and rank there")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -276,6 +277,13 @@ def main() -> None:
                 f"{name:18} {tokens / middle:10,.0f}  ({rates[0]:,.0f} .. {rates[-1]:,.0f})  {1e3 * middle:7.1f}  {memory}"
             )
         print("JSON", json.dumps(times))
+    if arguments.trace:
+        for name, each in trained.items():
+            bench.barrier()
+            with torch.profiler.profile() as profile:
+                each.step(tokens_BT, targets_BT)
+                bench.barrier()
+            profile.export_chrome_trace(f"{arguments.trace}/{name.replace(' ', '-')}-{rank}.json")
     if arguments.profile:
         _profile(trained[arguments.profile], tokens_BT, targets_BT, rank)
     bench.barrier()

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel.torch.accumulation import LEAST_ELEMS, add_up_at_once  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
 from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
 
@@ -52,6 +53,41 @@ def test_a_backward_in_two_parts_is_the_whole_one(shared):
     torch.testing.assert_close(leaf.grad, again.grad)
     for ours, theirs in zip(parameters, others, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def _cast_of(parameter, node):
+    """The node of a graph that casts ``parameter``."""
+    for child, _ in node.next_functions:
+        if child is not None:
+            found = node if getattr(child, "variable", None) is parameter else _cast_of(parameter, child)
+            if found is not None:
+                return found
+    return None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
+    width = int(LEAST_ELEMS**0.5)
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(width, width), torch.randn(3, width)
+    if hooked:
+        layer.weight.register_hook(lambda gradient: gradient)
+    widened, found = [], []
+    for at_once in (True, False):
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            # One cast serves all of them, as long as the context lasts.
+            losses = [layer(x * scale).float().pow(2).sum() for scale in (1.0, 0.3, 3.0)]
+        if at_once:
+            add_up_at_once(losses[:1])
+            cast = _cast_of(layer.weight, losses[0].grad_fn)
+            cast.register_hook(lambda inputs, _: widened.append(inputs[0] is not None))
+        for loss in losses:
+            loss.backward()
+        found.append((layer.weight.grad, layer.bias.grad))
+    assert widened == ([True] * 3 if hooked else [True, False, False])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_arguments_are_split_inside_of_structures():

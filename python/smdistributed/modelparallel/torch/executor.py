@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import offloading, structure
+from smdistributed.modelparallel.torch.accumulation import add_up_at_once
 from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Context, Recording, Task, Value
@@ -102,6 +103,8 @@ class Executor:
         self._early, self._offloader = early, offloader
         #: What came out of a task of which nobody knew that.
         self.unknown: Any = None
+        #: Stages of which a backward has begun in this program.
+        self._known: set[int] = set()
 
     # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
 
@@ -192,7 +195,7 @@ class Executor:
         stage = mb.layout.stages[number]
         if stage.trains:
             run = mb.runs.pop(number)
-            roots, gradients = self._roots(mb, stage, run)
+            roots, gradients = self._roots(mb, number, run)
             if roots:
                 torch.autograd.backward(roots, gradients)
             self._return_gradients(mb, number, run.leaves)
@@ -204,7 +207,7 @@ class Executor:
         stage = mb.layout.stages[number]
         if stage.trains:
             run = mb.runs[number]
-            roots, gradients = self._roots(mb, stage, run)
+            roots, gradients = self._roots(mb, number, run)
             if roots:
                 run.weights = run_input_part(roots, gradients, list(run.leaves.values()))
             self._return_gradients(mb, number, run.leaves)
@@ -221,8 +224,9 @@ class Executor:
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
     def _roots(
-        self, mb: Microbatch, stage: Stage, run: _Run
+        self, mb: Microbatch, number: int, run: _Run
     ) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor]]:
+        stage = mb.layout.stages[number]
         roots: list[torch.Tensor | GradientEdge] = []
         gradients: list[torch.Tensor] = []
         seeds: dict[int, torch.Tensor] = {}
@@ -248,6 +252,10 @@ class Executor:
                 gradient = gradient + part
             roots.append(root)
             gradients.append(gradient)
+        if number not in self._known:
+            self._known.add(number)
+            if any(mb.recording.tasks[task].context.autocast for task in stage.tasks):
+                add_up_at_once(roots)
         return roots, gradients
 
     def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | Entrance]) -> None:
@@ -328,6 +336,7 @@ class Executor:
         done: Callable[[int], None],
     ) -> None:
         """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
+        self._known.clear()
         with _casts_are_kept():
             self._run(program, microbatches, done)
 
