@@ -119,14 +119,14 @@ def _offloading_body():
     import smdistributed.modelparallel.torch as smp
 
     device = _device()
-    rows, width, layers = 4096, 2048, 8
+    rows, width, layers, microbatches = 2048, 2048, 8, 16
     peaks, gradients = [], []
     for offload in (False, True):
         smp.init(
             {
-                "partitions": 2, "microbatches": 8, "active_microbatches": 8, "pipeline": "simple",
-                "auto_partition": False, "default_partition": 0, "offload_activations": offload,
-                "activation_loading_horizon": 2,
+                "partitions": 2, "microbatches": microbatches, "active_microbatches": microbatches,
+                "pipeline": "simple", "auto_partition": False, "default_partition": 0,
+                "offload_activations": offload, "activation_loading_horizon": 1,
             }
         )  # fmt: skip
         torch.manual_seed(3)
@@ -144,7 +144,7 @@ def _offloading_body():
             model.backward(loss)
             return loss
 
-        x = torch.randn(8 * rows, width, generator=torch.Generator().manual_seed(1)).to(device)
+        x = torch.randn(microbatches * rows, width, generator=torch.Generator().manual_seed(1)).to(device)
         for _ in range(3):
             model.zero_grad()
             torch.cuda.synchronize()
@@ -161,8 +161,8 @@ def _offloading_body():
 
 def test_activations_wait_in_host_memory():
     for kept, offloaded in run_ranks(_offloading_body, 2, timeout=120):
-        # 8 microbatches x 4 checkpointed modules of 32 MiB each, of which those of 2 tasks are there at once.
-        assert offloaded < 0.6 * kept, (kept, offloaded)
+        # 16 microbatches x 4 checkpointed modules of 16 MiB each, of which those of 2 tasks are there at once, and what is sent.
+        assert offloaded < 0.7 * kept, (kept, offloaded)
 
 
 def _random_body():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections import Counter
+
 import pytest
 
 from support import Forked, run_ranks
@@ -113,6 +118,8 @@ def _replicas_body(pipeline):
         model.forward = functools.partial(forward, model)
         whole = smp.DistributedModel(model, **options)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        with pytest.raises(smp.exceptions.SMPUsageError, match="is not wrapped in DistributedDataParallel"):
+            torch.nn.parallel.DistributedDataParallel(whole)
 
         @smp.step
         def step(model, x, y):
@@ -492,3 +499,34 @@ def test_different_steps_show_the_first_task_that_differs():
     assert "task 4 of microbatch 0 is `tanh` on partition 1" in first[0]
     assert "`sigmoid` on partition 1" in first[0]
     assert "asking for numbers in microbatch 0" in first[1]
+
+
+def _timeline_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 3, **MANUAL})
+    model = smp.DistributedModel(_chain(torch, smp, 2))
+
+    @smp.step
+    def train(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        train(model, torch.ones(6, 6))
+
+
+def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
+    path = tmp_path / "timeline.json"
+    run_ranks(_timeline_body, 2, timeout=100, env={"SMD_TIMELINE": str(path)})
+    events = [json.loads(line.rstrip(",\n")) for line in path.read_text().splitlines()[1:] if line.startswith("{")]
+    spans = Counter((e["pid"], e["name"], e["args"]["microbatch"]) for e in events if "microbatch" in e.get("args", {}))
+    kinds = ("forward", "backward", "send", "receive", "wait")
+    assert spans == {(rank, kind, index): 2 for rank in range(2) for kind in kinds for index in range(3)}
+    command = [sys.executable, "-m", "smdistributed", "report", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("step 1 of 2, ranks [0, 1]\nmeasured: "), (done.stdout, done.stderr)
+    assert "simulated from mean times: " in done.stdout

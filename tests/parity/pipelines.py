@@ -35,7 +35,7 @@ def _body(dtype, partitions, rows, names):
 
     from support.pipelines import run_table
 
-    return run_table(getattr(torch, dtype), partitions, rows, names)
+    return run_table(getattr(torch, dtype), partitions, rows, names, steps=5)
 
 
 def main() -> None:

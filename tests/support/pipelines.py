@@ -12,7 +12,6 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 from support.models import MODELS, Case
 
-STEPS = 5
 #: The difference that is allowed, as a part of the largest number of a tensor.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -52,8 +51,8 @@ def _batch(case: Case, number: int) -> list[torch.Tensor]:
     return [each.to(dtype) if each.is_floating_point() else each for each in case.batch(number)]
 
 
-def run_case(name: str, partitions: int, microbatches: int, pipeline: str, looped: bool = False) -> float:
-    """Five steps of one row of the table, in torch's default type; returns the largest difference."""
+def run_case(name: str, partitions: int, microbatches: int, pipeline: str, looped: bool, steps: int) -> float:
+    """So many steps of one row of the table, in torch's default type; returns the largest difference."""
     smp.init(
         {
             "partitions": partitions,
@@ -82,7 +81,7 @@ def run_case(name: str, partitions: int, microbatches: int, pipeline: str, loope
         model.backward(outputs[0])
         return outputs
 
-    for number in range(STEPS):
+    for number in range(steps):
         batch = _batch(case, number)
         torch.manual_seed(number)
         outputs = step(model, *batch)
@@ -106,7 +105,7 @@ def run_case(name: str, partitions: int, microbatches: int, pipeline: str, loope
             optimizer.step()
             optimizer.zero_grad()
     for path, parameter in model.local_named_parameters():
-        worst.look(f"`{path}` after {STEPS} steps", parameter, reference[path])
+        worst.look(f"`{path}` after {steps} steps", parameter, reference[path])
     buffers = dict(alone.named_buffers())
     for path, buffer in model.local_named_buffers():
         worst.look(f"buffer `{path}`", buffer, buffers[path])
@@ -116,7 +115,7 @@ def run_case(name: str, partitions: int, microbatches: int, pipeline: str, loope
 
 
 def run_table(
-    dtype: torch.dtype, partitions: int, rows: list[tuple[int, str, bool]], names: list[str] | None = None
+    dtype: torch.dtype, partitions: int, rows: list[tuple[int, str, bool]], names: list[str] | None, steps: int
 ) -> dict[str, float]:
     """Rows (microbatches, schedule, looped) with every model; returns the largest difference of each model."""
     torch.set_default_dtype(dtype)
@@ -124,6 +123,7 @@ def run_table(
     start = time.monotonic()
     for name in names or MODELS:
         for microbatches, pipeline, looped in rows:
-            found[name] = max(found.get(name, 0.0), run_case(name, partitions, microbatches, pipeline, looped))
+            difference = run_case(name, partitions, microbatches, pipeline, looped, steps)
+            found[name] = max(found.get(name, 0.0), difference)
     print(f"{len(found) * len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
     return found

@@ -105,11 +105,11 @@ def test_arguments_are_split_inside_of_structures():
 def test_activations_come_back_so_many_tasks_before_their_backward():
     from types import SimpleNamespace
 
-    from smdistributed.modelparallel.torch.executor import _Loads
+    from smdistributed.modelparallel.torch.offloading import Loads
 
     program = [("F", 0, 0, None), ("SF", 0, 0, 1), ("F", 0, 1, None), ("F", 0, 2, None), ("RB", 0, 0, 1)]
     program += [(kind, 0, index, None) for index in range(3) for kind in "IW"]
-    loads = _Loads(SimpleNamespace(horizon=2), program)
+    loads = Loads(SimpleNamespace(horizon=2), program)
     # Their backwards are 3, 4 and 5 tasks after their forwards.
     assert [loads.are_soon(0, index) for index in range(3)] == [False, False, False]
     begun = []
@@ -121,4 +121,16 @@ def test_activations_come_back_so_many_tasks_before_their_backward():
             loads.begin(microbatches)
             seen.append(list(begun))
     assert seen == [[], [0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert _Loads(SimpleNamespace(horizon=3), program).are_soon(0, 0)
+    assert Loads(SimpleNamespace(horizon=3), program).are_soon(0, 0)
+
+
+def test_what_belongs_to_master_weights_is_refused(monkeypatch):
+    monkeypatch.setattr(smp.state, "optimizer", None)
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    for more in ({"dynamic_loss_scale": True}, {"init_scale": 4.0}, {"static_loss_scaling": 2.0}):
+        with pytest.raises(NotImplementedError, match="not there yet"):
+            smp.DistributedOptimizer(plain, **more)
+    with pytest.raises(TypeError, match="no argument `loss_scale`"):
+        smp.DistributedOptimizer(plain, loss_scale=4.0)
+    with pytest.raises(NotImplementedError, match=r"`smp\.clip_grad_norm_` clips"):
+        smp.DistributedOptimizer(plain).clip_master_grads(1.0)

@@ -184,11 +184,14 @@ fn check_contiguous(tree: &CostTree, assignment: &[u32]) {
     }
 }
 
+/// The fields of a [`ModuleCost`].
+type Row = (String, Option<usize>, u64, u64, u64, u64, Option<u64>, Option<usize>);
+
 /// A model of `models.json`: real ones, as `cost_trace.py` sees them.
 #[derive(serde::Deserialize)]
 struct Traced {
     name: String,
-    modules: Vec<(String, Option<usize>, u64, u64, u64, u64, Option<u64>, Option<usize>)>,
+    modules: Vec<Row>,
     values: Vec<(usize, Vec<usize>, u64)>,
     ties: Vec<Vec<usize>>,
 }

@@ -13,57 +13,24 @@ from smdistributed._common import errors, lifecycle
 from smdistributed.dataparallel.tensorflow import compat
 from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.tensorflow import saving
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.topology import GROUPS, Topology
 
 ranks = Ranks(lambda: state.groups)
 
 
-class Groups:
-    """The place of this process in the job.
+class TensorFlowGroups(Groups[int]):
+    """Groups of the core are their numbers."""
 
-    Attributes:
-        topology: Who has which part.
-        rank: Global rank.
-        members: For each kind of group, global ranks of ours.
-        pipe: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
-        data: That in which gradients are reduced; likewise.
-    """
+    def new_group(self, members: list[int]) -> int:
+        """The core's group of these ranks."""
+        return _core.new_group(members)
 
-    def __init__(self, cfg: configuration.Config) -> None:
-        self.rank = _core.rank()
-        self.topology = Topology.of(
-            _core.size(), cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
-        )
-        self.members = {name: self.topology.group(name, self.rank) for name in ("world", *GROUPS)}
-        self.pipe = self._make("pp")
-        self.data = self._make("dp")
-        # Of the communication API: kinds with the same members share one.
-        self._objects: dict[tuple[int, ...], int | None] = {}
-        for name in self.members:
-            members = tuple(self.members[name])
-            if members not in self._objects:
-                self._objects[members] = self._make(name)
-
-    def _make(self, name: str) -> int | None:
-        members = self.members[name]
-        return _core.new_group(members) if len(members) > 1 else None
-
-    def objects(self, name: str) -> int | None:
-        """The core's group for objects of the script."""
-        return self._objects[tuple(self.members[name])]
-
-    def close(self) -> None:
-        """Forgets the core's groups."""
-        for group in (self.pipe, self.data, *self._objects.values()):
-            if group is not None:
-                _core.remove_group(group)
-
-    def rank_in(self, name: str) -> int:
-        """Our place in a group."""
-        return self.members[name].index(self.rank)
+    def number(self, group: int) -> int:
+        """Itself."""
+        return group
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -91,13 +58,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         if not _core.is_initialized():
             lifecycle.init()
         _pin_device(_core.local_rank())
-        groups = Groups(cfg)
+        groups = TensorFlowGroups(cfg)
         if cfg.horovod:
             _start_horovod(groups)
         state.enter(cfg, groups)
 
 
-def _start_horovod(groups: Groups) -> None:
+def _start_horovod(groups: TensorFlowGroups) -> None:
     """Horovod's world is the ranks that hold the same partition; a later ``hvd.init()`` finds it made."""
     from horovod.common import basics
 

@@ -9,7 +9,7 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.tensorflow.job import Groups
+    from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
     from smdistributed.modelparallel.tensorflow.model import DistributedModel
     from smdistributed.modelparallel.tensorflow.tracing import Trace
 
@@ -30,9 +30,9 @@ class State:
         self.trace: Trace | None = None
         self.hooks: list[Callable[[], Any]] = []
         self._cfg: Config | None = None
-        self._groups: Groups | None = None
+        self._groups: TensorFlowGroups | None = None
 
-    def enter(self, cfg: Config, groups: Groups) -> None:
+    def enter(self, cfg: Config, groups: TensorFlowGroups) -> None:
         """From now on, the job is this one."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
@@ -46,7 +46,7 @@ class State:
         return self._cfg if self._cfg is not None else _refuse()
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> TensorFlowGroups:
         """Ranks and groups."""
         return self._groups if self._groups is not None else _refuse()
 

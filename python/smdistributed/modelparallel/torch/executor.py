@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
-from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import offloading, structure
 from smdistributed.modelparallel.torch.accumulation import add_up_at_once
 from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.offloading import Entrance
-from smdistributed.modelparallel.torch.recording import Context, Recording, Task, Value
+from smdistributed.modelparallel.torch.recording import Recording
+from smdistributed.modelparallel.torch.running import Contexts, Simple, casts_are_kept, check
 from smdistributed.modelparallel.torch.split_backward import WeightPart, run_input_part
+from smdistributed.modelparallel.torch.tasks import Task, Value
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
 
 #: Receives on CPUs that wait for their messages ahead of the program.
@@ -133,7 +134,7 @@ class Executor:
         inputs = frozenset(env)
         tasks = mb.recording.tasks
         gathering = contextlib.nullcontext() if offloader is None else offloader.gathering()
-        with gathering as kept, _Contexts() as contexts:
+        with gathering as kept, Contexts() as contexts:
             for task_number in stage.tasks:
                 task = tasks[task_number]
                 contexts.enter(task.context)
@@ -184,7 +185,7 @@ class Executor:
             self.unknown = result
             return
         outputs = structure.tensors_of(result)
-        _check(task, outputs)
+        check(task, outputs)
         tensors = [*outputs, *(changes[place] for place in changed)]
         for value, tensor in zip(task.outputs, tensors, strict=True):
             env[value.index] = tensor
@@ -296,7 +297,7 @@ class Executor:
         layout = mb.layout
         source = layout.stages[maker].rank
         values = layout.stages[number].takes[maker]
-        arriving = [self._transfers.receive(layout.values[value].meta, source) for value in values]
+        arriving = self._receive(values, source, number, mb)
 
         def wait() -> None:
             mb.arrived[maker, number] = self._wait(arriving, number, mb)
@@ -316,12 +317,18 @@ class Executor:
         layout = mb.layout
         source = layout.stages[taker].rank
         values = layout.gradients(number, taker)
-        arriving = [self._transfers.receive(layout.values[value].meta, source) for value in values]
+        arriving = self._receive(values, source, number, mb)
 
         def wait() -> None:
             self._take_gradients(mb, number, taker, values, self._wait(arriving, number, mb))
 
         return wait
+
+    def _receive(self, values: Sequence[int], source: int, number: int, mb: Microbatch) -> list[Arriving]:
+        start = _core.timeline_now()
+        arriving = [self._transfers.receive(mb.layout.values[value].meta, source) for value in values]
+        _core.timeline_stage("receive", number, mb.recording.microbatch, start)
+        return arriving
 
     def _wait(self, arriving: Sequence[Arriving], number: int, mb: Microbatch) -> list[torch.Tensor]:
         start = _core.timeline_now()
@@ -337,7 +344,7 @@ class Executor:
     ) -> None:
         """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
         self._known.clear()
-        with _casts_are_kept():
+        with casts_are_kept():
             self._run(program, microbatches, done)
 
     def _run(
@@ -354,7 +361,7 @@ class Executor:
         ahead = self._transfers.ahead(_AHEAD)
         waiting: deque[tuple[int, Callable[[], None]]] = deque()
         last = len(microbatches) - 1
-        loads = _Loads(self._offloader, program)
+        loads = offloading.Loads(self._offloader, program)
         for place, action in enumerate(program):
             while receives and (len(waiting) < ahead or receives[0][0] == place):
                 at, (kind, number, index, peer) = receives.popleft()
@@ -394,120 +401,3 @@ class Executor:
         if kind == "RF":
             return not layout.stages[number].early
         return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
-
-
-class _Loads:
-    """When the activations of a program's stages come back to the device (OFF-1, OFF-2)."""
-
-    def __init__(
-        self, offloader: offloading.Offloader | None, program: Sequence[tuple[str, int, int, int | None]]
-    ) -> None:
-        horizon = 0 if offloader is None else offloader.horizon
-        backwards = [] if offloader is None else list(offloading.backwards(program))
-        self._soon = {(stage, index) for stage, index, at, forward in backwards if at - forward <= horizon}
-        self._due = deque((at - horizon, stage, index) for stage, index, at, _ in backwards)
-        self._tasks = 0
-
-    def are_soon(self, number: int, index: int) -> bool:
-        """Whether the backward of a stage is so near that nothing goes away before."""
-        return (number, index) in self._soon
-
-    def begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """Before each task: begins what is due."""
-        while self._due and self._due[0][0] <= self._tasks:
-            _, number, index = self._due.popleft()
-            run = microbatches[index].runs.get(number)
-            if run is not None and run.kept is not None:
-                run.kept.load()
-        self._tasks += 1
-
-
-def _check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
-    metas = task.outcome.metas
-    same = len(outputs) == len(metas) and all(
-        output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
-    )
-    if not same:
-        found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
-        raise SMPError(
-            f"{task} came out as ({found}): what a module on one partition returns may depend on the shapes and the "
-            "types of its arguments, and on nothing else"
-        )
-
-
-class Simple:
-    """How a task is run whose arguments are values and constants side by side, which changes nothing in place and whose
-    result is one tensor: most are such."""
-
-    __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
-
-    def __init__(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._args, self._kwargs = list(args), dict(kwargs)
-        self._placed = [(place, item.index) for place, item in enumerate(args) if type(item) is Value]
-        self._named = [(name, item.index) for name, item in kwargs.items() if type(item) is Value]
-        self._output = task.outputs[0].index
-
-    @classmethod
-    def of(cls, task: Task) -> Simple | Literal[False]:
-        """``False`` if the task is none of those."""
-        outcome = task.outcome
-        kwargs = task.kwargs or {}
-        items = [*task.args, *kwargs.values()]
-        flat = all(type(item) in structure.ATOMS or (type(item) is Value and item.parameter is None) for item in items)
-        if not flat or outcome is None or outcome.mutated or type(outcome.template) is not structure.Slot:
-            return False
-        return cls(task, task.args, kwargs)
-
-    def run(self, task: Task, env: dict[int, torch.Tensor]) -> None:
-        """Adds its result to ``env``."""
-        args, kwargs = self._args.copy(), self._kwargs
-        for place, index in self._placed:
-            args[place] = env[index]
-        if self._named:
-            kwargs = kwargs | {name: env[index] for name, index in self._named}
-        result = task.call(*args, **kwargs)
-        meta = task.outcome.metas[0]
-        if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
-            _check(task, structure.tensors_of(result))
-        env[self._output] = result
-
-
-class _Contexts:
-    """PyTorch's state as it was when the body called a task; what is the same for the next task stays."""
-
-    def __init__(self) -> None:
-        self._stack: contextlib.ExitStack | None = None
-        self._entered: Context | None = None
-
-    def __enter__(self) -> _Contexts:
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        if self._stack is not None:
-            self._stack.close()
-
-    def enter(self, context: Context) -> None:
-        """From now on, this one."""
-        entered = self._entered
-        if entered is context or (entered is not None and entered.same(context)):
-            return
-        if self._stack is not None:
-            self._stack.close()
-        self._entered, self._stack = context, contextlib.ExitStack()
-        if context.grad is not torch.is_grad_enabled():
-            self._stack.enter_context(torch.set_grad_enabled(context.grad))
-        for device, enabled, dtype, cache in context.autocast:
-            # What was cast without gradients must not serve where they are wanted.
-            cache = cache and context.grad
-            self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-
-
-@contextlib.contextmanager
-def _casts_are_kept() -> Iterator[None]:
-    """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()

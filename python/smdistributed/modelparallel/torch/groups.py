@@ -18,6 +18,7 @@ from smdistributed._common import errors, lifecycle
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUsageError
+from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.topology import GROUPS, Topology
 from smdistributed.modelparallel.torch.state import state
@@ -25,49 +26,20 @@ from smdistributed.modelparallel.torch.state import state
 ranks = Ranks(lambda: state.groups)
 
 
-class Groups:
-    """The place of this process in the job.
-
-    Attributes:
-        topology: Who has which part.
-        rank: Global rank.
-        members: For each kind of group, global ranks of ours.
-        pipe: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
-        data: That in which gradients are reduced; likewise.
-    """
+class TorchGroups(Groups[dist.ProcessGroup]):
+    """With ``ddp``, also the process groups of ``torch.distributed``."""
 
     def __init__(self, cfg: configuration.Config) -> None:
-        self.rank = _core.rank()
-        self.topology = Topology.of(
-            _core.size(), cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
-        )
-        self.members = {name: self.topology.group(name, self.rank) for name in ("world", *GROUPS)}
-        self.pipe = self._make("pp")
-        self.data = self._make("dp")
-        # Of the communication API: kinds with the same members share one.
-        self._objects: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for name in self.members:
-            members = tuple(self.members[name])
-            if members not in self._objects:
-                self._objects[members] = self._make(name)
+        super().__init__(cfg)
         self._process_groups: dict[str, Any] = _process_groups(self.topology, self.rank) if cfg.ddp else {}
 
-    def _make(self, name: str) -> dist.ProcessGroup | None:
-        members = self.members[name]
-        return dist.new_group(members) if len(members) > 1 else None
+    def new_group(self, members: list[int]) -> dist.ProcessGroup:
+        """The core's group of these ranks."""
+        return dist.new_group(members)
 
-    def close(self) -> None:
-        """Forgets the core's groups."""
-        for group in {id(g): g for g in (self.pipe, self.data, *self._objects.values()) if g is not None}.values():
-            _core.remove_group(group.id)
-
-    def objects(self, name: str) -> dist.ProcessGroup | None:
-        """The core's group for objects of the script."""
-        return self._objects[tuple(self.members[name])]
-
-    def rank_in(self, name: str) -> int:
-        """Our place in a group."""
-        return self.members[name].index(self.rank)
+    def number(self, group: dist.ProcessGroup) -> int:
+        """That of one of them in the core."""
+        return group.id
 
     def process_group(self, name: str) -> Any:
         """That of ``torch.distributed``.
@@ -120,7 +92,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     with errors.translated(CLASSES):
         if not _core.is_initialized():
             lifecycle.init()
-        state.enter(cfg, Groups(cfg))
+        state.enter(cfg, TorchGroups(cfg))
 
 
 def shutdown() -> None:

@@ -13,7 +13,7 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPUsageError
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.recording import Value
+    from smdistributed.modelparallel.torch.tasks import Value
 
 
 class Meta(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import prices
-from smdistributed.modelparallel.torch.recording import Task, Value
+from smdistributed.modelparallel.torch.tasks import Task, Value
 
 
 class Stage(NamedTuple):

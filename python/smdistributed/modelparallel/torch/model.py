@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from smdistributed._common import errors
-from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.exceptions import (
     CLASSES,
     SMPPartitionError,
@@ -21,14 +21,17 @@ from smdistributed.modelparallel.exceptions import (
 )
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, materialize, offloading, state_dicts
+from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
-from smdistributed.modelparallel.torch.recording import Recording, Value
+from smdistributed.modelparallel.torch.randomness import Randomness
+from smdistributed.modelparallel.torch.recording import Recording
 from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tasks import Value
 
 
 class Removable:
@@ -58,7 +61,7 @@ class DistributedModel(nn.Module):
         backward_passes_per_step: With ``ddp``, after how many steps with a backward gradients are reduced.
         average_grads_across_microbatches: Whether gradients are those of the mean over microbatches, or of their sum.
         bucket_cap_mb: With ``ddp``, the size of the pieces in which gradients are reduced.
-        trace_memory_usage: Whether to measure memory, instead of estimating.
+        trace_memory_usage: Accepted; what modules keep is counted from what autograd saves in any case.
         broadcast_buffers: With ``ddp``, whether buffers follow those of the first replica before each step.
         gradient_as_bucket_view: Accepted; gradients keep their own memory.
         find_unused_parameters: Accepted; unused parameters are found anyway.
@@ -66,6 +69,7 @@ class DistributedModel(nn.Module):
     Attributes:
         module: The model.
         pipeline: What executes it, if it is divided.
+        randomness: What the body and the modules of this rank draw from.
         offloader: What moves activations to the host, if the configuration has it so.
     """
 
@@ -98,9 +102,9 @@ class DistributedModel(nn.Module):
             raise SMPValidationError(
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
-        del gradient_as_bucket_view, find_unused_parameters
+        del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
         self.module = module
-        self.trace_execution_times, self.trace_memory_usage = trace_execution_times, trace_memory_usage
+        self._trace_execution_times = trace_execution_times
         self.post_partition_hooks: list[Callable[..., Any]] = []
         self.pipeline: Pipeline | None = None
         self.recording: Recording | None = None
@@ -117,10 +121,7 @@ class DistributedModel(nn.Module):
         self._is_whole = False
         self._scale = 1.0
         self._has_backward = False
-        #: States of the generators of this process and its device, for what the body itself draws.
-        self._randomness: list[torch.Tensor] | None = None
-        #: This rank's own, while those of the body are in force.
-        self._own_randomness: list[torch.Tensor] | None = None
+        self.randomness = Randomness()
         self._deferred: list[Callable[[], None]] = []
         self.offloader = offloading.make(cfg.offload_activations, current_device(), cfg.activation_loading_horizon)
         reduces = cfg.ddp and state.groups.data is not None
@@ -175,17 +176,17 @@ class DistributedModel(nn.Module):
             state.tracing = True
             try:
                 found = partitioning.auto_partition(
-                    self.module, args, kwargs, cfg, manual, measure_times=self.trace_execution_times
+                    self.module, args, kwargs, cfg, manual, measure_times=self._trace_execution_times
                 )
             except ValueError as error:
                 raise SMPPartitionError(str(error)) from error
             finally:
                 state.tracing = False
-            if self.trace_execution_times:
+            if self._trace_execution_times:
                 # Everybody measures other times: those of the first rank count.
                 found = communication.allgather(found, CommGroup.WORLD)[0]
                 if cfg.partition_file and not cfg.load_partition and state.groups.rank == 0:
-                    partitioning.save(found, cfg.partition_file)
+                    partition_file.write(cfg.partition_file, found)
             # What the script said wins, for modules inside as well.
             assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
         self._settle(Placement(self.module, assignment))
@@ -244,7 +245,7 @@ class DistributedModel(nn.Module):
             if not self.in_step:
                 raise SMPUsageError("with several partitions, the model is called inside of `smp.step` functions")
             if self.pipeline is None:
-                with self.own_randomness():
+                with self.randomness.own():
                     self._divide(args, kwargs)
                 begin, self.when_divided = self.when_divided, None
                 assert begin is not None
@@ -317,40 +318,6 @@ class DistributedModel(nn.Module):
         """Whether the replicas reduce gradients in this step."""
         return self._has_backward if self.joining is None else any(self.joining.round(self._has_backward))
 
-    @contextlib.contextmanager
-    def glue_randomness(self) -> Iterator[None]:
-        """Random numbers that the body draws outside of modules: the same on all ranks, which draw different numbers
-        inside of their modules."""
-        self._own_randomness = _random_states()
-        if self._randomness is None:
-            seed = torch.randint(1 << 62, ())
-            assert state.groups.pipe is not None
-            dist.broadcast(seed, state.groups.members["pp"][0], state.groups.pipe)
-            self._randomness = [
-                torch.Generator(each.device).manual_seed(int(seed)).get_state() for each in _generators()
-            ]
-        _set_random_states(self._randomness)
-        try:
-            yield
-        finally:
-            self._randomness = _random_states()
-            _set_random_states(self._own_randomness)
-            self._own_randomness = None
-
-    @contextlib.contextmanager
-    def own_randomness(self) -> Iterator[None]:
-        """Inside of :meth:`glue_randomness`: this rank's random numbers again, for what runs while the body is recorded."""
-        if self._own_randomness is None:
-            yield
-            return
-        shared = _random_states()
-        _set_random_states(self._own_randomness)
-        try:
-            yield
-        finally:
-            self._own_randomness = _random_states()
-            _set_random_states(shared)
-
     # What is here.
 
     def _local_tensors(self) -> list[torch.Tensor]:
@@ -422,6 +389,13 @@ class DistributedModel(nn.Module):
     def get_module(self) -> nn.Module:
         """The model of the script."""
         return self.module
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DistributedDataParallel, PyTorch's and this package's, asks a model first."""
+        raise SMPUsageError(
+            "a `smp.DistributedModel` is not wrapped in DistributedDataParallel: with `ddp: true` it reduces gradients itself"
+        )
 
     # Devices: where a partition is, is not the script's choice.
 
@@ -529,31 +503,6 @@ class DistributedModel(nn.Module):
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are reduced over the ranks of ``smp.get_rdp_group()``: none."""
         return iter(())
-
-
-def current_device() -> torch.device:
-    """Where this rank's partition is."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _generators() -> list[torch.Generator]:
-    """Where random numbers come from: that of CPUs, and that of this rank's device."""
-    device = current_device()
-    if device.type == "cuda":
-        torch.cuda.init()
-        return [torch.default_generator, torch.cuda.default_generators[device.index]]
-    return [torch.default_generator]
-
-
-def _random_states() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _generators()]
-
-
-def _set_random_states(states: Sequence[torch.Tensor]) -> None:
-    for generator, before in zip(_generators(), states, strict=True):
-        generator.set_state(before)
 
 
 def _nearest(path: str, manual: dict[str, int]) -> int | None:

@@ -11,8 +11,8 @@ from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.handle import Absent
-from smdistributed.modelparallel.torch.model import current_device
 from smdistributed.modelparallel.torch.state import state
 
 

@@ -17,9 +17,12 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.executor import Microbatch
 
 #: Smaller tensors stay: a copy of its own takes longer than it is worth.
 _LEAST_BYTES = 64 << 10
@@ -66,7 +69,7 @@ class CudaHost:
     def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Begins to copy it to the host."""
         # PyTorch keeps pinned memory, and gives it out again when the copies from it are done.
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream = torch.cuda.current_stream(self._device)
         self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
@@ -80,7 +83,7 @@ class CudaHost:
         """Begins to copy it to the device."""
         self._let_go(0)
         whole, left = copy
-        tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
+        tensor = torch.empty_like(whole, device=self._device)
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         self._back.wait_event(left)
         with torch.cuda.stream(self._back):
@@ -215,7 +218,31 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def backwards(program: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[int, int, int, int]]:
+class Loads:
+    """When the activations of a program's stages come back to the device (OFF-1, OFF-2)."""
+
+    def __init__(self, offloader: Offloader | None, program: Sequence[tuple[str, int, int, int | None]]) -> None:
+        horizon = 0 if offloader is None else offloader.horizon
+        backwards = [] if offloader is None else list(_backwards(program))
+        self._soon = {(stage, index) for stage, index, at, forward in backwards if at - forward <= horizon}
+        self._due = deque((at - horizon, stage, index) for stage, index, at, _ in backwards)
+        self._tasks = 0
+
+    def are_soon(self, number: int, index: int) -> bool:
+        """Whether the backward of a stage is so near that nothing goes away before."""
+        return (number, index) in self._soon
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Before each task: begins what is due."""
+        while self._due and self._due[0][0] <= self._tasks:
+            _, number, index = self._due.popleft()
+            run = microbatches[index].runs.get(number)
+            if run is not None and run.kept is not None:
+                run.kept.load()
+        self._tasks += 1
+
+
+def _backwards(program: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[int, int, int, int]]:
     """The backwards of a program in its order: stage, microbatch, how many tasks lie before it, and how many of them before its
     forward, -1 for one that has run early. Transfers are no tasks."""
     tasks = [(kind, stage, index) for kind, stage, index, _ in program if kind in "FBIW"]

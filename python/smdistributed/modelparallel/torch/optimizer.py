@@ -12,6 +12,9 @@ from smdistributed.modelparallel.torch import state_dicts
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
+#: What `dynamic_loss_args` may hold; also as arguments of their own.
+_DYNAMIC = {"init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps any optimizer of PyTorch's; it may have been made before or after the model was wrapped.
@@ -39,9 +42,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         static_loss_scale = more.pop("static_loss_scaling", static_loss_scale)
         dynamic_loss_scale = more.pop("dynamic_loss_scaling", dynamic_loss_scale)
+        unknown = more.keys() - _DYNAMIC
+        if unknown:
+            raise TypeError(f"`smp.DistributedOptimizer` has no argument `{min(unknown)}`")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPUsageError("the optimizer is wrapped in `smp.DistributedOptimizer` already")
-        if static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args:
+        if static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
             raise SMPUnsupportedError(
                 "scales of the loss belong to FP16, which is not there yet: see `smp.amp.GradScaler`"
             )
@@ -104,6 +110,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapped one's."""
         self.optimizer.zero_grad(set_to_none)
+
+    def clip_master_grads(self, max_norm: float) -> Any:
+        """Of FP16, which is not there yet."""
+        del max_norm
+        raise SMPUnsupportedError(
+            "master weights belong to FP16, which is not there yet: `smp.clip_grad_norm_` clips the gradients of all "
+            "partitions"
+        )
 
     # State: `state_dicts.py` says how it is gathered, split and named.
 

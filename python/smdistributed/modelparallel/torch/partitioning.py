@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from smdistributed import _core
-
-from . import cost_trace, prices
+from smdistributed.modelparallel import partition_file
+from smdistributed.modelparallel.torch import cost_trace, prices
 
 _log = logging.getLogger("smdistributed.modelparallel")
 
@@ -54,7 +52,7 @@ def auto_partition(
     else:
         found = _automatic(module, args, kwargs, config, measure_times)
     if getattr(config, "partition_file", None):
-        save(found, config.partition_file)
+        partition_file.write(config.partition_file, found)
     return found
 
 
@@ -104,18 +102,9 @@ def _automatic(
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}
 
 
-def save(found: dict[str, int], file: str) -> None:
-    """Writes a partition file; ranks may do so at once."""
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
-    whole.write_text(_core.partition_to_json(found))
-    whole.replace(path)
-
-
 def load(module: nn.Module, file: str, partitions: int) -> dict[str, int]:
     """Reads a partition file; modules that it does not name are where the module above them is."""
-    listed = _core.partition_from_json(file, Path(file).read_text(), partitions)
+    listed = partition_file.read(file, partitions)
     paths = {path for path, _ in module.named_modules()}
     unknown = sorted(set(listed) - paths)
     if unknown:

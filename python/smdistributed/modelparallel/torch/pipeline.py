@@ -17,15 +17,16 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SM
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, structure
 from smdistributed.modelparallel.torch.executor import Executor, Microbatch
-from smdistributed.modelparallel.torch.groups import Groups
+from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
 from smdistributed.modelparallel.torch.offloading import Offloader
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
-from smdistributed.modelparallel.torch.recording import Recording, Task, Value, active, digest_of
+from smdistributed.modelparallel.torch.recording import Recording, active, digest_of
 from smdistributed.modelparallel.torch.replay import Call
 from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tasks import Task, Value
 from smdistributed.modelparallel.torch.transfers import Transfers
 
 #: Plans and digests that are remembered.
@@ -45,7 +46,7 @@ class Pipeline:
         self,
         root: nn.Module,
         placement: Placement,
-        groups: Groups,
+        groups: TorchGroups,
         device: torch.device,
         schedule: str,
         active_microbatches: int,
@@ -214,7 +215,7 @@ class Pipeline:
                 elif stage.rank == self.rank:
                     executor.receive_forward(mb, number, maker)()
             if stage.rank == self.rank:
-                with _alone(), state.model.own_randomness():
+                with _alone(), state.model.randomness.own():
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()

@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,102 +23,15 @@ from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.encoder import Encoder
 from smdistributed.modelparallel.torch.handle import METADATA, Handle, Meta
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
 from smdistributed.modelparallel.torch.replay import Call, Replay
+from smdistributed.modelparallel.torch.tasks import Context, Task, Value
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.executor import Microbatch, Simple
+    from smdistributed.modelparallel.torch.executor import Microbatch
     from smdistributed.modelparallel.torch.pipeline import Pipeline
-
-
-class Value:
-    """A tensor that some task makes, or a parameter.
-
-    Attributes:
-        index: Its number in the recording; -1 for a parameter.
-        rank: The partition where it is.
-        level: How many changes of the partition lie before it.
-        meta: All but its numbers.
-        parameter: The path of the parameter or buffer that it is.
-    """
-
-    _smp_leaf = True
-    __slots__ = ("index", "level", "meta", "parameter", "rank")
-
-    def __init__(self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None) -> None:
-        self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
-
-
-class Context:
-    """What of PyTorch's state a task needs as it was when the body called it."""
-
-    __slots__ = ("autocast", "grad")
-
-    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> None:
-        self.grad, self.autocast = grad, autocast
-
-    @classmethod
-    def current(cls) -> Context:
-        """That of this moment."""
-        devices = ("cpu", "cuda") if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else ()
-        autocast = tuple(
-            (
-                device,
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-                torch.is_autocast_cache_enabled(),
-            )
-            for device in devices
-        )
-        return cls(torch.is_grad_enabled(), autocast)
-
-    def key(self) -> Any:
-        """Equal for equal contexts."""
-        return (self.grad, self.autocast)
-
-    def same(self, other: Context) -> bool:
-        """Whether a task cannot tell them apart."""
-        return self.grad is other.grad and self.autocast == other.autocast
-
-
-class Task:
-    """What is to be computed on one partition.
-
-    Attributes:
-        name: For messages: the module's path or the function's name.
-        call: What is called.
-        module: Of a task that is a call of a module, that.
-        args, kwargs: With values instead of handles.
-        inputs: Values among them, in the order of the structure.
-        outputs: Values that come out, then new versions of what is changed in place.
-        mutated: Of the latter, the values that they replace.
-        outcome: What comes out, ``None`` until it is known.
-        digest: The same on ranks that record the same.
-    """
-
-    __slots__ = (
-        "args", "call", "context", "copies", "digest", "inputs", "kwargs", "level", "module", "mutated", "name",
-        "outcome", "outputs", "rank", "simple",
-    )  # fmt: skip
-
-    def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
-        self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
-        self.rank = self.level = self.digest = 0
-        self.module: nn.Module | None = None
-        self.outputs: list[Value] = []
-        self.mutated: list[Value] = []
-        #: Places among all leaves of the tensors that are changed and need a copy of their own for that.
-        self.copies: frozenset[int] = frozenset()
-        self.outcome: Outcome | None = None
-        #: How the executor runs it, once it has looked.
-        self.simple: Simple | Literal[False] | None = None
-        self.context: Context = None  # type: ignore[assignment]
-
-    def __str__(self) -> str:
-        takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)
-        gives = ", ".join(f"%{value.index}: {value.meta}" for value in self.outputs)
-        return f"`{self.name}` on partition {self.rank} ({takes}) -> ({gives})"
 
 
 #: Functions whose results are no tensors: all ranks get their operands and call them.
@@ -200,7 +112,7 @@ class Recording(TorchFunctionMode):
             task = None if call is None else self._replay.task(call, Context.current(), args, kwargs)
             if task is not None:
                 return self._again(call, task, tensors)
-        encoder = _Encoder(self._located)
+        encoder = Encoder(self._located)
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
@@ -229,7 +141,7 @@ class Recording(TorchFunctionMode):
             again = None if known is None else self._replay.task(known, Context.current(), args, kwargs)
             if again is not None:
                 return self._again(known, again, tensors)
-        encoder = _Encoder(self._located)
+        encoder = Encoder(self._located)
         task = Task(path or type(module).__name__, what, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
         task.module = module
         key = (id(module), module.training, self.pipeline.version)
@@ -249,7 +161,7 @@ class Recording(TorchFunctionMode):
             return Handle(task.outputs[outcome.template.index])
         return self._values(task, tensors)
 
-    def _new(self, call: Call, task: Task, encoder: _Encoder, key: Any, rank: int | None) -> Any:
+    def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
         """A call that the microbatch before has not made, nor any after it (RPL-2)."""
         self._replay = None
         call.since = self.digest
@@ -259,7 +171,7 @@ class Recording(TorchFunctionMode):
         self.calls.append(call)
         return result
 
-    def _add(self, task: Task, encoder: _Encoder, what: Any, rank: int | None) -> Any:
+    def _add(self, task: Task, encoder: Encoder, what: Any, rank: int | None) -> Any:
         task.context = Context.current()
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         outcomes = self.pipeline.outcomes
@@ -284,7 +196,7 @@ class Recording(TorchFunctionMode):
                 outcomes.keep(key, outcome)
         return self._results(task, encoder, outcome)
 
-    def _place(self, task: Task, encoder: _Encoder, outcome: Outcome | None, rank: int | None) -> None:
+    def _place(self, task: Task, encoder: Encoder, outcome: Outcome | None, rank: int | None) -> None:
         inputs = task.inputs
         if rank is None:
             changed = [encoder.leaves[place] for place in outcome.mutated] if outcome is not None else []
@@ -321,7 +233,7 @@ class Recording(TorchFunctionMode):
         self._count += 1
         return value
 
-    def _run_now(self, task: Task, encoder: _Encoder) -> Outcome:
+    def _run_now(self, task: Task, encoder: Encoder) -> Outcome:
         """Runs all tasks so far, this one included, whose outcome nobody knows yet."""
         task.digest = digest_of((task.name, task.rank, encoder.stable()))
         self.digest = _chain(self.digest, task.digest)
@@ -330,7 +242,7 @@ class Recording(TorchFunctionMode):
         self.pipeline.adopt(self, task)
         return outcome
 
-    def _finish(self, task: Task, encoder: _Encoder, outcome: Outcome) -> None:
+    def _finish(self, task: Task, encoder: Encoder, outcome: Outcome) -> None:
         task.outcome = outcome
         task.outputs = [self._value(task.rank, task.level, meta) for meta in outcome.metas]
         for place in outcome.mutated:
@@ -342,7 +254,7 @@ class Recording(TorchFunctionMode):
             task.outputs.append(self._value(task.rank, task.level, meta))
             task.mutated.append(old)
 
-    def _results(self, task: Task, encoder: _Encoder, outcome: Outcome) -> Any:
+    def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
         if task.outcome is None:
             self._finish(task, encoder, outcome)
             key = (task.name, task.rank, encoder.stable(), outcome.metas, outcome.mutated, task.context.key())
@@ -411,114 +323,6 @@ class Recording(TorchFunctionMode):
         self._levels = self.base_level
         # What follows makes stages of its own: plans, and the other replicas, must see that.
         self.digest = _chain(self.digest, digest_of(("asked", self.done)))
-
-
-class _Encoder:
-    """Puts values in the place of handles, and describes what it meets.
-
-    Attributes:
-        inputs: Values that it met.
-        leaves: All tensors that it met; located ones as values.
-        tensors: The same as the body has them.
-        unknown: Whether it met something that cannot be described.
-    """
-
-    __slots__ = ("_key", "_located", "inputs", "leaves", "tensors", "unknown")
-
-    def __init__(self, located: Mapping[int, Value]) -> None:
-        self._located = located
-        self._key: list[Any] = []
-        self.inputs: list[Value] = []
-        self.leaves: list[Any] = []
-        self.tensors: list[Any] = []
-        self.unknown = False
-
-    def key(self) -> Any:
-        """Equal for calls of which the same comes out."""
-        return tuple(self._key)
-
-    def stable(self) -> Any:
-        """The same, without what differs between processes."""
-        return tuple(item for item in self._key if type(item) is not _Identity)
-
-    def encode(self, value: Any) -> Any:
-        """The same structure with values."""
-        self._describe(value, 4)
-        return structure.transform(value, self._leaf) if self.inputs else value
-
-    def _leaf(self, tensor: Any) -> Any:
-        return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
-
-    def _describe(self, value: Any, depth: int) -> None:
-        key, kind = self._key, type(value)
-        if kind is Handle or isinstance(value, torch.Tensor):
-            located = value.value if kind is Handle else self._located.get(id(value))
-            self.tensors.append(value)
-            if located is not None:
-                self.inputs.append(located)
-                self.leaves.append(located)
-                key.append(("located", located.meta))
-            else:
-                self.leaves.append(value)
-                key.append(Meta.of(value) if value.layout == torch.strided else str(value.layout))
-            return
-        if kind in structure.ATOMS:
-            key.append((kind.__name__, str(value)) if kind in (float, complex) else (kind.__name__, value))
-            return
-        if kind is slice:
-            key.append("slice")
-            for part in (value.start, value.stop, value.step):
-                # What comes out is as long as a tensor in it says.
-                self.unknown = self.unknown or isinstance(part, torch.Tensor)
-                self._describe(part, depth)
-            return
-        if isinstance(value, list | tuple):
-            key.append((kind.__name__, len(value)))
-            for item in value:
-                self._describe(item, depth)
-            return
-        if isinstance(value, dict):
-            key.append((kind.__name__, tuple(map(str, value))))
-            for item in value.values():
-                self._describe(item, depth)
-            return
-        if kind in (set, frozenset) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-            items = value if kind in (set, frozenset) else [getattr(value, x.name) for x in dataclasses.fields(value)]
-            key.append((kind.__qualname__, len(items)))
-            for item in items:
-                self._describe(item, depth)
-            return
-        if isinstance(value, nn.Module) or callable(value):
-            key.append(getattr(value, "__qualname__", kind.__qualname__))
-            key.append(_Identity(value))
-            return
-        if kind.__module__ == "builtins" or depth == 0 or not hasattr(value, "__dict__"):
-            key.append(kind.__qualname__)
-            self.unknown = self.unknown or not isinstance(value, Ellipsis.__class__)
-            return
-        # Any other object: as its attributes are. Tensors in them stay what they are.
-        attributes = _Encoder({})
-        key.append(kind.__qualname__)
-        for name, item in vars(value).items():
-            key.append(name)
-            attributes._describe(item, depth - 1)
-        self.unknown = self.unknown or attributes.unknown
-        key.extend(attributes._key)
-
-
-class _Identity:
-    """An object as a part of a key: itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
 
 
 def _meta_of_leaf(leaf: Any) -> Meta:

@@ -19,7 +19,7 @@ from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.handle import Handle, Meta
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.recording import Context, Task, Value
+    from smdistributed.modelparallel.torch.tasks import Context, Task, Value
 
 
 class Replicated:

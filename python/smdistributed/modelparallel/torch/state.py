@@ -8,7 +8,7 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.groups import Groups
+    from smdistributed.modelparallel.torch.groups import TorchGroups
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
@@ -29,9 +29,9 @@ class State:
         self.optimizer: DistributedOptimizer | None = None
         self.tracing = False
         self._cfg: Config | None = None
-        self._groups: Groups | None = None
+        self._groups: TorchGroups | None = None
 
-    def enter(self, cfg: Config, groups: Groups) -> None:
+    def enter(self, cfg: Config, groups: TorchGroups) -> None:
         """From now on, the job is this one."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
@@ -45,7 +45,7 @@ class State:
         return self._cfg if self._cfg is not None else _refuse()
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> TorchGroups:
         """Ranks and groups."""
         return self._groups if self._groups is not None else _refuse()
 

@@ -17,9 +17,10 @@ from smdistributed.modelparallel.torch.handle import Handle
 from smdistributed.modelparallel.torch.interception import intercepted
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.output import StepOutput
-from smdistributed.modelparallel.torch.recording import Recording, Value
+from smdistributed.modelparallel.torch.recording import Recording
 from smdistributed.modelparallel.torch.split import check_names, split
 from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tasks import Value
 
 
 class StepFunction:
@@ -91,7 +92,7 @@ class StepFunction:
         recordings: list[Recording] = []
         outputs = []
         # Classes are changed once for all microbatches: Python forgets what it knows of their methods each time.
-        with contextlib.ExitStack() as calls_are_recorded, model.glue_randomness():
+        with contextlib.ExitStack() as calls_are_recorded, model.randomness.shared():
             for args, kwargs in calls:
                 model.begin_microbatch(len(calls))
                 outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
