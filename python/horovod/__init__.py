@@ -16,7 +16,22 @@ from types import ModuleType
 # Scripts compare it with the last version of the original; what follows the plus sign does not take part.
 __version__ = "0.28.1+smd.1"
 
-_MISSING = ("ray", "spark", "mxnet", "tensorflow.data")
+_DRIVEN = "the core's launcher drives jobs: use `horovodrun`, `horovod.run` or `smdrun`"
+#: Modules of the original that are not here, and what there is instead.
+_MISSING = {
+    "ray": "start the job with `horovodrun`, or each rank with `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`",
+    "spark": "start the job with `horovodrun`, or with `horovod.run` for a function",
+    "mxnet": "MXNet's last release is of 2022; Horovod 0.28.1 is the last one for it",
+    "tensorflow.data": "use `tf.data.experimental.service` itself",
+    "runner.http": _DRIVEN,
+    "runner.driver": _DRIVEN,
+    "runner.task": _DRIVEN,
+    "runner.common.service": _DRIVEN,
+    "runner.common.util.network": _DRIVEN,
+    "runner.elastic.driver": _DRIVEN,
+    "runner.elastic.registration": _DRIVEN,
+    "runner.elastic.rendezvous": _DRIVEN,
+}
 
 
 class _NotYet(importlib.abc.MetaPathFinder):
@@ -26,13 +41,10 @@ class _NotYet(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        if package != __name__ or not any(rest == name or rest.startswith(f"{name}.") for name in _MISSING):
+        instead = _MISSING.get(rest)
+        if package != __name__ or instead is None:
             return None
-        raise ModuleNotFoundError(
-            f"`{fullname}` is not part of this release of OpenSMD: it has `horovod.torch`, `horovod.tensorflow` and "
-            "`horovod.keras`",
-            name=fullname,
-        )
+        raise ModuleNotFoundError(f"`{fullname}` is not part of this release of OpenSMD: {instead}", name=fullname)
 
 
 def _refuse_to_shadow() -> None:

@@ -568,9 +568,14 @@ def life():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
+PARTS = (
+    reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life,
+)  # fmt: skip
+
+
 def everything():
     """All in one job, since ranks take long to start."""
-    for part in (reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life):
+    for part in PARTS:
         part()
 
 

@@ -8,8 +8,18 @@ from unittest import mock
 
 import pytest
 
-from horovod.runner import _HorovodArgs, js_run, launch, mpi_run
-from horovod.runner.common.util import codec, config_parser, env, hosts, safe_shell_exec, secret, settings, timeout
+from horovod.runner import _HorovodArgs, launch, mpi_run
+from horovod.runner.common.util import (
+    codec,
+    config_parser,
+    env,
+    hosts,
+    safe_shell_exec,
+    secret,
+    settings,
+    timeout,
+    tiny_shell_exec,
+)
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.util import streams, threads
 
@@ -52,6 +62,10 @@ def test_options_become_variables():
     assert args.prefix_output_with_timestamp
     assert args.tcp_flag
     assert args.command == ["python", "train.py", "-np", "9"]
+    # What is missing is said when the job is to start.
+    args = launch.parse_args(["-np", "2"])
+    with pytest.raises(ValueError, match="the command to run is missing"):
+        launch._run(args)
     assert parsed("-np 2 --network-interface a --network-interfaces b,c").nics == {"a", "b", "c"}
 
 
@@ -116,7 +130,7 @@ def test_the_controller_that_is_asked_for(monkeypatch):
         monkeypatch.setattr(launch, "mpi_built", lambda verbose: mpi)
         monkeypatch.setattr(launch, "gloo_built", lambda verbose: gloo)
         monkeypatch.setattr(launch.lsf.LSFUtils, "using_lsf", staticmethod(lambda: lsf))
-        monkeypatch.setattr(js_run, "is_jsrun_installed", lambda: lsf)
+        monkeypatch.setattr(launch, "is_jsrun_installed", lambda: lsf)
         launch.run_controller(
             use.get("gloo_"), calls["gloo"], use.get("mpi_"), calls["mpi"], use.get("js_"), calls["js"], 0
         )
@@ -137,26 +151,74 @@ def test_the_controller_that_is_asked_for(monkeypatch):
             controller(**arguments)
 
 
+def line_of_mpirun(found, asked, nics, env, command):
+    """What the shell is given, without the spaces of options that are not needed, and in which environment."""
+    with (
+        mock.patch.object(mpi_run, "_get_mpi_implementation", return_value=found),
+        mock.patch.object(safe_shell_exec, "execute", return_value=0) as execute,
+    ):
+        mpi_run.mpi_run(asked, nics, env, command)
+    return " ".join(execute.call_args.args[0].split()), execute.call_args.kwargs["env"]
+
+
 def test_the_line_of_mpirun(monkeypatch):
-    monkeypatch.setattr(mpi_run, "_get_mpi_implementation", lambda env=None: "OpenMPI")
     asked = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, ssh_port=22)
-    with mock.patch.object(safe_shell_exec, "execute", return_value=0) as execute:
-        mpi_run.mpi_run(asked, {"eth0"}, {"HOROVOD_X": "1", "PATH": "/bin", "PYTHONPATH": "p"}, ["python", "a b.py"])
-    assert execute.call_args.args[0] == (
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    env = {"HOROVOD_X": "1", "PATH": "/bin", "OLDPWD": "/"}
+    line, passed = line_of_mpirun("OpenMPI", asked, {"eth1", "eth0"}, env, ["python", "a b.py"])
+    assert line == (
         "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib "
-        '-mca plm_rsh_args "-p 22" -mca btl_tcp_if_include eth0 -x NCCL_SOCKET_IFNAME=eth0 -x HOROVOD_X -x PATH -x PYTHONPATH '
+        '-mca plm_rsh_args "-p 22" -mca btl_tcp_if_include eth0,eth1 -x NCCL_SOCKET_IFNAME=eth0,eth1 -x HOROVOD_X -x PATH '
         "python 'a b.py'"
     )
+    assert passed == {**env, "PYTHONPATH": "ours"}, "mpirun itself needs it; the processes get what was given"
+    asked.tcp_flag, asked.extra_mpi_args, asked.output_filename = True, "--more", "logs"
+    line, _ = line_of_mpirun("SpectrumMPI", asked, None, {}, ["x"])
+    assert line == (
+        "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to socket -map-by socket -rank-by core -tcp "
+        '-mca plm_rsh_args "-p 22" --output-filename logs --more x'
+    )
+    # MPICH's launcher and Intel's, which is one of its family.
+    for found in ("MPICH", "IntelMPI"):
+        line, _ = line_of_mpirun(found, asked, {"eth0"}, env, ["x"])
+        assert line == (
+            'mpirun -l -np 2 -ppn 1 -hosts a,b -bootstrap=ssh -bootstrap-exec-args "-p 22" -iface eth0 '
+            "-genv NCCL_SOCKET_IFNAME eth0 -outfile-pattern logs -genvlist HOROVOD_X,PATH --more x"
+        )
+    asked.binding_args = "-bind-to core"
+    asked.hosts = ",".join(f"host{number}:1" for number in range(64))
+    line, _ = line_of_mpirun("OpenMPI", asked, None, {}, ["x"])
+    assert (
+        "-bind-to core -mca pml ob1 -mca btl ^openib -mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64"
+        in line
+    )
+
+
+def test_mpirun_that_fails_or_is_missing():
+    asked = settings.Settings(hosts="a:1", num_proc=1, verbose=0, run_func_mode=True)
     with (
+        mock.patch.object(mpi_run, "_get_mpi_implementation", return_value="OpenMPI"),
         mock.patch.object(safe_shell_exec, "execute", return_value=3),
-        pytest.raises(RuntimeError, match="exit code 3"),
+        pytest.raises(RuntimeError, match="mpirun failed with exit code 3"),
     ):
         mpi_run.mpi_run(asked, None, {}, ["true"])
     with pytest.raises(Exception, match="env argument must be a dict"):
         mpi_run.mpi_run(asked, None, "env", ["true"])
-    monkeypatch.setattr(mpi_run, "_get_mpi_implementation", lambda env=None: "Missing")
-    with pytest.raises(Exception, match="does not find an installed MPI"):
-        mpi_run.mpi_run(asked, None, {}, ["true"])
+    for answer, expected in (
+        (("mpirun (Open MPI) 4.1.4", 0), "OpenMPI"),
+        (("OpenRTE", 0), "OpenMPI"),
+        (("IBM Spectrum MPI", 0), "SpectrumMPI"),
+        (("HYDRA build details:", 0), "MPICH"),
+        (("Intel(R) MPI Library", 0), "IntelMPI"),
+        (("Another MPI", 0), "Unknown"),
+        (("mpirun: broken", 1), "Missing"),
+        (None, "Missing"),
+    ):
+        with mock.patch.object(tiny_shell_exec, "execute", return_value=answer):
+            assert mpi_run._get_mpi_implementation({}) == expected
+            if expected in ("Unknown", "Missing"):
+                with pytest.raises(Exception, match="does not find an installed MPI"):
+                    mpi_run.mpi_run(asked, None, {}, ["true"])
 
 
 def test_commands_in_a_shell():

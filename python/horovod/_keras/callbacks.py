@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import allgather_object, broadcast_variables
-from smdistributed.dataparallel.tensorflow.keras.callbacks import velocities
+from smdistributed.dataparallel.tensorflow.keras.callbacks import is_number, variables_of, velocities, warming_up
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
 Logs = dict[str, Any] | None
-
-
-def _variables(owner: Any) -> Iterable[tf.Variable]:
-    """The variables that exist; those of a lazy layer may be still to come."""
-    variables = getattr(owner, "variables", [])
-    # A method in legacy optimizers.
-    variables = variables() if callable(variables) else variables
-    return [inner for inner in map(underlying, variables) if isinstance(inner, tf.Variable)]
 
 
 class BroadcastGlobalVariablesCallbackImpl:
@@ -66,7 +57,7 @@ class BroadcastGlobalVariablesCallbackImpl:
         """The model's and the optimizer's, without local ones."""
         lists = []
         for owner in (self.model, getattr(self.model, "optimizer", None)):
-            distinct = {variable.ref(): variable for variable in _variables(owner)}
+            distinct = {variable.ref(): variable for variable in variables_of(owner)}
             lists.append([variable for ref, variable in distinct.items() if ref not in self._local_variables])
         return lists
 
@@ -86,7 +77,7 @@ class MetricAverageCallbackImpl:
         """Averages ``logs``, in place; entries that are no numbers stay as they are."""
         if logs is None or mpi_ops.size() == 1:
             return
-        names = sorted(name for name, value in logs.items() if _is_number(value))
+        names = sorted(name for name, value in logs.items() if is_number(value))
         everybodys = allgather_object(names, name="metric_average.names")
         if any(others != names for others in everybodys):
             listed = ", ".join(f"rank {rank}: {others}" for rank, others in enumerate(everybodys))
@@ -96,13 +87,6 @@ class MetricAverageCallbackImpl:
                 values = tf.constant([float(logs[name]) for name in names], tf.float64)
                 averages = mpi_ops._allreduce(values, "metric_average", mpi_ops.Average).numpy()
             logs.update(zip(names, map(float, averages), strict=True))
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
-    except (TypeError, ValueError):
-        return False
 
 
 def _inner(optimizer: Any) -> Any:
@@ -243,9 +227,7 @@ class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last batch of the warm-up has the whole rate.
-            epoch += 1.0 / self.steps_per_epoch
-            return 1.0 / mpi_ops.size() * (epoch * (mpi_ops.size() - 1) / warmup_epochs + 1)
+            return warming_up(epoch, warmup_epochs, self.steps_per_epoch, mpi_ops.size())
 
         super().__init__(
             backend,

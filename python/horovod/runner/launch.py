@@ -11,13 +11,13 @@ from typing import Any
 import horovod
 from horovod.common import util
 from horovod.common.util import gloo_built as gloo_built
-from horovod.runner import js_run as js_runs
-from horovod.runner import mpi_run as mpi_runs
 from horovod.runner.common.util import config_parser, hosts, timeout
 from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.elastic import settings as elastic_settings
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.gloo_run import FAILED, gloo_run, gloo_run_elastic, is_here
+from horovod.runner.js_run import is_jsrun_installed, js_run
+from horovod.runner.mpi_run import mpi_available, mpi_run
 from horovod.runner.util import lsf, remote
 
 _SSH_ATTEMPTS = 5
@@ -179,14 +179,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return args
     if args.num_proc is None and not lsf.LSFUtils.using_lsf():
         parser.error("the following arguments are required: -np/--num-proc")
-    if not args.command:
-        parser.error("the command to run is missing")
     return args
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether there is an ``mpirun`` that could start the processes."""
-    return mpi_runs.mpi_available()
+    return mpi_available()
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
@@ -226,7 +224,7 @@ def run_controller(
             )
         js_run()
     elif mpi_built(verbose=verbose):
-        if lsf.LSFUtils.using_lsf() and js_runs.is_jsrun_installed():
+        if lsf.LSFUtils.using_lsf() and is_jsrun_installed():
             js_run()
         else:
             mpi_run()
@@ -351,9 +349,9 @@ def _run_static(args: argparse.Namespace) -> None:
         args.use_gloo or nothing_chosen,
         lambda: gloo_run(settings, args.nics, env, None, args.command),
         args.use_mpi,
-        lambda: mpi_runs.mpi_run(settings, args.nics, env, args.command),
+        lambda: mpi_run(settings, args.nics, env, args.command),
         args.use_jsrun,
-        lambda: js_runs.js_run(settings, args.nics, env, args.command),
+        lambda: js_run(settings, args.nics, env, args.command),
         settings.verbose,
     )
 
@@ -385,9 +383,10 @@ def _run_elastic(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    # Programs such as `mpirun` would take this job for a part of theirs.
     if args.hosts and args.host_discovery_script:
         raise ValueError("give either hosts or a host discovery script")
+    if not args.command:
+        raise ValueError("the command to run is missing")
     if _is_elastic(args):
         _run_elastic(args)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shlex
@@ -60,7 +59,7 @@ def is_intel_mpi(env: dict[str, str] | None = None) -> bool:
 
 
 def _get_mpi_implementation(env: dict[str, str] | None = None) -> str:
-    answer = tiny_shell_exec.execute("mpirun --version", env=env)
+    answer = tiny_shell_exec.execute("mpirun --version", env)
     if answer is None:
         return _MISSING_IMPL
     output, code = answer
@@ -81,12 +80,52 @@ def _get_mpi_implementation(env: dict[str, str] | None = None) -> str:
     return _MISSING_IMPL
 
 
-def _flags(settings: Any, implementation: str) -> tuple[list[str], list[str]]:
+def _get_mpi_implementation_flags(
+    tcp_flag: bool | None, env: dict[str, str] | None = None
+) -> tuple[list[str] | None, list[str] | None, str | None]:
+    """What the ``mpirun`` that is here is told, how it binds, and whose it is; three times ``None`` if there is none."""
+    implementation = _get_mpi_implementation(env)
     if implementation == _OMPI_IMPL:
-        return list(_OMPI_FLAGS), _NO_BINDING_ARGS
+        return list(_OMPI_FLAGS), list(_NO_BINDING_ARGS), implementation
     if implementation == _SMPI_IMPL:
-        return list(_SMPI_FLAGS_TCP if settings.tcp_flag else _SMPI_FLAGS), _SOCKET_BINDING_ARGS
-    return [], []
+        return list(_SMPI_FLAGS_TCP if tcp_flag else _SMPI_FLAGS), list(_SOCKET_BINDING_ARGS), implementation
+    if implementation in (_MPICH_IMPL, _IMPI_IMPL):
+        return [], [], implementation
+    return None, None, None
+
+
+def _line(settings: Any, nics: Any, exported: Sequence[str], command: Sequence[str], found: tuple[Any, ...]) -> str:
+    """The line for the shell. Scripts compare it: each option has its place, which stays, empty, if it is not needed."""
+    flags, binding, implementation = found
+    names, _ = hosts_util.parse_hosts_and_slots(settings.hosts)
+    is_hydra = implementation in (_MPICH_IMPL, _IMPI_IMPL)
+    ssh = [f"-p {settings.ssh_port}"] if settings.ssh_port else []
+    ssh += [f"-i {settings.ssh_identity_file}"] if settings.ssh_identity_file else []
+    reach = '-bootstrap=ssh -bootstrap-exec-args "{}"' if is_hydra else '-mca plm_rsh_args "{}"'
+    if len(names) >= _LARGE_CLUSTER_THRESHOLD and not is_hydra:
+        flags = [*flags, "-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {len(names)}"]
+    interfaces = ",".join(sorted(nics or []))
+    folder = shlex.quote(settings.output_filename) if settings.output_filename else ""
+    if is_hydra:
+        per_host = max(1, settings.num_proc // max(1, len(names)))
+        places = [f"-l -np {settings.num_proc} -ppn {per_host} -hosts {','.join(names)}"]
+        options = {
+            "interfaces": f"-iface {sorted(nics)[0]}" if nics else "",
+            "nccl": f"-genv NCCL_SOCKET_IFNAME {interfaces}" if nics else "",
+            "output": f"-outfile-pattern {folder}" if folder else "",
+            "variables": f"-genvlist {','.join(exported)}" if exported else "",
+        }
+    else:
+        places = [f"--allow-run-as-root --tag-output -np {settings.num_proc} -H {settings.hosts}"]
+        options = {
+            "interfaces": f"-mca btl_tcp_if_include {interfaces}" if nics else "",
+            "nccl": f"-x NCCL_SOCKET_IFNAME={interfaces}" if nics else "",
+            "output": f"--output-filename {folder}" if folder else "",
+            "variables": " ".join(f"-x {name}" for name in exported),
+        }
+    places += [settings.binding_args or " ".join(binding), " ".join(flags), reach.format(" ".join(ssh)) if ssh else ""]
+    places += [*options.values(), settings.extra_mpi_args or ""]
+    return " ".join(["mpirun", *places, *map(shlex.quote, command)])
 
 
 def mpi_run(
@@ -113,41 +152,17 @@ def mpi_run(
     """
     if env is not None and not isinstance(env, dict):
         raise Exception(f"env argument must be a dict, not {type(env)}: {env}")
-    implementation = _get_mpi_implementation(env)
-    if implementation in (_MISSING_IMPL, _UNKNOWN_IMPL):
+    found = _get_mpi_implementation_flags(settings.tcp_flag, env=env)
+    if found[0] is None:
         raise Exception(_MISSING_TEXT)
-    env = copy.copy(env) if env else {}
-    for name in ("PATH", "PYTHONPATH"):
-        if name not in env and name in os.environ:
-            env[name] = os.environ[name]
-    flags, binding = _flags(settings, implementation)
-    names, _ = hosts_util.parse_hosts_and_slots(settings.hosts)
+    env = dict(env or {})
     # Names alone: the values reach mpirun in its environment, since any user of the host can read a command line.
     exported = [name for name in sorted(env) if is_exportable(name) and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
-    if implementation in (_OMPI_IMPL, _SMPI_IMPL):
-        words = ["mpirun", "--allow-run-as-root", "--tag-output", f"-np {settings.num_proc}", f"-H {settings.hosts}"]
-        words += [settings.binding_args] if settings.binding_args else binding
-        words += flags
-        if settings.ssh_port or settings.ssh_identity_file:
-            ssh = [f"-p {settings.ssh_port}"] if settings.ssh_port else []
-            ssh += [f"-i {settings.ssh_identity_file}"] if settings.ssh_identity_file else []
-            words += [f'-mca plm_rsh_args "{" ".join(ssh)}"']
-        if len(names) >= _LARGE_CLUSTER_THRESHOLD:
-            words += ["-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {len(names)}"]
-        if nics:
-            interfaces = ",".join(sorted(nics))
-            words += [f"-mca btl_tcp_if_include {interfaces}", f"-x NCCL_SOCKET_IFNAME={interfaces}"]
-        words += [f"--output-filename {shlex.quote(settings.output_filename)}"] if settings.output_filename else []
-        words += [f"-x {name}" for name in exported]
-    else:
-        per_host = max(1, settings.num_proc // max(1, len(names)))
-        words = ["mpirun", "-l", f"-np {settings.num_proc}", f"-ppn {per_host}", f"-hosts {','.join(names)}"]
-        words += [settings.binding_args] if settings.binding_args else []
-        words += [f"-iface {sorted(nics)[0]}"] if nics else []
-        words += [f"-outfile-pattern {shlex.quote(settings.output_filename)}"] if settings.output_filename else []
-        words += [f"-genvlist {','.join(exported)}"] if exported else []
-    words += [settings.extra_mpi_args] if settings.extra_mpi_args else []
-    line = " ".join([*words, *map(shlex.quote, command)])
+    for name in ("PATH", "PYTHONPATH"):
+        # What mpirun itself needs.
+        if name not in env and name in os.environ:
+            env[name] = os.environ[name]
+    line = _line(settings, nics, exported, command, found)
     if settings.verbose >= 2:
         print(line)
     sys.stdout.flush()

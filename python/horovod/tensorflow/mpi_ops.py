@@ -21,48 +21,45 @@ MPI_LIB = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
 
-from horovod.common.basics import HorovodBasics, warn_once  # noqa: E402
+from horovod.common.basics import warn_once  # noqa: E402
 from horovod.common.process_sets import ProcessSet, global_process_set  # noqa: E402
+from horovod.common.session import (  # noqa: E402, F401
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    _basics,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    handle_average_backwards_compatibility,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from horovod.common.util import (  # noqa: E402, F401
     check_installed_version,
-    get_average_backwards_compatibility_fun,
     gpu_available,
     num_rank_is_power_2,
 )
-
-_basics = HorovodBasics(__file__, "mpi_lib")
-
-init = _basics.init
-shutdown = _basics.shutdown
-is_initialized = _basics.is_initialized
-start_timeline = _basics.start_timeline
-stop_timeline = _basics.stop_timeline
-size = _basics.size
-local_size = _basics.local_size
-cross_size = _basics.cross_size
-rank = _basics.rank
-local_rank = _basics.local_rank
-cross_rank = _basics.cross_rank
-is_homogeneous = _basics.is_homogeneous
-mpi_threads_supported = _basics.mpi_threads_supported
-mpi_enabled = _basics.mpi_enabled
-mpi_built = _basics.mpi_built
-gloo_enabled = _basics.gloo_enabled
-gloo_built = _basics.gloo_built
-nccl_built = _basics.nccl_built
-ddl_built = _basics.ddl_built
-ccl_built = _basics.ccl_built
-cuda_built = _basics.cuda_built
-rocm_built = _basics.rocm_built
-
-Average = _basics.Average
-Sum = _basics.Sum
-Adasum = _basics.Adasum
-Min = _basics.Min
-Max = _basics.Max
-Product = _basics.Product
-
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 
 _REDUCTIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,16 +117,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
     def _broadcast(self) -> None:
         local = {id(variable) for variable in self._local}
         optimizer = getattr(self.model, "optimizer", None)
-        variables = [*self._variables(self.model), *self._variables(optimizer)]
+        variables = [*variables_of(self.model), *variables_of(optimizer)]
         broadcast_variables([variable for variable in variables if id(variable) not in local], self.root_rank)
-
-    @staticmethod
-    def _variables(owner: Any) -> Iterable[Any]:
-        """The variables that exist; those of a lazy layer may be still to come."""
-        variables = getattr(owner, "variables", [])
-        # A method in legacy optimizers.
-        variables = variables() if callable(variables) else variables
-        return [inner for inner in map(underlying, variables) if isinstance(inner, tf.Variable)]
 
 
 class MetricAverageCallback(_Callback):
@@ -146,7 +138,7 @@ class MetricAverageCallback(_Callback):
         """Averages ``logs``, in place."""
         if logs is None:
             return
-        names = sorted(name for name, value in logs.items() if _is_number(value))
+        names = sorted(name for name, value in logs.items() if is_number(value))
         # Ranks with other names would average other things, or wait for ranks that have none.
         mine = zlib.crc32(",".join(names).encode())
         lowest, highest = oob_allreduce(tf.constant([mine, -mine], tf.int64), op=ReduceOp.MIN).numpy()
@@ -155,13 +147,6 @@ class MetricAverageCallback(_Callback):
         if names:
             values = oob_allreduce(tf.constant([float(logs[name]) for name in names], tf.float64)).numpy()
             logs.update(zip(names, map(float, values), strict=True))
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
-    except (TypeError, ValueError):
-        return False
 
 
 class LearningRateScheduleCallback(_Callback):
@@ -267,9 +252,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last batch of the warm-up has the whole rate.
-            epoch += 1 / self.steps_per_epoch
-            return (epoch * (size() - 1) / warmup_epochs + 1) / size()
+            return warming_up(epoch, warmup_epochs, self.steps_per_epoch, size())
 
         super().__init__(
             initial_lr,
@@ -288,6 +271,29 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and rank() == 0 and epoch == self.end_epoch - 1:
             rate = _learning_rate(self.model.optimizer)
             print(f"\nepoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}")
+
+
+def warming_up(epoch: float, warmup_epochs: int, steps_per_epoch: int, ranks: int) -> float:
+    """What the learning rate after the warm-up is multiplied with, at the beginning of a batch."""
+    # The last batch of the warm-up has the whole rate.
+    epoch += 1 / steps_per_epoch
+    return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
+
+
+def variables_of(owner: Any) -> list[tf.Variable]:
+    """The variables of a model or an optimizer that exist; those of a lazy layer may be still to come."""
+    variables = getattr(owner, "variables", [])
+    # A method in legacy optimizers.
+    variables = variables() if callable(variables) else variables
+    return [inner for inner in map(underlying, variables) if isinstance(inner, tf.Variable)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether an entry of the logs can be averaged."""
+    try:
+        return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
+    except (TypeError, ValueError):
+        return False
 
 
 def _learning_rate(optimizer: Any) -> float:

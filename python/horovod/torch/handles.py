@@ -1,0 +1,123 @@
+"""Operations in flight: what asks the core for them, and who waits for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from smdistributed._common import shims
+
+# PyTorch first, through the loader: it says what is missing.
+shims.load_torch()
+
+import torch  # noqa: E402
+
+from horovod.common import basics  # noqa: E402
+from horovod.common.exceptions import at_execution, at_submission  # noqa: E402
+from horovod.common.process_sets import ProcessSet  # noqa: E402
+
+
+class _Pending:
+    """An operation in flight.
+
+    Args:
+        work: The core's handle.
+        outputs: Of in-place forms; others have their results in `work`.
+        finish: Makes what `synchronize` returns of the outputs.
+    """
+
+    __slots__ = ("finish", "outputs", "stream", "work")
+
+    def __init__(self, work: Any, outputs: list[torch.Tensor] | None, finish: Callable[[list], Any], like: Any) -> None:
+        self.work = work
+        self.outputs = outputs
+        self.finish = finish
+        # Where an operation on a GPU is queued.
+        self.stream = torch.cuda.current_stream(like.device) if like is not None and like.is_cuda else None
+
+    def wait(self) -> Any:
+        try:
+            self.work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise at_execution(error) from None
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        return self.finish(self.work.results() if self.outputs is None else self.outputs)
+
+
+_handle_map: dict[int, _Pending] = {}
+_numbers = itertools.count()
+
+basics._cleanups.append(_handle_map.clear)
+
+
+def _first(outputs: list[torch.Tensor]) -> torch.Tensor:
+    return outputs[0]
+
+
+def _number(process_set: ProcessSet) -> int:
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(f"{process_set} does not exist, or has not been registered: call `add_process_set` first")
+    return number
+
+
+def _submit(
+    call: Callable[..., Any],
+    *args: Any,
+    like: torch.Tensor | None = None,
+    outputs: list[torch.Tensor] | None = None,
+    finish: Callable[[list], Any] = _first,
+) -> _Pending:
+    try:
+        work = call(*args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise at_submission(error) from None
+    return _Pending(work, outputs, finish, like)
+
+
+def _kept(pending: _Pending) -> int:
+    handle = next(_numbers)
+    _handle_map[handle] = pending
+    return handle
+
+
+class _Nothing:
+    """What a group of no tensors waits for."""
+
+    @staticmethod
+    def wait() -> None:
+        pass
+
+    @staticmethod
+    def is_completed() -> bool:
+        return True
+
+    @staticmethod
+    def results() -> list[torch.Tensor]:
+        return []
+
+
+_NOTHING = _Nothing()
+
+
+def poll(handle: int) -> bool:
+    """Whether the operation is complete or failed.
+
+    Raises:
+        ValueError: There is no such handle, or no more.
+    """
+    if handle not in _handle_map:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handle_map[handle].work.is_completed()
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation and returns its result; the handle is used up. ``None`` for a handle that there is not.
+
+    Raises:
+        HorovodInternalError: The operation failed.
+    """
+    pending = _handle_map.pop(handle, None)
+    return None if pending is None else pending.wait()

@@ -1,0 +1,321 @@
+"""All-reduces: of one tensor, and of several together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _submit, synchronize
+
+# isort: split
+import torch
+
+from horovod.common.basics import warn_once
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.session import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    handle_average_backwards_compatibility,
+    is_initialized,
+    size,
+)
+from horovod.common.util import num_rank_is_power_2
+from horovod.torch.compression import Compression
+
+# The core's names.
+_OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+
+_ALL_REDUCE = torch.ops.smd.named_all_reduce.default
+
+
+def _check_reduction(tensors: Sequence[torch.Tensor], op: int, process_set: ProcessSet) -> str:
+    if op not in _OPS:
+        raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
+    for tensor in tensors:
+        if tensor.dtype == torch.bool:
+            raise ValueError(f"tensor type {tensor.type()} is not supported in reductions")
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors of a group must be on same device: one is on {tensors[0].device}, another on {tensor.device}"
+            )
+    if op == Adasum:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if is_initialized() and not num_rank_is_power_2(size()):
+            raise NotImplementedError(
+                f"Running Adasum with non-power of 2 ranks is not supported yet: there are {size()}"
+            )
+    return _OPS[op]
+
+
+def _reduce(
+    kind: str,
+    tensors: list[torch.Tensor],
+    in_place: bool,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    blocking: bool,
+    finish: Callable[[list], Any],
+) -> _Pending:
+    spelled = _check_reduction(tensors, op, process_set)
+    factors = float(prescale_factor), float(postscale_factor)
+    if tensors[0].is_cuda and (op == Adasum or factors != (1.0, 1.0)):
+        calls = (kind, name, op, factors, process_set, blocking)
+        return _reduce_otherwise(tensors, in_place, calls, finish)
+    arguments = (spelled, *factors, kind, name or "", _number(process_set), blocking)
+    return _submit(
+        _ALL_REDUCE,
+        tensors,
+        tensors if in_place else [],
+        *arguments,
+        like=tensors[0],
+        outputs=tensors if in_place else None,
+        finish=finish,
+    )
+
+
+def _reduce_otherwise(
+    tensors: list[torch.Tensor], in_place: bool, call: tuple[Any, ...], finish: Callable[[list], Any]
+) -> _Pending:
+    """What the core does in the host's memory only: scaling, which is done here on the device, where ranks that disagree about
+    factors do not hear of it; and Adasum and scaled integers, which travel through the host."""
+    kind, name, op, factors, process_set, blocking = call
+    on_device = op != Adasum and all(tensor.is_floating_point() for tensor in tensors)
+    sent = [tensor * factors[0] if on_device else tensor.cpu() for tensor in tensors]
+    left = (1.0, 1.0) if on_device else factors
+
+    def back(outputs: list[torch.Tensor]) -> Any:
+        if on_device:
+            outputs = [output.mul_(factors[1]) for output in outputs]
+        if in_place:
+            return finish([tensor.copy_(output) for tensor, output in zip(tensors, outputs, strict=True)])
+        return finish([output.to(tensor.device) for tensor, output in zip(tensors, outputs, strict=True)])
+
+    return _reduce(kind, sent, True, name, op, *left, process_set, blocking, back)
+
+
+def _allreduce_async(
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> int:
+    if output is not tensor:
+        output.copy_(tensor)
+    return allreduce_async_(output, None, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce`; returns a handle at once."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _kept(_reduce("allreduce", [tensor], False, name, op, *factors, process_set, False, _first))
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`allreduce_`; returns a handle at once."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _kept(_reduce("allreduce", [tensor], True, name, op, *factors, process_set, False, _first))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As :func:`allreduce`, in place; not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduce("allreduce", [tensor], True, name, op, *factors, process_set, True, _first).wait()
+
+
+def _warn_of_gradient(op: int) -> None:
+    if op not in (Average, Sum):
+        warn_once(
+            f"the gradient of an allreduce with op={_OPS[op]} is the same operation on the gradient, as in Horovod"
+        )
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """An all-reduce whose gradient is one, too."""
+
+    @staticmethod
+    def forward(ctx, tensor, average, name, op, prescale_factor, postscale_factor, process_set):
+        ctx.call = (op, prescale_factor, postscale_factor, process_set)
+        return _reduce(
+            "allreduce", [tensor], False, name, op, prescale_factor, postscale_factor, process_set, True, _first
+        ).wait()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        _warn_of_gradient(ctx.call[0])
+        op, *factors, process_set = ctx.call
+        grad = allreduce(
+            grad_output,
+            op=op,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
+            process_set=process_set,
+        )
+        return grad, None, None, None, None, None, None
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduces `tensor` over the ranks of a process set; differentiable.
+
+    Args:
+        tensor: Same shape and type on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches ranks' calls; given by the core if there is none.
+        compression: How it travels.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values first.
+        postscale_factor: Multiplied with the result.
+        process_set: Whose ranks.
+
+    Returns:
+        A tensor of the same shape and type.
+
+    Raises:
+        ValueError: The arguments are not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or one is gone.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    small, ctx = compression.compress(tensor)
+    reduced = HorovodAllreduce.apply(small, None, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced, ctx)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`grouped_allreduce`; returns one handle at once."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _kept(_grouped(list(tensors), False, name, op, *factors, process_set, False, tuple))
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As :func:`grouped_allreduce_`; returns one handle at once."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _kept(_grouped(list(tensors), True, name, op, *factors, process_set, False, tuple))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As :func:`grouped_allreduce`, in place; not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    return synchronize(
+        grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    )
+
+
+def _grouped(tensors: list[torch.Tensor], in_place: bool, name: str | None, op: int, *rest: Any) -> _Pending:
+    if not tensors:
+        return _Pending(_NOTHING, None, rest[-1], None)
+    return _reduce("grouped_allreduce", tensors, in_place, name, op, *rest)
+
+
+class HorovodGroupedAllreduce(torch.autograd.Function):
+    """All-reduces that run together, whose gradients are reduced together."""
+
+    @staticmethod
+    def forward(ctx, average, name, op, prescale_factor, postscale_factor, process_set, *tensors):
+        ctx.call = (op, prescale_factor, postscale_factor, process_set)
+        return _grouped(
+            list(tensors), False, name, op, prescale_factor, postscale_factor, process_set, True, tuple
+        ).wait()
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        _warn_of_gradient(ctx.call[0])
+        op, prescale_factor, postscale_factor, process_set = ctx.call
+        grads = grouped_allreduce(
+            list(grad_output),
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=process_set,
+        )
+        return (None, None, None, None, None, None, *grads)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As :func:`allreduce`, of several tensors: all run together or none does."""
+    op = handle_average_backwards_compatibility(op, average)
+    if not tensors:
+        return []
+    small, ctxs = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    reduced = HorovodGroupedAllreduce.apply(None, name, op, prescale_factor, postscale_factor, process_set, *small)
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, ctxs, strict=True)]

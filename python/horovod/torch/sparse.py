@@ -1,0 +1,47 @@
+"""All-reduces of sparse tensors: everybody's indices and values are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from horovod.torch.handles import synchronize
+
+# isort: split
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.session import Average, Sum
+from horovod.torch.exchanges import allgather_async
+from horovod.torch.reductions import _OPS
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Reduces a sparse tensor: gathers everybody's indices and values.
+
+    Returns:
+        A function that waits, and returns a sparse tensor that is not coalesced.
+    """
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"a sparse tensor cannot be reduced with op={_OPS.get(op, op)}: use Average or Sum")
+    sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
+    indices = sparse.indices().transpose(0, 1).contiguous()
+    values = sparse.values()
+    indices_name, values_name = (f"{name}.indices", f"{name}.values") if name else (None, None)
+    indices_handle = allgather_async(indices, indices_name, process_set)
+    values_handle = allgather_async(values, values_name, process_set)
+    members = process_set.size()
+
+    def handle() -> torch.Tensor:
+        everybodys_indices = synchronize(indices_handle)
+        everybodys_values = synchronize(values_handle)
+        if op == Average:
+            everybodys_values = everybodys_values / members
+        indices = everybodys_indices.transpose(0, 1)
+        return torch.sparse_coo_tensor(indices, everybodys_values, sparse.size(), check_invariants=False)
+
+    return handle
