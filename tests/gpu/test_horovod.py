@@ -1,0 +1,168 @@
+"""`horovod.torch` on CUDA tensors: values beside those of the same calls on CPU tensors, names, errors, optimizers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from support import run_ranks
+from support.devices import NUM_RANKS, needs_two
+
+pytestmark = [pytest.mark.timeout(240), needs_two]
+
+
+def _start():
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank())
+    return torch, hvd, hvd.rank(), hvd.size()
+
+
+def _same(torch, here, there):
+    """Of a call on CPU tensors and on CUDA tensors."""
+    if isinstance(here, (list, tuple)):
+        assert len(here) == len(there)
+        for one, other in zip(here, there, strict=True):
+            _same(torch, one, other)
+        return
+    assert here.dtype == there.dtype
+    if here.is_floating_point():
+        tolerance = 1e-2 if here.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        assert torch.allclose(here, there.cpu(), rtol=tolerance, atol=tolerance), (here, there)
+    else:
+        assert torch.equal(here, there.cpu()), (here, there)
+
+
+def collectives():
+    torch, hvd, rank, size = _start()
+    types = [torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    for dtype in types:
+        for shape in [(size * 2,), (size, 3), (0,), (5 * size, 2, 2)]:
+            x = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 7 + rank).to(dtype)
+            calls = {
+                "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+                "average": lambda x: hvd.allreduce(x),
+                "min": lambda x: hvd.allreduce(x, op=hvd.Min),
+                "max": lambda x: hvd.allreduce(x, op=hvd.Max),
+                "product": lambda x: hvd.allreduce(x, op=hvd.Product),
+                "scaled": lambda x: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0),
+                "scaled in place": lambda x: hvd.allreduce_(x.clone(), op=hvd.Sum, prescale_factor=0.5),
+                "in place": lambda x: hvd.allreduce_(x.clone(), op=hvd.Sum),
+                "async": lambda x: hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)),
+                "async in place": lambda x: hvd.synchronize(hvd.allreduce_async_(x.clone(), op=hvd.Sum)),
+                "grouped": lambda x: hvd.grouped_allreduce([x, x + 1], op=hvd.Sum),
+                "grouped in place": lambda x: hvd.synchronize(hvd.grouped_allreduce_async_([x.clone(), x + 1])),
+                "broadcast": lambda x: hvd.broadcast(x, size - 1),
+                "broadcast in place": lambda x: hvd.broadcast_(x.clone(), 0),
+                "allgather": lambda x: hvd.allgather(x[: x.shape[0] - rank] if x.shape[0] else x),
+                "grouped allgather": lambda x: hvd.grouped_allgather([x, x]),
+                "alltoall": lambda x: hvd.alltoall(x),
+                "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+                "grouped reducescatter": lambda x: hvd.grouped_reducescatter([x, x], op=hvd.Sum),
+            }
+            for name, call in calls.items():
+                there = call(x.cuda())
+                first = there[0] if isinstance(there, (list, tuple)) else there
+                assert first.is_cuda, name
+                try:
+                    _same(torch, call(x), there)
+                except AssertionError as error:
+                    raise AssertionError(f"{name} of {dtype} {shape}: {error}") from None
+    if size & (size - 1) == 0:
+        x = torch.randn(50, generator=torch.Generator().manual_seed(rank))
+        _same(torch, hvd.allreduce(x, op=hvd.Adasum), hvd.allreduce(x.cuda(), op=hvd.Adasum))
+
+
+def streams_and_errors():
+    torch, hvd, rank, size = _start()
+    # What the current stream still computes is waited for, and what comes after waits for the result.
+    x = torch.ones(1 << 20, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    x *= 3
+    handle = hvd.allreduce_async(x, op=hvd.Sum)
+    got = hvd.synchronize(handle) * 2
+    assert (got == 6.0 * size).all()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = torch.full((1000,), float(rank), device="cuda")
+        hvd.broadcast_(y, size - 1)
+        assert (y == size - 1).all()
+    # Many at once, in an order of each rank.
+    names = [f"t{at}" for at in range(30)]
+    random.Random(rank).shuffle(names)
+    handles = {
+        name: hvd.allreduce_async_(torch.full((100,), float(name[1:]), device="cuda"), name=name) for name in names
+    }
+    for name, handle in handles.items():
+        assert (hvd.synchronize(handle) == float(name[1:])).all()
+    # One rank on the CPU, another type, another shape: all are told, and the name is free.
+    odd = rank == size - 1
+    for text, mine in (
+        ("CPU/GPU device selection", torch.ones(2) if odd else torch.ones(2, device="cuda")),
+        ("Mismatched data types", torch.ones(2, device="cuda").double() if odd else torch.ones(2, device="cuda")),
+        ("Mismatched ALLREDUCE tensor shapes", torch.ones(2 + odd, device="cuda")),
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match=text):
+            hvd.allreduce(mine, name="m")
+    assert hvd.allreduce(torch.ones(1, device="cuda"), op=hvd.Sum, name="m").item() == size
+    with pytest.raises(ValueError, match="must be on same device"):
+        hvd.grouped_allreduce([torch.ones(1), torch.ones(1, device="cuda")])
+
+
+def gradients():
+    torch, hvd, rank, size = _start()
+    calls = {
+        "allreduce": lambda x: hvd.allreduce(x),
+        "grouped": lambda x: hvd.grouped_allreduce([x, x])[1],
+        "allgather": lambda x: hvd.allgather(x),
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+        "alltoall": lambda x: hvd.alltoall(x),
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+    }
+    for name, call in calls.items():
+        grads = []
+        for device in ("cpu", "cuda"):
+            x = torch.ones(size, 2, device=device, requires_grad=True)
+            (call(x) * (rank + 1.0)).sum().backward()
+            grads.append(x.grad)
+        assert torch.allclose(grads[0], grads[1].cpu()), (name, grads)
+
+
+def optimizers():
+    torch, hvd, rank, size = _start()
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = torch.randn(size * 4, 4, generator=generator), torch.randn(size * 4, 1, generator=generator)
+    mine = slice(4 * rank, 4 * rank + 4)
+    for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": hvd.Compression.fp16}):
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        torch.manual_seed(0)
+        alone = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        single = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            for net, one, rows in ((model, optimizer, mine), (alone, single, slice(None))):
+                one.zero_grad()
+                torch.nn.functional.mse_loss(net(inputs[rows].cuda()), targets[rows].cuda()).backward()
+                one.step()
+        tolerance = 1e-2 if options.get("compression") else 1e-5
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one, other, atol=tolerance), (options, (one - other).abs().max())
+    layer, plain = hvd.SyncBatchNorm(4).cuda(), torch.nn.BatchNorm1d(4).cuda()
+    got, expected = layer(inputs[mine].cuda()), plain(inputs.cuda())[mine]
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+def everything():
+    for part in (collectives, streams_and_errors, gradients, optimizers):
+        part()
+
+
+def test_everything():
+    run_ranks(everything, NUM_RANKS, timeout=220)
