@@ -3,8 +3,8 @@
     smdrun -n 4 benches/gpu/all_reduce.py
     smdrun -n 4 benches/gpu/all_reduce.py --sizes 4KiB 1MiB 25MiB --rounds 11
 
-The ways take turns, in another order each round. A call's time is that of many in a row, in place, on the current
-stream, between two synchronisations; its host time is that until the last of them was queued. Captured calls run from a
+The ways take turns, in another order each round. A call averages, in place, numbers that are the
+same on all ranks, and so stay; its time is that of many in a row on the current stream, between two synchronisations; its host time is that until the last of them was queued. Captured calls run from a
 CUDA graph, without the host. Shown are medians over rounds of the slowest rank.
 """
 
@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--narrow", action="store_true", help="numbers that were bfloat16 before, as gradients under autocast"
+    )
     arguments = parser.parse_args()
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -41,9 +44,9 @@ def main() -> None:
     c10d.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
     smddp = c10d.new_group(backend="smddp")
     ways = {
-        "ours": dist.all_reduce,
-        "smddp": lambda x: c10d.all_reduce(x, group=smddp),
-        "nccl": c10d.all_reduce,
+        "ours": lambda x: dist.all_reduce(x, dist.ReduceOp.AVERAGE),
+        "smddp": lambda x: c10d.all_reduce(x, c10d.ReduceOp.AVG, smddp),
+        "nccl": lambda x: c10d.all_reduce(x, c10d.ReduceOp.AVG),
     }
     if rank == 0:
         print(
@@ -63,8 +66,8 @@ def measure(text: str, ways: dict, arguments: argparse.Namespace, rank: int) -> 
     digits = text.rstrip("KMiB")
     nbytes = int(digits) * UNITS[text[len(digits) :]]
     dtype = getattr(torch, arguments.dtype)
-    # Zeros stay zeros, however often they are added.
-    x = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device="cuda")
+    torch.manual_seed(0)
+    x = torch.randn(nbytes // dtype.itemsize, device="cuda").to(torch.bfloat16 if arguments.narrow else dtype).to(dtype)
     calls = max(10, min(300, ROUND_BYTES // nbytes))
     graphs = {}
     for name, run in ways.items():

@@ -119,11 +119,84 @@ def test_bits_are_those_of_the_cpu(n):
     assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
 
+def _kinds(torch, elems, salt):
+    """Numbers that were bfloat16, numbers that were not, and both: some with rows of the others between them."""
+    full, narrow = _values(torch, torch.float32, elems, salt), _values(torch, torch.bfloat16, elems, salt + 1).float()
+    rows = torch.arange(elems) // 700 % 5 == 0
+    return {"full": full, "narrow": narrow, "mixed": torch.where(rows, full, narrow)}
+
+
+def chunks_body():
+    torch, dist, rank, size = _start()
+    import torch.distributed as c10d
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers the backend
+
+    failed = []
+    # Few and many rounds, whole chunks and not, addresses that are no multiples of 16 bytes.
+    for elems, shift, op in (
+        (2_500_003, 1, "sum"),
+        (3_145_728, 0, "average"),
+        (20_000_001, 2, "average"),
+        (2_400_000, 0, "max"),
+    ):
+        for kind, values in _kinds(torch, elems, elems + 10 * rank).items():
+            whole = torch.zeros(elems + shift + 3, device="cuda")
+            x = whole[shift : shift + elems]
+            expected = values.clone()
+            torch.ops.smd.all_reduce_(expected, op, 0)
+            for turn in range(3):
+                x.copy_(values)
+                torch.ops.smd.all_reduce_(x, op, 0)
+                if text := _differ(torch, x, expected):
+                    failed.append(f"all_reduce {kind} {op} {elems}, turn {turn}: {text}")
+            if whole[:shift].any() or whole[shift + elems :].any():
+                failed.append(f"all_reduce {kind} {op} {elems}: wrote beside the tensor")
+    # Many tensors at once, more than one launch takes, some of them empty; small calls come between.
+    c10d.init_process_group("smddp", rank=rank, world_size=size)
+    lengths = [(turn * 7919) % 90_001 for turn in range(300)]
+    for kind in ("full", "narrow", "mixed"):
+        values = [_kinds(torch, max(n, 1), n + rank)[kind][:n] for n in lengths]
+        expected = [x.clone() for x in values]
+        for x in expected:
+            torch.ops.smd.all_reduce_(x, "sum", 0)
+        tensors = [x.cuda() for x in values]
+        small = torch.full((5,), float(rank + 1), device="cuda")
+        torch.ops.smd.all_reduce_(small, "sum", 0)
+        with c10d._coalescing_manager(device=torch.device("cuda"), async_ops=False):
+            for x in tensors:
+                c10d.all_reduce(x)
+        torch.ops.smd.all_reduce_(small, "sum", 0)
+        assert (small == size * size * (size + 1) / 2).all()
+        for x, right in zip(tensors, expected, strict=True):
+            if text := x.numel() and _differ(torch, x, right):
+                failed.append(f"{kind} of {len(x)} among {len(lengths)}: {text}")
+    # A graph has them as well.
+    x = torch.empty(5_000_000, device="cuda")
+    total = size * (size + 1) / 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x)
+    for turn in range(3):
+        x.fill_((rank + 1) * (1 + 1e-6))
+        graph.replay()
+        torch.ops.smd.all_reduce_(small, "max", 0)
+        if not torch.allclose(x, torch.full_like(x, total)):
+            failed.append(f"replay {turn}")
+    c10d.destroy_process_group()
+    return failed
+
+
+def test_large_ones_have_the_bits_of_the_cpu():
+    failed = run_ranks(chunks_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
+    assert failed == [[]] * 2, "\n".join(line for rank in failed for line in rank)
+
+
 def order_body():
     torch, dist, rank, size = _start()
     total = size * (size + 1) // 2
     # Sizes that change the number of blocks from call to call, some of them NCCL's, in several streams.
-    sizes = [5, 300_000, 17, 1_500_000, 64, 3_000_000, 2048]
+    sizes = [5, 300_000, 17, 1_500_000, 64, 3_000_000, 2048, 9_000_001]
     side = torch.cuda.Stream()
     sums, works = [], []
     for turn in range(400):
@@ -204,14 +277,14 @@ def without_on_one_body():
     return without_body()
 
 
-def mismatch_body():
+def mismatch_body(elems):
     torch, dist, rank, _ = _start()
-    x = torch.ones(1000, device="cuda")
+    x = torch.ones(elems, device="cuda")
     dist.all_reduce(x)
     torch.cuda.synchronize()
     start = time.monotonic()
     try:
-        dist.all_reduce(x[: 1000 - rank])
+        dist.all_reduce(x[: elems - rank])
         while time.monotonic() < start + 10:
             dist.all_reduce(x)
             torch.cuda.synchronize()
@@ -220,10 +293,12 @@ def mismatch_body():
     return "", time.monotonic() - start
 
 
-def test_calls_that_differ_are_told_apart():
-    outcomes = run_ranks(mismatch_body, 2, timeout=60)
+@pytest.mark.parametrize("elems", [1000, 5_000_001], ids=["small", "chunks"])
+def test_calls_that_differ_are_told_apart(elems):
+    outcomes = run_ranks(mismatch_body, 2, elems, timeout=60)
+    calls = [f"rank {rank} called all_reduce(sum) of {elems - rank} float32" for rank in range(2)]
     for text, seconds in outcomes:
-        assert "rank 0 called all_reduce(sum) of 1000 float32, rank 1 called all_reduce(sum) of 999 float32" in text
+        assert ", ".join(calls) in text
         assert seconds < 5
 
 
@@ -231,7 +306,7 @@ def death_body(how):
     torch, dist, rank, _ = _start()
     from support.rank_main import announce
 
-    x = torch.ones(100_000, device="cuda")
+    x = torch.ones(30_000_000 if how == "chunks" else 100_000, device="cuda")
     dist.all_reduce(x)
     torch.cuda.synchronize()
     if rank == 0:
@@ -251,9 +326,9 @@ def death_body(how):
             torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("how", ["ahead", "in step", "graph"])
+@pytest.mark.parametrize("how", ["ahead", "in step", "graph", "chunks"])
 def test_survivors_of_a_death_raise_and_end(how):
-    n = min(NUM_DEVICES, 4)
+    n = 2 if how == "chunks" else min(NUM_DEVICES, 4)
     with start_ranks(death_body, n, how, timeout=60) as job:
         job.wait_for("running")
         time.sleep(0.5)

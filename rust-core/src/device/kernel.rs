@@ -26,8 +26,11 @@ pub struct Source {
 }
 
 /// What sources may include.
-const HEADERS: [(&CStr, &str); 2] =
-    [(c"number.cuh", include_str!("kernels/number.cuh")), (c"arena.cuh", include_str!("kernels/arena.cuh"))];
+const HEADERS: [(&CStr, &str); 3] = [
+    (c"number.cuh", include_str!("kernels/number.cuh")),
+    (c"vectors.cuh", include_str!("kernels/vectors.cuh")),
+    (c"arena.cuh", include_str!("kernels/arena.cuh")),
+];
 
 /// Values of the preprocessor definitions that specialise a source.
 pub type Defines<'a> = &'a [(&'static str, &'a str)];

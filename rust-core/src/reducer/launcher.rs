@@ -277,18 +277,19 @@ impl Shared {
         let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
-        // Also after an error: some of it may be queued.
-        match held.then(|| self.communicator.flying("the reduction of gradients", &self.stream)) {
-            Some(Ok(flying)) => flying.then(Box::new(move |landed| launched(outcome.and(landed.map(drop))))),
-            Some(Err(error)) => {
-                // Whoever hears of it settles this launcher, on this thread.
-                self.free();
-                launched(outcome.and(Err(error)));
-                return;
+        if held {
+            // Before anybody is told: who hears of an error settles this launcher, perhaps on this thread.
+            self.free();
+            // Also after an error: some of it may be queued.
+            match self.communicator.flying("the reduction of gradients", &self.stream) {
+                Ok(flying) => flying.then(Box::new(move |landed| launched(outcome.and(landed.map(drop))))),
+                Err(error) => launched(outcome.and(Err(error))),
             }
-            None => launched(outcome),
+        } else {
+            // Afterwards: who settles this launcher has been told of errors.
+            launched(outcome);
+            self.free();
         }
-        self.free();
     }
 
     fn free(&self) {

@@ -7,7 +7,7 @@ use super::tune::{Sample, Way};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{ReduceOp, Request};
 use crate::device::nccl::Comm;
-use crate::device::{DeviceBuffer, Priority, Stream};
+use crate::device::{DeviceBuffer, Priority, Stream, memory};
 use crate::error::Result;
 use crate::transport::Wait;
 
@@ -16,6 +16,8 @@ const ROUNDS: usize = 3;
 /// Bytes of a round's calls, but for the least and the greatest number of them.
 const ROUND_BYTES: usize = 128 << 20;
 const CALLS: std::ops::RangeInclusive<usize> = 3..=20;
+/// Every byte of what is reduced: numbers of about 0.7.
+const FILLING: u8 = 0x3f;
 /// How often a wait for the device looks for news of the members.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -32,29 +34,38 @@ pub(super) fn measure(
 ) -> Result<Vec<Sample>> {
     let context = comm.context();
     let largest = calls.iter().map(|(bytes, _)| *bytes).max().unwrap_or(0);
-    let memory = DeviceBuffer::zeroed(context, largest)?;
+    let buffer = DeviceBuffer::zeroed(context, largest)?;
     let stream = Stream::new(context, Priority::High)?;
     let mut samples = Vec::new();
     for &(bytes, way) in calls {
+        let tuning = |one_shot_bytes, channels| Tuning { one_shot_bytes, peer_bytes: bytes, channels, ..Tuning::NEVER };
         let tuning = match way {
-            Way::OneShot { channels } => Some(Tuning { one_shot_bytes: usize::MAX, peer_bytes: bytes, channels }),
-            Way::TwoShot { channels } => Some(Tuning { one_shot_bytes: 0, peer_bytes: bytes, channels }),
-            Way::Nccl => None,
+            Way::OneShot { channels } => tuning(usize::MAX, channels),
+            Way::TwoShot { channels } => tuning(0, channels),
+            Way::Chunks => Tuning { chunks_bytes: bytes, ..Tuning::NEVER },
+            Way::Nccl => Tuning::NEVER,
         };
-        let peers = match (tuning, peers) {
-            (None, _) => None,
-            (Some(tuning), Some(peers)) if peers.takes(bytes, &tuning) => {
+        let peers = match (way, peers) {
+            (Way::Nccl, _) => None,
+            (_, Some(peers)) if peers.takes(bytes, &tuning) => {
                 peers.set_tuning(tuning);
                 Some(peers)
             }
             _ => continue,
         };
-        let (ptr, device) = (memory.ptr() as *mut u8, Device::Cuda(context.device()));
+        let (ptr, device) = (buffer.ptr() as *mut u8, Device::Cuda(context.device()));
         // SAFETY: the memory is ours and lives until what is queued is done, or aborted.
         let view = unsafe { TensorView::new(ptr, bytes / 4, DType::Float32, device, stream.raw()) }?;
         let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
+        // Numbers whose low halves are not zero, for chunks; few enough calls double them.
+        // SAFETY: as above.
+        unsafe { memory::fill(buffer.ptr(), FILLING, bytes, &stream) }?;
         let one = || -> Result<()> {
             match peers {
+                Some(peers) if way == Way::Chunks => {
+                    // SAFETY: as below.
+                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), &stream) }.map(drop)
+                }
                 // SAFETY: the views are of this device and live long enough, as above.
                 Some(peers) => unsafe { peers.queue(&request, &stream) }.map(drop),
                 // SAFETY: as above.

@@ -1,5 +1,5 @@
-//! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL, or, small ones of one host, by
-//! kernels of ours ([`p2p`]).
+//! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL, or, on one host where that is
+//! faster, by kernels of ours ([`p2p`]).
 //!
 //! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
 //!   stream does afterwards sees the result.

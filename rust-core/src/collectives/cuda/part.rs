@@ -20,7 +20,7 @@ const TURN_LIMIT: Duration = Duration::from_secs(1);
 pub(super) struct Part {
     pub(super) number: u64,
     pub(super) comm: Comm,
-    /// For small operations, where the members' devices reach each other.
+    /// Where the members' devices reach each other.
     pub(super) peers: Option<Peers>,
     /// For operations that do not go to their views' stream.
     pub(super) stream: OnceLock<Stream>,
@@ -73,8 +73,13 @@ impl Part {
         let known = self.flights.lock().events.pop();
         let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
         let mut peer_calls = Vec::new();
+        let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests));
         let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
-        if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
+        if let Some(peers) = chunked {
+            // SAFETY: as below.
+            let calls = unsafe { peers.queue_chunks(requests, stream) }?;
+            peer_calls.resize(requests.len(), calls);
+        } else if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
             for request in requests {
                 // SAFETY: as below.
                 peer_calls.push(unsafe { peers.queue(request, stream) }?);

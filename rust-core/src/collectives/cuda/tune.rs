@@ -24,8 +24,14 @@ pub(super) struct Choice {
 /// A way to all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) enum Way {
-    OneShot { channels: u32 },
-    TwoShot { channels: u32 },
+    OneShot {
+        channels: u32,
+    },
+    TwoShot {
+        channels: u32,
+    },
+    /// Where that is possible.
+    Chunks,
     Nccl,
 }
 
@@ -127,8 +133,13 @@ fn calls() -> Vec<(usize, Way)> {
         }
         calls.push((bytes, Way::Nccl));
     }
-    calls.extend(BUCKETS.iter().filter(|bytes| !SIZES.contains(bytes)).map(|bytes| (*bytes, Way::Nccl)));
+    calls.extend(large().flat_map(|bytes| [(bytes, Way::Chunks), (bytes, Way::Nccl)]));
     calls
+}
+
+/// Sizes of buckets that are larger than all others.
+fn large() -> impl Iterator<Item = usize> {
+    BUCKETS.into_iter().filter(|bytes| !SIZES.contains(bytes))
 }
 
 /// TUN-1.
@@ -167,11 +178,15 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     let peers = channels.map(|channels| {
         let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
         let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, Way::Nccl)?));
-        Tuning { one_shot_bytes: one_shot, peer_bytes, channels }
+        // Of what is larger than the sizes above, everything or nothing.
+        let faster = |bytes: usize| Some(time(bytes, Way::Chunks)? <= time(bytes, Way::Nccl)?);
+        let in_chunks = large().all(|bytes| faster(bytes) == Some(true));
+        let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
+        Tuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
     });
     let bandwidth = |bytes: usize| {
         let nccl = time(bytes, Way::Nccl)?;
-        let peers = channels.and_then(|channels| best(bytes, channels)).unwrap_or(nccl);
+        let peers = channels.and_then(|channels| best(bytes, channels)).or(time(bytes, Way::Chunks)).unwrap_or(nccl);
         Some(bytes as f64 / nccl.min(peers))
     };
     let greatest = BUCKETS.into_iter().filter_map(bandwidth).fold(0.0, f64::max);
@@ -190,10 +205,11 @@ fn describe(kept: &Kept) -> String {
         bytes => format!("{} KiB", bytes >> 10),
     };
     let peers = match choice.peers {
-        Some(Tuning { one_shot_bytes, peer_bytes, channels }) => format!(
-            "one shot up to {}, between peers up to {}, {channels} channels",
+        Some(Tuning { one_shot_bytes, peer_bytes, channels, chunks_bytes }) => format!(
+            "one shot up to {}, between peers up to {}, {channels} channels, {}",
             size(one_shot_bytes),
-            size(peer_bytes)
+            size(peer_bytes),
+            if chunks_bytes == usize::MAX { "the rest by NCCL" } else { "large ones in chunks" }
         ),
         None => "no direct way between peers".to_owned(),
     };
@@ -238,6 +254,7 @@ mod tests {
                 // More channels help large messages up to 64.
                 Way::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
                 Way::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
+                Way::Chunks => line(20.0, 400.0, bytes),
                 Way::Nccl => line(36.0, 350.0, bytes),
             };
             Sample { bytes, way, micros }
@@ -249,7 +266,7 @@ mod tests {
     fn ways_change_where_their_lines_cross() {
         let choice = choose(&machine(true)).unwrap();
         // 8 + b/128 = 12 + b/256 at 1.02 MB; 12 + b/256 = 36 + b/350 at 22.9 MB, which is more than is measured.
-        let peers = Tuning { one_shot_bytes: 512 << 10, peer_bytes: 8 << 20, channels: 64 };
+        let peers = Tuning { one_shot_bytes: 512 << 10, ..Tuning::usual(2, 8 << 20) };
         assert_eq!(choice.peers, Some(peers));
         // 36 us and b/350 is nine tenths of the bandwidth of 128 MiB at some 100 MB.
         assert_eq!(choice.bucket_bytes, 64 << 20);
@@ -273,7 +290,7 @@ mod tests {
     fn one_shot_may_lack_the_room() {
         let mut samples = machine(true);
         samples.retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.way, Way::OneShot { .. }));
-        let peers = Tuning { one_shot_bytes: 256 << 10, peer_bytes: 8 << 20, channels: 64 };
+        let peers = Tuning { one_shot_bytes: 256 << 10, ..Tuning::usual(2, 8 << 20) };
         assert_eq!(choose(&samples).unwrap().peers, Some(peers));
     }
 
@@ -313,7 +330,7 @@ mod tests {
         let line = |members, choice| describe(&Kept { device: "NVIDIA H200".into(), members, choice });
         assert_eq!(
             line(4, choose(&machine(true)).unwrap()),
-            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, buckets of 64 MiB"
+            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, buckets of 64 MiB"
         );
         assert_eq!(
             line(16, choose(&machine(false)).unwrap()),

@@ -80,22 +80,36 @@ struct Call {
     return (Vector *)((char *)(peers.arenas[rank] + 1) + (number & 1) * peers.half_bytes);
   }
 
-  // Counts the call. After a meeting, when every thread of the block has read the number.
-  __device__ void count() const {
-    if (threadIdx.x == 0) mine->calls[blockIdx.x] = number;
+  // Counts the call, or as many as its rounds. After a meeting, when every thread of the block has read the number.
+  __device__ void count(u64 rounds = 1) const {
+    const u64 last = number + rounds - 1;
+    if (threadIdx.x == 0) mine->calls[blockIdx.x] = last;
     if (blockIdx.x == 0)
-      for (u32 block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) mine->calls[block] = number;
+      for (u32 block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) mine->calls[block] = last;
   }
 
   // Waits until this block of every member has come to `phase` (0 or 1) of the call; what they wrote before is seen
   // afterwards. False for the whole block if it must give up.
-  __device__ bool meet(int phase) const {
+  __device__ bool meet(int phase) {
     __syncthreads();
+    const u64 epoch = 2 * number + phase;
+    tell(epoch);
+    const bool met = wait(epoch);
+    if (phase == 0) count();
+    return met;
+  }
+
+  // Tells this block of every other member that it has come to `epoch`, and what the block wrote to them. Behind a barrier.
+  __device__ void tell(u64 epoch) const {
+    if (stopped || threadIdx.x >= RANKS || threadIdx.x == peers.me) return;
+    store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word(epoch));
+  }
+
+  // Waits until this block of every member has told of `epoch` or a later one. False for the whole block if it must give
+  // up, now and in later calls.
+  __device__ bool wait(u64 epoch) {
     bool stop = stopped;
     if (!stop && threadIdx.x < RANKS && threadIdx.x != peers.me) {
-      const u64 epoch = 2 * number + phase;
-      const u64 word = epoch << FINGERPRINT_BITS | peers.fingerprint;
-      store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word);
       const u64 *flag = &mine->flags[blockIdx.x][threadIdx.x];
       u64 seen = load_acquire(flag);
       for (u32 spins = 1; seen >> FINGERPRINT_BITS < epoch; ++spins) {
@@ -105,16 +119,18 @@ struct Call {
         }
         seen = load_acquire(flag);
       }
-      if (!stop && seen >> FINGERPRINT_BITS == epoch && seen != word) {
+      if (!stop && seen >> FINGERPRINT_BITS == epoch && seen != word(epoch)) {
         store_host(&peers.control->call, (u32)number);
         store_host(&peers.control->mismatch, 1 + threadIdx.x);
         store_host(&peers.control->abort, 1);
         stop = true;
       }
     }
-    stop = __syncthreads_or(stop);
-    if (phase == 0) count();
-    if (stop && threadIdx.x == 0) *(volatile u64 *)&mine->stopped = 1;
-    return !stop;
+    stopped = __syncthreads_or(stop);
+    if (stopped && threadIdx.x == 0) *(volatile u64 *)&mine->stopped = 1;
+    return !stopped;
   }
+
+private:
+  __device__ u64 word(u64 epoch) const { return epoch << FINGERPRINT_BITS | peers.fingerprint; }
 };

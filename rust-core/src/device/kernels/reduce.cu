@@ -5,18 +5,12 @@
 // Every element is folded in rank order in its accumulation type and rounded once (COL-1), by one member (two shots) or by
 // each (one shot), so all members get the same bits, and the CPU's.
 #include "arena.cuh"
+#include "vectors.cuh"
 
 typedef Element<TYPE>::Number Number;
 
-constexpr int LANES = 16 / sizeof(TYPE);
 // Vectors of each member that a thread loads before it folds: some eight loads hide the memory's latency.
 constexpr int UNROLL = RANKS >= 8 ? 1 : 8 / RANKS;
-
-union Lanes {
-  Vector vector;
-  TYPE values[LANES];
-  __device__ Lanes() {}
-};
 
 // Mirrored by collectives/cuda/p2p.rs.
 struct AllReduce {
@@ -32,33 +26,6 @@ struct ReduceScatter {
   TYPE *output;
   u64 elems; // Of each block.
 };
-
-static __device__ __forceinline__ bool aligned(const void *address) { return (u64)address % 16 == 0; }
-
-// Vector `at` of a tensor that may start anywhere and end inside a vector.
-static __device__ __forceinline__ Vector load(const TYPE *from, u64 at, u64 elems, bool whole) {
-  if (whole && (at + 1) * LANES <= elems) return ((const Vector *)from)[at];
-  Lanes lanes;
-  lanes.vector = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int lane = 0; lane < LANES; ++lane)
-    if (at * LANES + lane < elems) lanes.values[lane] = from[at * LANES + lane];
-  return lanes.vector;
-}
-
-// Nothing, without a tensor.
-static __device__ __forceinline__ void store(TYPE *to, u64 at, u64 elems, bool whole, const Vector &vector) {
-  if (!to) return;
-  if (whole && (at + 1) * LANES <= elems) {
-    ((Vector *)to)[at] = vector;
-    return;
-  }
-  Lanes lanes;
-  lanes.vector = vector;
-#pragma unroll
-  for (int lane = 0; lane < LANES; ++lane)
-    if (at * LANES + lane < elems) to[at * LANES + lane] = lanes.values[lane];
-}
 
 static __device__ __forceinline__ Vector fold(const Vector (&vectors)[RANKS]) {
   Number numbers[LANES];
@@ -131,7 +98,7 @@ static __device__ __forceinline__ void move_all(u32 me, u64 count, Has has, From
 
 // Each member writes all of its data to each other one: one meeting, (n - 1) times the bytes.
 extern "C" __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ AllReduce all) {
-  const Call call(all.peers);
+  Call call(all.peers);
   const u64 vectors = (all.elems + LANES - 1) / LANES;
   const bool whole_input = aligned(all.input), whole_output = aligned(all.output);
   const u32 me = all.peers.me;
@@ -159,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(512) one_shot(const __grid_constant
 
 // Each member folds a part of the data, and writes the result to the others: two meetings, 2 (n - 1) / n times the bytes.
 extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant__ AllReduce all) {
-  const Call call(all.peers);
+  Call call(all.peers);
   const u64 vectors = (all.elems + LANES - 1) / LANES;
   const u64 part = (vectors + RANKS - 1) / RANKS;
   const bool whole_input = aligned(all.input), whole_output = aligned(all.output);
@@ -191,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant
 
 // Each member writes the others' blocks to them.
 extern "C" __global__ void __launch_bounds__(512) reduce_scatter(const __grid_constant__ ReduceScatter all) {
-  const Call call(all.peers);
+  Call call(all.peers);
   const u64 part = (all.elems + LANES - 1) / LANES;
   const bool whole_output = aligned(all.output);
   const u32 me = all.peers.me;

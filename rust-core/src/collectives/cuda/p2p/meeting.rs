@@ -1,6 +1,6 @@
 //! How members find out whether all of them reach each other's memory (PEER-6).
 
-use super::{HEADER_BYTES, half_bytes};
+use super::{HEADER_BYTES, chunks, half_bytes};
 use crate::device::{Context, DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
 use crate::error::{Error, Result};
 use crate::world::host;
@@ -78,7 +78,8 @@ pub(super) fn share(
 }
 
 fn offer(context: &'static Context, peer_bytes: usize, size: usize) -> Result<(DeviceBuffer, HostMapped, Offer)> {
-    let arena = DeviceBuffer::zeroed(context, HEADER_BYTES + 2 * half_bytes(peer_bytes, size))?;
+    let arena =
+        DeviceBuffer::zeroed(context, HEADER_BYTES + 2 * half_bytes(peer_bytes, size) + chunks::slots_bytes(size))?;
     let control = HostMapped::zeroed(context, 3)?;
     let offer = Offer {
         host: host::identity(),

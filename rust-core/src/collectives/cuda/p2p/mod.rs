@@ -1,6 +1,6 @@
-//! Small operations between the devices of one host, without NCCL: one kernel a call, which writes to the peers' memory
-//! over NVLink or PCIe. It starts faster than NCCL's and folds as COL-1 says, so the result is bit by bit the CPU's (but
-//! for the payload of a NaN).
+//! Operations between the devices of one host, without NCCL: one kernel a call, which writes to the peers' memory over
+//! NVLink or PCIe. It starts faster than NCCL's and folds as COL-1 says, so the result is bit by bit the CPU's (but for the
+//! payload of a NaN). Small ones of any group, and large all-reduces between two members ([`chunks`]).
 //!
 //! Each member has an *arena* on its device, which its peers map: flags by which the kernels' blocks meet, and staging
 //! memory. `device/kernels/arena.cuh` says how kernels use it, and holds the invariants PEER-1 to PEER-5. On the host:
@@ -11,6 +11,7 @@
 //! - PEER-8: an arena is freed only when its owner knows that nobody uses it any more; otherwise it stays until the
 //!   process ends.
 
+mod chunks;
 mod meeting;
 mod ways;
 
@@ -22,7 +23,9 @@ use parking_lot::Mutex;
 use crate::buffer::{DType, TensorView};
 use crate::collectives::{ReduceOp, Request};
 use crate::config;
-use crate::device::{Capture, Context, DeviceBuffer, Event, HostMapped, Kernel, PeerMemory, Source, Stream, nccl};
+use crate::device::{
+    Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, PeerMemory, Source, Stream, nccl,
+};
 use crate::error::{Error, Result};
 pub use meeting::{Board, read, write};
 pub use ways::Tuning;
@@ -128,6 +131,23 @@ impl<T> Last<T> {
 }
 
 impl Turn {
+    /// The kernel of this name and kind; `load` gives one that was not needed before.
+    fn kernel(
+        &mut self,
+        entry: &'static str,
+        dtype: DType,
+        op: ReduceOp,
+        load: impl FnOnce() -> Result<&'static Kernel>,
+    ) -> Result<&'static Kernel> {
+        if let Some((.., kernel)) = self.kernels.iter().find(|known| (known.0, known.1, known.2) == (entry, dtype, op))
+        {
+            return Ok(kernel);
+        }
+        let kernel = load()?;
+        self.kernels.push((entry, dtype, op, kernel));
+        Ok(kernel)
+    }
+
     /// Lets `stream` wait for the last call, if that was queued elsewhere. What is captured and what is run cannot wait for
     /// each other: a graph is ordered where it is launched.
     fn follow(&self, stream: &Stream, capture: Option<Capture>) -> Result<()> {
@@ -141,11 +161,11 @@ impl Turn {
         if elsewhere { stream.wait(done) } else { Ok(()) }
     }
 
-    /// Notes a call that was just queued.
-    fn note(&mut self, stream: &Stream, capture: Option<Capture>) -> Result<()> {
+    /// Notes a launch that was just queued and counts as so many calls.
+    fn note(&mut self, stream: &Stream, capture: Option<Capture>, calls: u32) -> Result<()> {
         match capture {
             None => {
-                self.calls = self.calls.wrapping_add(1);
+                self.calls = self.calls.wrapping_add(calls);
                 self.run.place = Some(stream.raw());
                 self.run.done.record(stream)
             }
@@ -182,6 +202,9 @@ impl Peers {
             let (dtype, op) = (DType::Float32, ReduceOp::Sum);
             let known = |entry| Ok((entry, dtype, op, kernel(context, entry, dtype, op, size)?));
             kernels = [Way::ONE_SHOT, Way::TWO_SHOT].into_iter().map(known).collect::<Result<_>>()?;
+            if chunks::slots_bytes(size) > 0 {
+                kernels.push((chunks::ENTRY, dtype, op, chunks::kernel(context, op)?));
+            }
             Ok(())
         };
         let Some(shared) = meeting::share(context, me, size, peer_bytes, board, compile)? else { return Ok(None) };
@@ -221,8 +244,11 @@ impl Peers {
         self.half_bytes / 2
     }
 
-    /// Whether an all-reduce of `bytes` would be made as `tuning` says, and in one piece.
+    /// Whether an all-reduce of `bytes` would be made as `tuning` says: in one piece, or in chunks.
     pub fn takes(&self, bytes: usize, tuning: &Tuning) -> bool {
+        if tuning.chunks_bytes <= bytes {
+            return chunks::slots_bytes(self.size) > 0;
+        }
         let one_shot = Way::all_reduce(bytes, self.size, self.half_bytes, tuning).entry == Way::ONE_SHOT;
         bytes <= self.piece_bytes() && one_shot == (bytes <= tuning.one_shot_bytes)
     }
@@ -301,10 +327,11 @@ impl Peers {
                 output: output.map_or(0, |output| output.slice(start, elems).ptr() as u64),
                 elems: elems as u64,
             };
-            let way = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
+            let Way { entry, grid } = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
+            let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the caller's
             // promise.
-            unsafe { self.launch(turn, way, dtype, op, &argument, stream)? };
+            unsafe { self.launch(turn, kernel, grid, 1, &argument, stream)? };
         }
         Ok(())
     }
@@ -328,9 +355,10 @@ impl Peers {
                 output: output.ptr() as u64,
                 elems: elems as u64,
             };
-            let way = Way::reduce_scatter(output.bytes(), &tuning);
+            let Way { entry, grid } = Way::reduce_scatter(output.bytes(), &tuning);
+            let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: as in `reduce`.
-            unsafe { self.launch(turn, way, dtype, op, &argument, stream)? };
+            unsafe { self.launch(turn, kernel, grid, 1, &argument, stream)? };
         }
         Ok(())
     }
@@ -362,34 +390,27 @@ impl Peers {
         }
     }
 
+    /// Launches `kernel`, which counts as so many calls.
+    ///
     /// # Safety
     /// As [`Kernel::launch`].
     unsafe fn launch<T: Copy>(
         &self,
         turn: &mut Turn,
-        way: Way,
-        dtype: DType,
-        op: ReduceOp,
+        kernel: &Kernel,
+        grid: Grid,
+        calls: u32,
         argument: &T,
         stream: &Stream,
     ) -> Result<()> {
-        let known = turn.kernels.iter().find(|known| (known.0, known.1, known.2) == (way.entry, dtype, op));
-        let kernel = match known {
-            Some((.., kernel)) => kernel,
-            None => {
-                let kernel = kernel(self.context, way.entry, dtype, op, self.size)?;
-                turn.kernels.push((way.entry, dtype, op, kernel));
-                kernel
-            }
-        };
         let capture = stream.capture()?;
         turn.follow(stream, capture)?;
         // SAFETY: the caller's promise.
-        unsafe { kernel.launch(way.grid, argument, stream)? };
+        unsafe { kernel.launch(grid, argument, stream)? };
         if capture.is_some() {
             self.captured.store(true, Ordering::Relaxed);
         }
-        turn.note(stream, capture)
+        turn.note(stream, capture, calls)
     }
 }
 

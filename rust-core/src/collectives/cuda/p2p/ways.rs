@@ -6,6 +6,9 @@ use crate::device::Grid;
 /// Threads of a block; mirrored by the kernels' launch bounds.
 const THREADS: u32 = 512;
 
+/// Largest message for which chunks are no faster than one shot or NCCL.
+const CHUNKS_ABOVE: usize = 8 << 20;
+
 /// Where members of a group change over from one way to the next; the same on all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tuning {
@@ -15,9 +18,19 @@ pub struct Tuning {
     pub peer_bytes: usize,
     /// Most blocks of a launch; each meets one of every peer.
     pub channels: u32,
+    /// Smallest operation that goes in chunks where that is possible, in bytes.
+    #[serde(default = "never")]
+    pub chunks_bytes: usize,
+}
+
+fn never() -> usize {
+    usize::MAX
 }
 
 impl Tuning {
+    /// Everything goes to NCCL.
+    pub const NEVER: Self = Self { one_shot_bytes: 0, peer_bytes: 0, channels: 1, chunks_bytes: usize::MAX };
+
     /// What suits NVLink, for a group of `size`.
     pub fn usual(size: usize, peer_bytes: usize) -> Self {
         // One shot writes n - 1 times the bytes of a member; two write 2 (n - 1) / n times as many and meet once more.
@@ -27,7 +40,7 @@ impl Tuning {
             3..=4 => 512 << 10,
             _ => 256 << 10,
         };
-        Self { one_shot_bytes, peer_bytes, channels: 64 }
+        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes: peer_bytes.max(CHUNKS_ABOVE).saturating_add(1) }
     }
 }
 
