@@ -157,7 +157,8 @@ pub unsafe fn ask(
             (_, true) => Name::Shared(full),
         };
         let factors = Factors { before: named.prescale, after: named.postscale };
-        let asked = negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, completing(completion))?;
+        let asked =
+            negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, || completing(completion))?;
         Ok(Box::new(Asked(asked)))
     })
 }

@@ -196,12 +196,12 @@ impl Negotiator {
     }
 
     /// As [`Negotiator::submit`], for callers that hear of their own mistakes at once (NEG-8), and that may ask for several
-    /// collectives together.
+    /// collectives together. `done` is made once nothing can be refused any more.
     ///
     /// # Errors
-    /// What this member cannot ask for, with `done` not being called: [`Error::InvalidArgument`], also for a name that is
+    /// What this member cannot ask for: [`Error::InvalidArgument`], also for a name that is
     /// under way; [`Error::Unsupported`]; whatever ended the negotiation.
-    pub fn ask(&self, ask: Ask, done: Done) -> Result<Asked> {
+    pub fn ask(&self, ask: Ask, done: impl FnOnce() -> Done) -> Result<Asked> {
         let Ask { name, tensors, factors, blocking } = ask;
         let Members { ranks, me } = &self.shared.members;
         let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
@@ -229,6 +229,7 @@ impl Negotiator {
         let is_over = Arc::new(AtomicBool::new(false));
         let is_seen_to = AtomicBool::new(!blocking);
         let asked = Asked { shared: self.shared.clone(), is_over: is_over.clone(), is_seen_to };
+        let done = done();
         let done: Done = Box::new(move |result| {
             if unique {
                 // Before the caller hears of it, who may use the name again.

@@ -106,7 +106,7 @@ impl Pending {
         let done = Box::new(move |result| drop(sender.send(result)));
         let (name, factors) = (Name::Given(name.to_owned()), Factors::default());
         let ask = Ask { name, tensors: vec![(request, None)], factors, blocking: true };
-        let asked = rank.negotiator.ask(ask, done).expect("it can be asked for");
+        let asked = rank.negotiator.ask(ask, || done).expect("it can be asked for");
         (Self { values, outcome }, asked)
     }
 
