@@ -97,16 +97,6 @@ def plan_gradients(
     are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
     `on_device` says that they are on a CUDA device."""
 
-def plan_pipeline(
-    rank: int,
-    ranks: int,
-    microbatches: int,
-    stages: Sequence[tuple[int, tuple[int, int, int], int, Sequence[tuple[int, int]], bool]],
-    schedule: str,
-    active_microbatches: int | None,
-) -> list[tuple[str, int, int, int | None]]:
-    """As `PipelineLayout.plan`, for stages that are known already."""
-
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
 
@@ -176,6 +166,55 @@ def partition_to_json(partitions: dict[str, int]) -> str:
 
 def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
     """The modules and partitions in the text of a partition file; `name` is the file's."""
+
+class StepOperations:
+    """The operations of a step, in an order in which they can be computed, and the variables that they take: of each its shape as
+    text, its bytes, and whether it binds a layer to a partition."""
+
+    def __init__(self, operations: Sequence[object], variables: Sequence[tuple[str, int, bool]]) -> None: ...
+    def divide(
+        self,
+        layers: Sequence[str],
+        partitions: int,
+        memory_weight: float,
+        microbatches: int,
+        active_microbatches: int,
+        simple: bool,
+    ) -> tuple[list[int | None], str]:
+        """Divides layers, given their paths in the order of their first calls: the partition of each that has variables, and a
+        table."""
+
+    def place(
+        self, layers: Sequence[int | None], default: int | None, variables: Sequence[int | None]
+    ) -> StepPlacement:
+        """Gives every operation its place, by the partitions of layers, of what the script says nothing of if it decides
+        (`default`), and of variables."""
+
+class StepPlacement:
+    """Where each operation of a step is computed."""
+
+    def variables(self) -> list[int | None]:
+        """Partitions of the variables; without one, every rank has its own."""
+
+    def free(self) -> list[int]:
+        """Numbers of the operations that are computed wherever they are needed."""
+
+    def cut(
+        self,
+        wanted: Sequence[Sequence[tuple[int, int]]],
+        rank: int,
+        microbatches: int,
+        schedule: str,
+        active_microbatches: int,
+    ) -> tuple[
+        list[tuple[str, int | None, int, bool, bool, list[int], list[tuple[int, int]], list[tuple[int, int]]]],
+        list[tuple[int, int]],
+        list[tuple[tuple[int, int], int, list[int]]],
+        list[str],
+    ]:
+        """Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones
+        (segment and microbatch), what passes between ranks (result, from, to), and a line for everything that must be the same on
+        all ranks."""
 
 class PipelineLayout:
     """The stages of a microbatch: tasks that one rank does without waiting for another."""

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Edge, Graph, Layout, Link, Made, Section, Stage, Task};
+use smd_core::pipeline::{Costs, Graph, Layout, Link, Made, Section, Task};
 use smd_core::trace::{self, Track};
 use smd_core::{Error, Result};
 
@@ -98,35 +98,6 @@ impl PipelineLayout {
             planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes })
         })
     }
-}
-
-/// A stage that is known already: its rank, the prices of its forward, of its gradients of inputs and of weights, the bytes that it
-/// keeps, the stages that it takes values from with their bytes, and whether it has a backward.
-type KnownStageRow = (usize, (u64, u64, u64), u64, Vec<(usize, u64)>, bool);
-
-/// As `PipelineLayout.plan`, for stages that are known already.
-#[pyfunction]
-pub fn plan_pipeline(
-    py: Python<'_>,
-    rank: usize,
-    ranks: usize,
-    microbatches: usize,
-    stages: Vec<KnownStageRow>,
-    schedule: &str,
-    active_microbatches: Option<usize>,
-) -> PyResult<Vec<ActionRow>> {
-    enter(py, || {
-        let stages =
-            stages.into_iter().map(|(rank, (forward, input, weight), activation_bytes, inputs, backward)| Stage {
-                rank,
-                costs: Costs { forward, input, weight },
-                activation_bytes,
-                inputs: inputs.into_iter().map(|(from, bytes)| Edge { from, bytes }).collect(),
-                backward,
-            });
-        let graph = Graph::new(ranks, microbatches, stages.collect(), Link::default())?;
-        planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes: None })
-    })
 }
 
 fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result<Vec<ActionRow>> {

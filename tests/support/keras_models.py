@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 ROWS, STEPS = 16, 5
@@ -279,17 +280,24 @@ def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) 
     }
 
 
+@functools.cache
+def _alone(name: str, kind: str, microbatches: int) -> dict[str, Any]:
+    """What plain Keras learns; it has neither partitions nor schedules."""
+    import tensorflow as tf
+
+    return learn(tf.keras.Model, name, kind, microbatches, None)
+
+
 def compare(name: str, kind: str, partitions: int, microbatches: int, schedule: str, way: str) -> tuple[float, int]:
     """In a rank: the largest difference between the model on all partitions and plain Keras, and how many variables are here."""
     import numpy as np
-    import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
 
     smp.shutdown()
     smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule})
     ours = learn(smp.DistributedModel, name, kind, microbatches, way)
-    plain = learn(tf.keras.Model, name, kind, microbatches, None)
+    plain = _alone(name, kind, microbatches)
     differences = [np.max(np.abs(np.subtract(ours["losses"], plain["losses"])))]
     for one, other in zip(ours["outputs"], plain["outputs"], strict=True):
         differences.append(np.max(np.abs(one - other)))

@@ -22,6 +22,7 @@
 
 mod cost;
 mod file;
+mod layers;
 mod line;
 mod published;
 mod solve;
@@ -32,6 +33,7 @@ mod tree;
 
 pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
 pub use file::{from_json, to_json};
+pub use layers::{Wish, divide_layers};
 pub use table::table;
 pub use tree::{CostTree, ModuleCost, Value};
 

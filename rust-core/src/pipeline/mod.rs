@@ -7,6 +7,8 @@
 //!    stages)     microbatches)              actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
 //! ```
 //!
+//! `operations` does the first part for steps that come as one graph, gradients and all.
+//!
 //! Everything here is a value: no process, no tensor. Every rank plans for itself and comes to the same program, so
 //! nobody asks anybody for an order.
 //!
@@ -21,6 +23,7 @@ mod action;
 mod draw;
 mod graph;
 mod layout;
+pub mod operations;
 mod program;
 pub mod schedule;
 mod simulate;

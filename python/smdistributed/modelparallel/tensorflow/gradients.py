@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,7 +46,14 @@ def _adapt(package: str) -> None:
     base = sys.modules[package].optimizers.Optimizer
     for name, ours in (("get_gradients", get_gradients), ("compute_gradients", compute_gradients)):
         setattr(base, name, _in_steps(getattr(base, name, None), ours))
-    apply_gradients = base.apply_gradients
+    # Wrappers of optimizers have a call of their own.
+    wrappers = [kind for kind in base.__subclasses__() if "apply_gradients" in vars(kind)]
+    for kind in (*wrappers, base):
+        kind.apply_gradients = _over_partitions(kind.apply_gradients)
+
+
+def _over_partitions(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's call, also for the variables of one partition."""
 
     @functools.wraps(apply_gradients)
     def whole(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +61,13 @@ def _adapt(package: str) -> None:
         if not _are_of_the_model([variable for _, variable in grads_and_vars]):
             return apply_gradients(self, grads_and_vars, *args, **kwargs)
         divided = len(state.groups.members["pp"]) > 1
-        if divided and hasattr(self, "inner_optimizer"):
-            raise SMPUnsupportedError(
-                f"`{type(self).__name__}` would skip an update on the partition alone whose gradients are not finite: scale the "
-                "loss by a constant, or take bfloat16"
-            )
+        if hasattr(self, "inner_optimizer"):
+            if divided:
+                raise SMPUnsupportedError(
+                    f"`{type(self).__name__}` would skip an update on the partition alone whose gradients are not finite: scale the "
+                    "loss by a constant, or take bfloat16"
+                )
+            return apply_gradients(self, grads_and_vars, *args, **kwargs)
         slots.build(self)
         if divided and getattr(self, "global_clipnorm", None) is not None:
             # Keras then finds the norm of this partition's gradients small enough.
@@ -70,7 +79,7 @@ def _adapt(package: str) -> None:
             return self.iterations
         return apply_gradients(self, grads_and_vars, *args, **kwargs)
 
-    base.apply_gradients = whole
+    return whole
 
 
 def _are_of_the_model(variables: Sequence[Any]) -> bool:

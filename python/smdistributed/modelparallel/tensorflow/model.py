@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
@@ -54,8 +55,7 @@ class DistributedModel(_Model):
             state.model = self
         elif state.model is not self:
             raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
-        given = tf.nest.flatten((args, {name: value for name, value in kwargs.items() if name != "training"}))
-        self.__dict__["_smp_example"] = given[0] if len(given) == 1 and isinstance(given[0], tf.Tensor) else None
+        self.__dict__["_smp_example"] = args, {name: value for name, value in kwargs.items() if name != "training"}
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
         with trace.out_of_model():
@@ -183,15 +183,42 @@ class DistributedModel(_Model):
         communication.barrier()
 
     def _smp_signatures(self) -> Any:
-        given = self.__dict__.get("_smp_example")
-        if given is None:
-            raise SMPUnsupportedError("`save_model` needs a model that is called with one tensor")
+        """What serves: a call like that of the last step, with the model's tensors by the names of its parameters and of their keys;
+        one tensor alone is ``inputs``."""
+        args, kwargs = self.__dict__["_smp_example"]
+        call = inspect.signature(self.call).bind(*args, **kwargs)
+        example = dict(call.arguments)
+        places = nest.flatten_with_joined_string_paths(example)
+        tensors = {path: value for path, value in places if isinstance(value, tf.Tensor)}
+        if not tensors:
+            raise SMPUnsupportedError("`save_model` needs a model that is called with tensors")
+        names = {path: path.replace("/", "_") if len(tensors) > 1 else "inputs" for path in tensors}
 
-        def serve(inputs: tf.Tensor) -> Any:
-            return self(inputs)
+        def serve(**given: tf.Tensor) -> Any:
+            flat = [given[names[path]] if path in names else value for path, value in places]
+            call.arguments.update(tf.nest.pack_sequence_as(example, flat))
+            results = tf.nest.flatten(self(*call.args, **call.kwargs))
+            return {f"output_{number}": each for number, each in enumerate(results)}
 
-        free = tf.TensorSpec([None, *given.shape[1:]], given.dtype, name="inputs")
-        return {"serving_default": tf.function(serve, input_signature=[free])}
+        specs = {
+            names[path]: tf.TensorSpec([None, *value.shape[1:]] if value.shape.rank else [], value.dtype, names[path])
+            for path, value in tensors.items()
+        }
+        return {"serving_default": tf.function(serve).get_concrete_function(**specs)}
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: DistributedModel, *_: Any, **__: Any) -> NoReturn:
+        raise SMPUnsupportedError(
+            f"`{name}` would call the model outside of a `smp.step` function: write the loop over batches with one"
+        )
+
+    refuse.__name__, refuse.__doc__ = name, "Refused: a ``smp.step`` function in a loop does it."
+    return refuse
+
+
+for _name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+    setattr(DistributedModel, _name, _refusing(_name))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

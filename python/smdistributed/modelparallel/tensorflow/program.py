@@ -22,9 +22,8 @@ from tensorflow.python.ops import handle_data_util
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.tensorflow import communication
+from smdistributed.modelparallel.tensorflow import communication, timeline
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
-from smdistributed.modelparallel.tensorflow.placement import FREE, Placement
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
@@ -65,22 +64,14 @@ class Program:
     """Builds the step's graph, in the graph that is traced now.
 
     Args:
+        trace: What is run.
+        layout: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
-        orders: Of all ranks, from the layout.
+        group: Of the pipeline; ``None`` for a rank that is alone.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        placement: Placement,
-        layout: Layout,
-        given: Sequence[Sequence[tf.Tensor]],
-        orders: Sequence[Sequence[tuple[str, int, int]]],
-        rank: int,
-        group: int | None,
-    ) -> None:
-        self._trace, self._placement, self._layout = trace, placement, layout
-        self._rank, self._group, self._orders = rank, group, orders
+    def __init__(self, trace: Trace, layout: Layout, given: Sequence[Sequence[tf.Tensor]], group: int | None) -> None:
+        self._trace, self._layout, self._group = trace, layout, group
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
         captures = {inner.name: outer for outer, inner in trace.graph.captures}
@@ -89,62 +80,59 @@ class Program:
         for tensors in given:
             inputs = {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
             self._values.append({**captures, **inputs})
-        self._functions: dict[Segment, tuple[Any, list[tf.Tensor], list[tf.Tensor]]] = {}
+        self._functions: dict[Segment, tuple[Any, list[tf.Tensor]]] = {}
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
+        self._clock = timeline.Clock(self._runs_by_itself)
+        # When the last anchored call ended.
+        self._idle: list[tf.Operation] = []
         unanchored = [each for each in layout.segments if not each.anchored]
-        self._taken_at_once = {
-            tensor.name for each in unanchored for tensor in layout.inputs_of(layout.ops_on(each, rank))
-        }
+        self._taken_at_once = {tensor.name for each in unanchored for tensor in each.takes}
 
     def build(self) -> list[dict[str, tf.Tensor]]:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
         layout = self._layout
         if self._group is not None:
             self._start = [self._compare()]
-        anchored = {(each.phase, each.stage): each for each in layout.segments if each.anchored}
         # A tape around the step has nothing to record in it.
         with record.stop_recording():
-            for kind, stage, mb in self._orders[self._rank]:
-                segment = anchored.get((kind, stage))
-                if segment is not None:
-                    self._call(segment, mb)
+            for segment, mb in layout.order:
+                self._call(segment, mb)
             for segment in layout.segments:
-                if layout.ops_on(segment, self._rank):
+                if segment.ops:
                     for mb in range(self._microbatches):
                         self._call(segment, mb)
             return [
-                {tensor.name: self._value(tensor, mb) for tensor in layout.wanted[self._rank]}
-                for mb in range(self._microbatches)
+                {tensor.name: self._value(tensor, mb) for tensor in layout.wanted} for mb in range(self._microbatches)
             ]
 
     # Values.
 
-    def _value(self, tensor: tf.Tensor, mb: int) -> Any:
+    def _value(self, tensor: tf.Tensor, mb: int, stage: int | None = None) -> Any:
+        """What stands for a tensor here; ``stage`` is the one that it is for, if that is to be told in the timeline."""
         values = self._values[mb]
         if tensor.name in values:
             return values[tensor.name]
-        if self._placement.places[tensor.op.name] == FREE:
-            copy_ops([tensor.op], values)
-            return values[tensor.name]
-        segment = self._layout.of[tensor.op.name]
-        if segment.place in (self._rank, -1):
+        segment = self._layout.of.get(tensor.op.name)
+        if segment is not None:
             self._call(segment, mb)
+        elif tensor.op.name in self._layout.free:
+            copy_ops([tensor.op], values)
         else:
-            values[tensor.name] = self._receive(tensor, segment.place, mb)
+            values[tensor.name] = self._receive(tensor, self._layout.transfers[tensor.name].source, mb, stage)
         return values[tensor.name]
 
     def _tag(self, tensor: tf.Tensor, mb: int) -> int:
-        number, _, _ = self._layout.transfers[tensor.name]
-        return 2 * (number * self._microbatches + mb)
+        return 2 * (self._layout.transfers[tensor.name].number * self._microbatches + mb)
 
-    def _receive(self, tensor: tf.Tensor, source: int, mb: int) -> tf.Tensor:
+    def _receive(self, tensor: tf.Tensor, source: int, mb: int, stage: int | None) -> tf.Tensor:
         tag = self._tag(tensor, mb)
         before = list(self._start)
         if tensor.name not in self._taken_at_once:
             before += self._anchors[-2:-1]
-        with tf.control_dependencies(before), tf.device("/device:CPU:0"):
+        posted = [] if stage is None else self._clock.read(before)
+        with tf.control_dependencies([*before, *posted]), tf.device("/device:CPU:0"):
             if tensor.shape.is_fully_defined():
                 shape = tf.constant(tensor.shape.as_list(), tf.int32)
             else:
@@ -155,16 +143,23 @@ class Program:
             value = core_ops.smd_recv(shape=shape, T=tensor.dtype, peer=source, tag=tag, group=self._group)
         self._runs_by_itself(value.op)
         value.set_shape(tensor.shape)
+        if stage is not None:
+            self._clock.note("receive", stage, mb, posted, [value.op])
         return value
 
-    def _send(self, tensor: tf.Tensor, value: tf.Tensor, targets: Sequence[int], mb: int) -> None:
+    def _send(self, segment: Segment, tensor: tf.Tensor, value: tf.Tensor, mb: int) -> None:
         tag = self._tag(tensor, mb)
-        with tf.device("/device:CPU:0"):
-            for target in targets:
+        ready = self._clock.read([value.op]) if segment.anchored else []
+        sent = []
+        with tf.control_dependencies(ready), tf.device("/device:CPU:0"):
+            for target in self._layout.transfers[tensor.name].targets:
                 if not tensor.shape.is_fully_defined():
                     shape = tf.shape(value)
-                    self._runs_by_itself(core_ops.smd_send(tensor=shape, peer=target, tag=tag + 1, group=self._group))
-                self._runs_by_itself(core_ops.smd_send(tensor=value, peer=target, tag=tag, group=self._group))
+                    sent.append(core_ops.smd_send(tensor=shape, peer=target, tag=tag + 1, group=self._group))
+                sent.append(core_ops.smd_send(tensor=value, peer=target, tag=tag, group=self._group))
+        for op in sent:
+            self._runs_by_itself(op)
+        self._clock.note("send", segment.stage, mb, ready, sent)
 
     def _runs_by_itself(self, op: tf.Operation) -> None:
         """It must run, but TensorFlow puts it into no order with others: what it has to wait for, it is told here."""
@@ -177,34 +172,40 @@ class Program:
     def _call(self, segment: Segment, mb: int) -> None:
         if (segment, mb) in self._calls:
             return
-        layout = self._layout
-        function, inputs, outputs = self._function(segment)
-        arguments = [self._value(tensor, mb) for tensor in inputs]
+        function, inputs = self._function(segment)
+        stage = segment.stage if segment.anchored else None
+        arguments = [self._value(tensor, mb, stage) for tensor in inputs]
         before = list(self._start) if not arguments else []
         if segment.anchored:
             before += self._anchors[-1:]
         elif mb > 0 and (segment, mb - 1) in self._calls:
             # States change in the order of the microbatches.
             before.append(self._calls[segment, mb - 1])
-        with tf.control_dependencies(before):
+        ready = []
+        if segment.anchored:
+            here = [each.op for each in arguments if getattr(each, "graph", None) is self._graph]
+            ready = self._clock.read([*before, *here])
+        with tf.control_dependencies([*before, *ready]):
             results = function(*arguments)
         call = results[0].op
         self._runs_by_itself(call)
         self._calls[segment, mb] = call
         if segment.anchored:
             self._anchors.append(call)
-        for tensor, value in zip(outputs, results[1:], strict=True):
+            self._clock.note("wait", segment.stage, mb, self._idle, ready)
+            self._clock.note(timeline.PHASES[segment.phase], segment.stage, mb, ready, [call])
+            self._idle = self._clock.read([call])
+        for tensor, value in zip(segment.gives, results[1:], strict=True):
             self._values[mb][tensor.name] = value
-            if segment.place >= 0 and tensor.name in layout.transfers:
-                self._send(tensor, value, layout.transfers[tensor.name][2], mb)
+            if segment.alone and tensor.name in self._layout.transfers:
+                self._send(segment, tensor, value, mb)
 
-    def _function(self, segment: Segment) -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
+    def _function(self, segment: Segment) -> tuple[Any, list[tf.Tensor]]:
+        """The function of a segment, and the tensors that it takes."""
         if segment in self._functions:
             return self._functions[segment]
-        ops = self._layout.ops_on(segment, self._rank)
         # Captured tensors are captured again.
-        inputs = [each for each in self._layout.inputs_of(ops) if each.name not in self._captures]
-        outputs = self._layout.outputs_of(segment, self._rank)
+        inputs = [each for each in segment.takes if each.name not in self._captures]
         graph_of_trace = self._trace.graph
 
         def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
@@ -216,22 +217,20 @@ class Program:
                 if tensor.dtype in (tf.resource, tf.variant):
                     handle_data_util.copy_handle_data(tensor, argument)
                 values[tensor.name] = argument
-            copy_ops(ops, values)
-            return [tf.constant(0), *(values[tensor.name] for tensor in outputs)]
+            copy_ops(segment.ops, values)
+            return [tf.constant(0), *(values[tensor.name] for tensor in segment.gives)]
 
-        body.__name__ = f"smp_{segment.phase}{max(segment.stage, 0)}_level{segment.level}"
+        body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         concrete = function.get_concrete_function(*(tf.TensorSpec(each.shape, each.dtype) for each in inputs))
-        self._functions[segment] = concrete, inputs, outputs
+        self._functions[segment] = concrete, inputs
         return self._functions[segment]
 
     # Agreement.
 
     def _compare(self) -> tf.Operation:
         """An operation that fails unless all ranks run the same step."""
-        lines = self._layout.lines() + [
-            " ".join(f"{kind}{stage}.{mb}" for kind, stage, mb in each) for each in self._orders
-        ]
+        lines = self._layout.lines
         digest = zlib.crc32("\n".join(lines).encode())
         everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=self._group).output
         differ = tf.reduce_any(everybody != tf.constant(digest, tf.int64))

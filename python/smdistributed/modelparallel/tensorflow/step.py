@@ -17,6 +17,7 @@ from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.tensorflow import gradients, layers, placement
 from smdistributed.modelparallel.tensorflow.layout import Layout
+from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.output import StepOutput
 from smdistributed.modelparallel.tensorflow.program import Program
 from smdistributed.modelparallel.tensorflow.split import check_names, split
@@ -107,20 +108,17 @@ class StepFunction:
         assert model is not None, "the model was called"
         homes = model._smp_homes if model.is_partitioned else None
         is_first = homes is None
+        operations = Operations(traced)
         if is_first:
-            homes = placement.decide(traced, cfg)
-        places = placement.Placement(traced, homes, cfg)
+            homes = placement.decide(traced, operations, cfg)
+        places = placement.place(traced, operations, homes, cfg)
         template, wanted = self._wanted(traced, homes, size)
         _check_dependence(traced, wanted)
-        layout = Layout(traced, places, wanted, size)
-        if cfg.pipeline == "zero_bubble":
-            layout.split_backwards()
-        orders = layout.plan(cfg.microbatches, cfg.pipeline, cfg.active_microbatches)
+        layout = Layout(operations, places, wanted, rank, cfg)
         if is_first:
             model._smp_divide(homes)
         rows = [given, *(_tensors(each) for each in calls[1:])]
-        program = Program(traced, places, layout, rows, orders, rank, groups.pipe)
-        results = program.build()
+        results = Program(traced, layout, rows, groups.pipe).build()
         return _filled(template[rank], results)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

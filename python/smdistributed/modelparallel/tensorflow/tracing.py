@@ -2,7 +2,7 @@
 
 Every rank traces the whole body, the layers of all partitions and the gradients included, into a graph that is never
 run. Nothing is computed for it, and shapes and gradients are TensorFlow's own. What is run is cut out of it
-(``layout.py``).
+(``operations.py``).
 """
 
 from __future__ import annotations

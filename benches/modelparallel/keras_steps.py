@@ -1,0 +1,162 @@
+"""Steps of Keras models on partitions: what they hold, and whether the partitions work at the same time.
+
+    smdrun -n 4 benches/modelparallel/keras_steps.py memory
+    smdrun -n 2 benches/modelparallel/keras_steps.py pipelining
+
+The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how large a rank becomes in
+steps of 2 and of 16 microbatches of the same size. ``pipelining`` compares a step with one of plain Keras in one process, over
+as many microbatches, in rounds that take turns; every process computes in one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import smdistributed.modelparallel.tensorflow as smp
+
+
+def trainer(base: type, layers: int, width: int, rows: int, microbatches: int) -> tuple[Any, Callable[[], Any]]:
+    """A model of such layers, and what makes a step of it. With plain Keras, each microbatch comes after the one before it."""
+    keras = tf.keras
+    distributed = issubclass(base, smp.DistributedModel)
+
+    class Model(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = [keras.layers.Dense(width, "relu", use_bias=False, name=f"layer{i}") for i in range(layers)]
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            for layer in self.row:
+                x = layer(x)
+            return tf.reduce_mean(tf.square(x), 1)
+
+    model, optimizer = Model(), keras.optimizers.SGD(1e-3)
+    batch = tf.random.stateless_normal([rows * microbatches, width], [1, 2])
+
+    def gradients_of(x: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    if distributed:
+        step = smp.step(gradients_of)
+
+        @tf.function
+        def train() -> tf.Tensor:
+            gradients, loss = step(batch)
+            gradients = [each.accumulate() for each in gradients]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss.reduce_mean()
+    else:
+
+        @tf.function
+        def train() -> tf.Tensor:
+            sums, loss = None, tf.zeros([])
+            for part in tf.split(batch, microbatches):
+                with tf.control_dependencies([loss] if sums is None else sums):
+                    gradients, loss = gradients_of(tf.identity(part))
+                sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+            mean = [each / microbatches for each in sums]
+            optimizer.apply_gradients(zip(mean, model.trainable_variables, strict=True))
+            return loss
+
+    return model, train
+
+
+def resident(what: str) -> int:
+    """Bytes of this process: `VmRSS`, or `VmHWM`, the most that there were so far."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def held(model: Any) -> float:
+    """Which part of the model's variables has memory here."""
+    with model._smp_as_whole():
+        every = list(model.trainable_variables)
+    inner = [getattr(each, "value", each) for each in every]
+    here = sum(int(tf.size(tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype))) for each in inner)
+    return here / sum(each.shape.num_elements() for each in inner)
+
+
+def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int) -> tuple[float, int]:
+    """Which part of the variables this rank has, and the most bytes of this process so far, after three steps."""
+    smp.shutdown()
+    gc.collect()
+    smp.init({"partitions": partitions, "microbatches": microbatches})
+    model, train = trainer(smp.DistributedModel, layers, width, rows, microbatches)
+    for _ in range(3):
+        train()
+    return held(model), resident("VmHWM")
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """See the module's text. TensorFlow keeps memory that is free for the next model, so what the second one needs beyond that of the
+    first shows."""
+    shape = arguments.layers, arguments.width, arguments.rows
+    base = resident("VmRSS")
+    part, few = peak(smp.size(), 2, *shape)
+    _, many = peak(smp.size(), 16, *shape)
+    print(
+        f"rank {smp.rank()}: {part:.3f} of the variables; {base / 2**20:.0f} MiB without the model, at most {few / 2**20:.0f} MiB in "
+        f"steps of 2 microbatches and {many / 2**20:.0f} MiB of 16: {many / few:.3f} times that, without the base "
+        f"{(many - base) / (few - base):.3f} times",
+        flush=True,
+    )
+
+
+def pipelining(arguments: argparse.Namespace) -> None:
+    """See the module's text."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
+    smp.shutdown()
+    smp.init({"partitions": smp.size(), "microbatches": arguments.microbatches, "pipeline": arguments.schedule})
+    _, train = trainer(smp.DistributedModel, *shape)
+    _, alone = trainer(tf.keras.Model, *shape)
+    times: dict[str, list[float]] = {"alone": [], "divided": []}
+    for warm in (True, *([False] * arguments.rounds)):
+        for name, step in (("alone", alone), ("divided", train)):
+            smp.barrier()
+            start = time.perf_counter()
+            if name == "divided" or smp.rank() == 0:
+                for _ in range(arguments.steps):
+                    float(step())
+            smp.barrier()
+            if not warm:
+                times[name].append((time.perf_counter() - start) / arguments.steps)
+    if smp.rank() == 0:
+        ratios = sorted(b / a for a, b in zip(times["alone"], times["divided"], strict=True))
+        one, other = (1e3 * statistics.median(times[name]) for name in ("alone", "divided"))
+        print(
+            f"{arguments.microbatches} microbatches, {arguments.schedule}: {other:.0f} ms on {smp.size()} partitions, {one:.0f} ms in "
+            f"one process; ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} .. {ratios[-1]:.3f})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("memory", "pipelining"))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedule", default="interleaved", choices=("simple", "interleaved", "zero_bubble"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    arguments = parser.parse_args()
+    smp.init()
+    {"memory": memory, "pipelining": pipelining}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

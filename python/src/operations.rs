@@ -1,0 +1,182 @@
+//! Steps that come as one graph of operations: where each is computed, and what each rank computes at a time.
+
+use pyo3::prelude::*;
+use smd_core::partition::{self, Wish};
+use smd_core::pipeline::operations::{
+    Homes, Made, Operation, Operations, Output, Place, Placement, Role, Segments, Transfer, Variable,
+};
+use smd_core::pipeline::schedule::Schedule;
+use smd_core::{Error, Result};
+
+use crate::enter::enter;
+
+/// A result: the operation's number, and which of its results.
+type OutputRow = (usize, usize);
+/// A segment on one rank: its phase, stage and level, whether it is anchored, whether it is on this rank alone, its operations, and the
+/// results that it takes and gives.
+type SegmentRow = (&'static str, Option<usize>, usize, bool, bool, Vec<usize>, Vec<OutputRow>, Vec<OutputRow>);
+
+/// A `modelparallel.tensorflow.operations.Operation`.
+#[derive(FromPyObject)]
+struct Row {
+    name: String,
+    kind: String,
+    role: String,
+    takes: Vec<OutputRow>,
+    waits: Vec<usize>,
+    makes: Vec<(String, u64, Option<String>)>,
+    variables: Vec<usize>,
+    inside: bool,
+    layer: Option<(usize, usize)>,
+    asked: Option<usize>,
+    gradient_of: Vec<usize>,
+    made: usize,
+    has_effect: bool,
+    assigns: bool,
+    flops: u64,
+}
+
+fn operation(row: Row) -> Result<Operation> {
+    let role = match row.role.as_str() {
+        "constant" => Role::Constant,
+        "input" => Role::Input,
+        "hands_out" => Role::HandsOut,
+        "computes" => Role::Computes,
+        other => return Err(Error::InvalidArgument(format!("`{other}` is no role of an operation"))),
+    };
+    Ok(Operation {
+        name: row.name,
+        kind: row.kind,
+        role,
+        takes: row.takes.into_iter().map(output).collect(),
+        waits: row.waits,
+        makes: row.makes.into_iter().map(|(text, bytes, stays)| Made { text, bytes, stays }).collect(),
+        variables: row.variables,
+        inside: row.inside,
+        layer: row.layer,
+        asked: row.asked,
+        gradient_of: row.gradient_of,
+        made: row.made,
+        has_effect: row.has_effect,
+        assigns: row.assigns,
+        flops: row.flops,
+    })
+}
+
+fn output((operation, index): OutputRow) -> Output {
+    Output { operation, index }
+}
+
+fn rows(outputs: Vec<Output>) -> Vec<OutputRow> {
+    outputs.into_iter().map(|output| (output.operation, output.index)).collect()
+}
+
+/// The operations of a step, in an order in which they can be computed, and the variables that they take: of each its shape as text,
+/// its bytes, and whether it binds a layer to a partition.
+#[pyclass(module = "smdistributed._core", frozen)]
+pub struct StepOperations {
+    operations: Operations,
+}
+
+#[pymethods]
+impl StepOperations {
+    #[new]
+    fn new(py: Python<'_>, operations: Vec<Row>, variables: Vec<(String, u64, bool)>) -> PyResult<Self> {
+        enter(py, || {
+            let operations = operations.into_iter().map(operation).collect::<Result<_>>()?;
+            let variables = variables.into_iter().map(|(text, bytes, binds)| Variable { text, bytes, binds });
+            Ok(Self { operations: Operations::new(operations, variables.collect())? })
+        })
+    }
+
+    /// Divides layers, given their paths in the order of their first calls: the partition of each that has variables, and a table.
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    fn divide(
+        &self,
+        py: Python<'_>,
+        layers: Vec<String>,
+        partitions: usize,
+        memory_weight: f64,
+        microbatches: u64,
+        active_microbatches: u64,
+        simple: bool,
+    ) -> PyResult<(Vec<Option<u32>>, String)> {
+        let wish = Wish { partitions, memory_weight, microbatches, active_microbatches, simple };
+        enter(py, || partition::divide_layers(&self.operations, &layers, wish))
+    }
+
+    /// Gives every operation its place, by the partitions of layers, of what the script says nothing of if it decides (`default`), and
+    /// of variables.
+    fn place(
+        slf: Py<Self>,
+        py: Python<'_>,
+        layers: Vec<Option<usize>>,
+        default: Option<usize>,
+        variables: Vec<Option<usize>>,
+    ) -> PyResult<StepPlacement> {
+        let homes = Homes { layers, default, variables };
+        let operations = &slf.get().operations;
+        let placement = enter(py, || Placement::new(operations, &homes))?;
+        Ok(StepPlacement { of: slf, placement })
+    }
+}
+
+/// Where each operation of a step is computed.
+#[pyclass(module = "smdistributed._core", frozen)]
+pub struct StepPlacement {
+    of: Py<StepOperations>,
+    placement: Placement,
+}
+
+#[pymethods]
+impl StepPlacement {
+    /// Partitions of the variables; without one, every rank has its own.
+    fn variables(&self) -> Vec<Option<usize>> {
+        self.placement.variables().to_vec()
+    }
+
+    /// Numbers of the operations that are computed wherever they are needed.
+    fn free(&self) -> Vec<usize> {
+        let count = self.of.get().operations.all().len();
+        (0..count).filter(|&each| self.placement.place(each) == Place::Free).collect()
+    }
+
+    /// Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
+    /// and microbatch), what passes between ranks (result, from, to), and a line for everything that must be the same on all ranks.
+    #[expect(clippy::type_complexity, reason = "Python unpacks it")]
+    fn cut(
+        &self,
+        py: Python<'_>,
+        wanted: Vec<Vec<OutputRow>>,
+        rank: usize,
+        microbatches: usize,
+        schedule: &str,
+        active_microbatches: usize,
+    ) -> PyResult<(Vec<SegmentRow>, Vec<(usize, usize)>, Vec<(OutputRow, usize, Vec<usize>)>, Vec<String>)> {
+        let operations = &self.of.get().operations;
+        let wanted: Vec<Vec<Output>> =
+            wanted.into_iter().map(|outputs| outputs.into_iter().map(output).collect()).collect();
+        enter(py, || {
+            let schedule: Schedule = schedule.parse()?;
+            let halves = schedule == Schedule::ZeroBubble;
+            let segments = Segments::cut(operations, &self.placement, &wanted, halves)?;
+            let mut orders = segments.plan(microbatches, schedule, active_microbatches)?;
+            let lines = segments.lines(&orders);
+            let found = (0..segments.all().len()).map(|number| segment(&segments, number, rank)).collect();
+            let own = orders.get_mut(rank).map(std::mem::take).unwrap_or_default();
+            Ok((found, own, segments.transfers().iter().map(transfer).collect(), lines))
+        })
+    }
+}
+
+fn segment(segments: &Segments<'_>, number: usize, rank: usize) -> SegmentRow {
+    let whole = &segments.all()[number];
+    let here = segments.on(number, rank);
+    let (takes, gives) = (segments.inputs_of(&here), segments.outputs_of(&here, rank));
+    let alone = whole.place == Place::On(rank);
+    (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(takes), rows(gives))
+}
+
+fn transfer(transfer: &Transfer) -> (OutputRow, usize, Vec<usize>) {
+    ((transfer.output.operation, transfer.output.index), transfer.from, transfer.to.clone())
+}

@@ -1,0 +1,154 @@
+//! What the layers of a traced step cost, and a partition of them.
+//!
+//! A layer is divided if operations of it take a variable that binds it. An operation counts for its layer, else for the one that
+//! made the newest of its operands, since that is where it is computed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{CostTree, ModuleCost, Objective, Value, kept_microbatches, partition, table};
+use crate::error::{Error, Result};
+use crate::pipeline::Link;
+use crate::pipeline::operations::{Operations, Output};
+
+/// What an operation costs and a transfer takes, roughly: only the proportions count.
+const FLOPS_PER_NANOSECOND: u64 = 10;
+const LINK: Link = Link { latency: 10_000, bytes_per_tick: 10 };
+
+/// For what a partition is made.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// Into how many.
+    pub partitions: usize,
+    /// The weight of memory; that of time is the rest of 1.
+    pub memory_weight: f64,
+    /// Of a step.
+    pub microbatches: u64,
+    /// That may be under way.
+    pub active_microbatches: u64,
+    /// Whether all forwards come first.
+    pub simple: bool,
+}
+
+/// Divides the layers whose paths are `layers`, in the order of their first calls: the partition of each that has variables,
+/// and a table of them.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if there is nothing to divide, or the wish is impossible.
+pub fn divide_layers(operations: &Operations, layers: &[String], wish: Wish) -> Result<(Vec<Option<u32>>, String)> {
+    let costs = Costs::of(operations, layers.len());
+    if costs.modules.iter().all(Option::is_none) && wish.partitions > 1 {
+        return Err(Error::InvalidArgument(
+            "no layer of the model has variables: there is nothing to divide".to_owned(),
+        ));
+    }
+    let tree = costs.tree(operations, layers)?;
+    let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.simple);
+    let objective = Objective::new(wish.memory_weight, kept, LINK)?;
+    let assignment = partition(&tree, wish.partitions, &objective)?.assignment;
+    let table = table(&tree, &assignment, &objective);
+    Ok((costs.modules.iter().map(|module| module.map(|module| assignment[module])).collect(), table))
+}
+
+/// Sums over the operations of each module. Module 0 is the model, and has none.
+struct Costs {
+    /// For each layer its module, if it is divided.
+    modules: Vec<Option<usize>>,
+    own: Vec<BTreeSet<usize>>,
+    flops: Vec<u64>,
+    kept: Vec<u64>,
+    first_run: Vec<Option<u64>>,
+    values: BTreeMap<Output, (usize, BTreeSet<usize>)>,
+}
+
+impl Costs {
+    fn of(operations: &Operations, layers: usize) -> Self {
+        let mut taken = vec![BTreeSet::new(); layers];
+        for operation in operations.all() {
+            if let Some((layer, _)) = operation.layer
+                && operation.variables.iter().any(|&variable| operations.variables()[variable].binds)
+            {
+                taken[layer].extend(operation.variables.iter().copied());
+            }
+        }
+        let mut count = 0;
+        let modules: Vec<Option<usize>> = (taken.iter())
+            .map(|variables| {
+                (!variables.is_empty()).then(|| {
+                    count += 1;
+                    count
+                })
+            })
+            .collect();
+        let own = std::iter::once(BTreeSet::new()).chain(taken.into_iter().filter(|own| !own.is_empty())).collect();
+        let mut found = Self {
+            modules,
+            own,
+            flops: vec![0; count + 1],
+            kept: vec![0; count + 1],
+            first_run: vec![None; count + 1],
+            values: BTreeMap::new(),
+        };
+        found.count(operations);
+        found
+    }
+
+    fn count(&mut self, operations: &Operations) {
+        let mut owners: Vec<Option<usize>> = vec![None; operations.all().len()];
+        for (number, operation) in operations.all().iter().enumerate().filter(|(_, operation)| operation.inside) {
+            let layer = operation.layer.and_then(|(layer, _)| self.modules[layer]);
+            let makers = operation.takes.iter().filter_map(|taken| owners[taken.operation]);
+            let newest =
+                || makers.reduce(|best, each| if self.first_run[each] > self.first_run[best] { each } else { best });
+            let Some(module) = layer.or_else(newest) else { continue };
+            owners[number] = Some(module);
+            self.first_run[module].get_or_insert(number as u64);
+            // The backward takes twice the forward's.
+            self.flops[module] += 3 * operation.flops;
+            for &taken in &operation.takes {
+                if let Some(maker) = owners[taken.operation].filter(|&maker| maker != module) {
+                    self.values.entry(taken).or_insert((maker, BTreeSet::new())).1.insert(module);
+                }
+            }
+            for (index, made) in operation.makes.iter().enumerate() {
+                let output = Output { operation: number, index };
+                let mut takers = operations.takers(number).iter().map(|&taker| &operations.all()[taker]);
+                if takers.any(|taker| !taker.inside && taker.takes.contains(&output)) {
+                    self.kept[module] += made.bytes;
+                }
+            }
+        }
+    }
+
+    fn tree(&self, operations: &Operations, layers: &[String]) -> Result<CostTree> {
+        let mut sharers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (module, variables) in self.own.iter().enumerate() {
+            variables.iter().for_each(|&variable| sharers.entry(variable).or_default().push(module));
+        }
+        let mut parameter_bytes = vec![0; self.own.len()];
+        for (&variable, modules) in &sharers {
+            parameter_bytes[modules[0]] += operations.variables()[variable].bytes;
+        }
+        let mut modules = vec![ModuleCost::default()];
+        for (path, module) in layers.iter().zip(&self.modules) {
+            let Some(module) = *module else { continue };
+            modules.push(ModuleCost {
+                path: path.clone(),
+                parent: Some(0),
+                parameter_bytes: parameter_bytes[module],
+                // Its gradient, and what Adam keeps.
+                state_bytes: 3 * parameter_bytes[module],
+                activation_bytes: self.kept[module],
+                time: self.flops[module] / FLOPS_PER_NANOSECOND + 1,
+                first_run: self.first_run[module],
+                follows: None,
+            });
+        }
+        let values = self.values.iter().map(|(output, (from, to))| Value {
+            from: *from,
+            to: to.iter().copied().collect(),
+            bytes: operations.all()[output.operation].makes[output.index].bytes,
+        });
+        let ties: Vec<Vec<usize>> = sharers.into_values().filter(|modules| modules.len() > 1).collect();
+        CostTree::new(modules, values.collect(), &ties)
+    }
+}

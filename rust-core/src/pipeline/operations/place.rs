@@ -1,0 +1,197 @@
+//! Which operation of a step is computed where.
+//!
+//! - PLACE-1: an operation of the model is on one partition: that of its layer, or the one that the script asks for.
+//! - PLACE-2: without one (a layer without variables, an operation between layers, a gradient) it is where the operation that it
+//!   is the gradient of is, else where its last operand is.
+//! - PLACE-3: what has no operand on a partition is on all ranks: every rank computes it that needs it. So is all that follows from
+//!   the model's results, which every rank gets.
+//! - PLACE-4: a variable is where the operations of the model that take it are; all of them are on one partition.
+
+use std::collections::BTreeMap;
+
+use super::{Operations, Role};
+use crate::error::{Error, Result};
+
+/// Where an operation is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// Wherever it is needed, as it costs nothing.
+    Free,
+    /// On every rank that needs it.
+    All,
+    /// On one partition.
+    On(usize),
+}
+
+impl Place {
+    /// The partition, if it is on one.
+    pub fn partition(self) -> Option<usize> {
+        match self {
+            Place::On(partition) => Some(partition),
+            Place::Free | Place::All => None,
+        }
+    }
+}
+
+/// What is decided about places before operations are looked at.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Homes {
+    /// Partitions of layers; without one, a layer goes by its operations.
+    pub layers: Vec<Option<usize>>,
+    /// Where the script decides about every operation: the partition of those that it says nothing of.
+    pub default: Option<usize>,
+    /// Partitions of variables, as far as they are known.
+    pub variables: Vec<Option<usize>>,
+}
+
+/// The place of every operation.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    places: Vec<Place>,
+    /// How often the place changed on the longest way to an operation.
+    levels: Vec<usize>,
+    variables: Vec<Option<usize>>,
+}
+
+impl Placement {
+    /// Gives every operation its place.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a variable would be on two partitions.
+    pub fn new(operations: &Operations, homes: &Homes) -> Result<Self> {
+        let mut variables = homes.variables.clone();
+        variables.resize(operations.variables().len(), None);
+        let mut found = Self { places: Vec::new(), levels: Vec::new(), variables };
+        // Before anything that comes first in the script but outside of the model, such as a penalty on variables.
+        for number in 0..operations.all().len() {
+            if let Some(partition) = asked(operations, homes, number) {
+                found.settle_variables(operations, number, partition)?;
+            }
+        }
+        let mut calls: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (number, operation) in operations.all().iter().enumerate() {
+            if let Some((_, call)) = operation.layer {
+                calls.entry(call).or_default().push(number);
+            }
+        }
+        let mut places_of_calls = BTreeMap::new();
+        for number in 0..operations.all().len() {
+            let place = found.choose(operations, homes, &calls, &mut places_of_calls, number);
+            found.places.push(place);
+            if let Place::On(partition) = place {
+                found.settle_variables(operations, number, partition)?;
+            }
+            let before = operations.before(number);
+            let levels = before.map(|other| found.levels[other] + found.changes(operations, other, number));
+            let level = levels.max().unwrap_or(0);
+            found.levels.push(level);
+        }
+        Ok(found)
+    }
+
+    /// Of an operation.
+    pub fn place(&self, operation: usize) -> Place {
+        self.places[operation]
+    }
+
+    /// How often the place changed on the longest way to an operation.
+    pub fn level(&self, operation: usize) -> usize {
+        self.levels[operation]
+    }
+
+    /// Where each variable is; on every rank if nowhere else.
+    pub fn variables(&self) -> &[Option<usize>] {
+        &self.variables
+    }
+
+    /// Whether an operation is a part of the model's forward, on one partition.
+    pub fn is_forward(&self, operations: &Operations, operation: usize) -> bool {
+        operations.is_of_model(operation) && self.places[operation].partition().is_some()
+    }
+
+    /// Whether the place changes, 0 or 1, from `before` to an operation that takes of it. A forward behind something else is a change,
+    /// so that each stage is one segment.
+    pub(super) fn changes(&self, operations: &Operations, before: usize, operation: usize) -> usize {
+        let leaves = self.places[before] != self.places[operation]
+            || self.is_forward(operations, operation) && !self.is_forward(operations, before);
+        usize::from(self.places[before].partition().is_some() && leaves)
+    }
+
+    fn choose(
+        &self,
+        operations: &Operations,
+        homes: &Homes,
+        calls: &BTreeMap<usize, Vec<usize>>,
+        places_of_calls: &mut BTreeMap<usize, Place>,
+        number: usize,
+    ) -> Place {
+        let operation = &operations.all()[number];
+        match operation.role {
+            Role::Constant => return Place::Free,
+            Role::Input | Role::HandsOut => return Place::All,
+            Role::Computes => {}
+        }
+        let home = || operation.variables.iter().find_map(|&variable| self.variables[variable]);
+        if let Some(partition) = asked(operations, homes, number).or_else(home) {
+            return Place::On(partition);
+        }
+        if operation.inside
+            && let Some((_, call)) = operation.layer
+        {
+            // All of a call is in one place: where the last of what it takes is.
+            return *places_of_calls.entry(call).or_insert_with(|| {
+                let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].takes);
+                self.last(taken.map(|taken| taken.operation).filter(|&other| other < number))
+            });
+        }
+        if operation.assigns {
+            // A variable that every rank has: a metric's.
+            return Place::All;
+        }
+        let known = |other: &&usize| self.places.get(**other).is_some_and(|place| place.partition().is_some());
+        if let Some(&origin) = operation.gradient_of.iter().find(known) {
+            return self.places[origin];
+        }
+        let operands = || operation.takes.iter().map(|taken| taken.operation);
+        let of_model = operands().filter(|&other| self.is_forward(operations, other));
+        match self.last(of_model) {
+            Place::On(partition) if !operation.inside => Place::On(partition),
+            _ => self.last(operands()),
+        }
+    }
+
+    /// The place of the one at the highest level, the first of equals.
+    fn last(&self, operations: impl Iterator<Item = usize>) -> Place {
+        let located = operations.filter(|&each| self.places[each].partition().is_some());
+        let best = located.reduce(|best, each| if self.levels[each] > self.levels[best] { each } else { best });
+        best.map_or(Place::All, |each| self.places[each])
+    }
+
+    /// PLACE-4.
+    fn settle_variables(&mut self, operations: &Operations, number: usize, partition: usize) -> Result<()> {
+        let operation = &operations.all()[number];
+        for &variable in &operation.variables {
+            let home = *self.variables[variable].get_or_insert(partition);
+            if home != partition {
+                return Err(Error::InvalidArgument(format!(
+                    "a variable of shape {} is taken on partition {home} and by `{}` on partition {partition}: layers and \
+                     operations that share a variable go to one partition",
+                    operations.variables()[variable].text,
+                    operation.name
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// PLACE-1.
+fn asked(operations: &Operations, homes: &Homes, number: usize) -> Option<usize> {
+    let operation = &operations.all()[number];
+    match (operation.inside, homes.default, operation.layer) {
+        (false, _, _) => None,
+        (true, Some(default), _) => Some(operation.asked.unwrap_or(default)),
+        (true, None, Some((layer, _))) => homes.layers.get(layer).copied().flatten(),
+        (true, None, None) => None,
+    }
+}

@@ -1,0 +1,349 @@
+//! The operations of a step, cut into segments: what a rank computes at a time, and what passes between ranks.
+//!
+//! A segment is the operations of one place, phase and *level*, the number of changes of place on the longest way to them.
+//! So segments depend on each other in one direction only, whatever the model's form.
+//!
+//! - SEG-1: the forward segments are the stages of the pipeline; the last of the backward segments that use what a stage
+//!   keeps is its backward. Only these are *anchored*: their place in a rank's order is the schedule's.
+//! - SEG-2: an operation whose results are taken by its own place only, later, is computed later, with them. So a variable is
+//!   read for a microbatch when the one before it may have changed it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Operations, Output, Place, Placement, Role};
+use crate::error::{Error, Result};
+
+/// When a segment is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// On all ranks that need it, whenever that is.
+    Shared,
+    /// In the model's forward.
+    Forward,
+    /// After it.
+    Backward,
+    /// The half of a backward that others wait for.
+    Input,
+    /// The other half.
+    Weight,
+}
+
+impl Phase {
+    /// Its letter, that of the action in programs.
+    pub fn text(self) -> &'static str {
+        match self {
+            Phase::Shared => "R",
+            Phase::Forward => "F",
+            Phase::Backward => "B",
+            Phase::Input => "I",
+            Phase::Weight => "W",
+        }
+    }
+}
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// A partition, or all.
+    pub place: Place,
+    /// When.
+    pub phase: Phase,
+    /// Changes of place before it.
+    pub level: usize,
+    /// Its operations, in their order.
+    pub operations: Vec<usize>,
+    /// Of a forward segment its own, of a backward segment the one whose activations it uses.
+    pub stage: Option<usize>,
+    /// See SEG-1.
+    pub anchored: bool,
+}
+
+/// A result that goes to other ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// What goes.
+    pub output: Output,
+    /// From which partition.
+    pub from: usize,
+    /// To which.
+    pub to: Vec<usize>,
+}
+
+/// The segments of a step, and who needs what.
+#[derive(Debug)]
+pub struct Segments<'a> {
+    pub(super) operations: &'a Operations,
+    pub(super) placement: &'a Placement,
+    pub(super) segments: Vec<Segment>,
+    /// The forward segments, in their order.
+    pub(super) stages: Vec<usize>,
+    pub(super) trains: bool,
+    /// For each operation its segment.
+    pub(super) of: Vec<Option<usize>>,
+    live: Vec<bool>,
+    pub(super) wanted: Vec<BTreeSet<Output>>,
+    /// For each rank, which operations it computes.
+    needed: Vec<Vec<bool>>,
+    transfers: Vec<Transfer>,
+    crossing: BTreeSet<Output>,
+}
+
+impl<'a> Segments<'a> {
+    /// Cuts. `wanted` says for each rank what the step returns there; `halves` that anchored backwards are to be two segments.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if a result would have to pass between ranks and cannot.
+    pub fn cut(
+        operations: &'a Operations,
+        placement: &'a Placement,
+        wanted: &[Vec<Output>],
+        halves: bool,
+    ) -> Result<Self> {
+        let effects = (0..operations.all().len()).filter(|&each| operations.all()[each].has_effect);
+        let live = operations.needed_by(wanted.iter().flatten().map(|output| output.operation).chain(effects));
+        let mut found = Self {
+            operations,
+            placement,
+            segments: Vec::new(),
+            stages: Vec::new(),
+            trains: false,
+            of: vec![None; operations.all().len()],
+            live,
+            wanted: wanted.iter().map(|outputs| outputs.iter().copied().collect()).collect(),
+            needed: Vec::new(),
+            transfers: Vec::new(),
+            crossing: BTreeSet::new(),
+        };
+        found.make_segments();
+        found.make_stages();
+        found.needed = (0..wanted.len()).map(|rank| found.needed_on(rank)).collect();
+        found.find_transfers()?;
+        if halves {
+            found.halve_backwards();
+        }
+        Ok(found)
+    }
+
+    /// All of them, in an order in which they can be computed.
+    pub fn all(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// What goes to other ranks; the order is that of all ranks.
+    pub fn transfers(&self) -> &[Transfer] {
+        &self.transfers
+    }
+
+    /// Ranks of the pipeline.
+    pub fn ranks(&self) -> usize {
+        self.needed.len()
+    }
+
+    /// The operations of a segment that `rank` computes.
+    pub fn on(&self, segment: usize, rank: usize) -> Vec<usize> {
+        let segment = &self.segments[segment];
+        let here = |&&operation: &&usize| match segment.place {
+            Place::On(partition) => partition == rank,
+            Place::Free | Place::All => self.needed[rank][operation],
+        };
+        segment.operations.iter().filter(here).copied().collect()
+    }
+
+    /// Results that `operations` take and do not make, without those that anybody can make, in the order in which they take them.
+    pub fn inputs_of(&self, operations: &[usize]) -> Vec<Output> {
+        let made: BTreeSet<usize> = operations.iter().copied().collect();
+        let mut seen = BTreeSet::new();
+        let takes = operations.iter().flat_map(|&each| &self.operations.all()[each].takes).copied();
+        takes
+            .filter(|taken| !made.contains(&taken.operation))
+            .filter(|taken| self.placement.place(taken.operation) != Place::Free)
+            .filter(|taken| seen.insert(*taken))
+            .collect()
+    }
+
+    /// What `rank` needs of `operations`, a segment that it computes, others' needs included.
+    pub fn outputs_of(&self, operations: &[usize], rank: usize) -> Vec<Output> {
+        let made: BTreeSet<usize> = operations.iter().copied().collect();
+        let outputs = operations.iter().flat_map(|&each| self.outputs(each));
+        let needed = outputs.filter(|output| {
+            let mut takers = self.takers_of(*output).filter(|taker| !made.contains(taker));
+            self.wanted[rank].contains(output)
+                || self.crossing.contains(output)
+                || takers.any(|taker| self.needed[rank][taker])
+        });
+        needed.collect()
+    }
+
+    fn outputs(&self, operation: usize) -> impl Iterator<Item = Output> + use<> {
+        (0..self.operations.all()[operation].makes.len()).map(move |index| Output { operation, index })
+    }
+
+    fn takers_of(&self, output: Output) -> impl Iterator<Item = usize> + '_ {
+        let takers = self.operations.takers(output.operation).iter().copied();
+        takers.filter(move |&taker| self.operations.all()[taker].takes.contains(&output))
+    }
+
+    /// Placeholders are computed by nobody.
+    fn is_computed(&self, operation: usize) -> bool {
+        self.live[operation] && self.operations.all()[operation].role != Role::Input
+    }
+
+    fn make_segments(&mut self) {
+        let (operations, placement) = (self.operations, self.placement);
+        let count = operations.all().len();
+        let phase = |each: usize| match placement.place(each) {
+            Place::Free | Place::All => Phase::Shared,
+            Place::On(_) if placement.is_forward(operations, each) => Phase::Forward,
+            Place::On(_) => Phase::Backward,
+        };
+        let home = |each: usize| (placement.place(each), phase(each));
+        let computed: Vec<usize> = (0..count).filter(|&each| self.is_computed(each)).collect();
+        let mut takers = vec![Vec::new(); count];
+        for &each in &computed {
+            operations.before(each).for_each(|other| takers[other].push(each));
+        }
+        let mut levels: Vec<usize> = (0..count).map(|each| placement.level(each)).collect();
+        // SEG-2: first the forward, whose backward comes later anyway, but not before what it takes; then the rest.
+        let movable = |&&each: &&usize| !operations.all()[each].has_effect && !takers[each].is_empty();
+        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) == Phase::Forward) {
+            let ours = takers[each].iter().filter(|&&taker| phase(taker) == Phase::Forward);
+            if takers[each].iter().all(|&taker| placement.place(taker) == placement.place(each))
+                && let Some(level) = ours.map(|&taker| levels[taker]).min()
+            {
+                levels[each] = level;
+            }
+        }
+        for &each in &computed {
+            let after = operations.before(each).map(|other| levels[other] + placement.changes(operations, other, each));
+            levels[each] = after.fold(levels[each], usize::max);
+        }
+        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) != Phase::Forward) {
+            if takers[each].iter().all(|&taker| home(taker) == home(each))
+                && let Some(level) = takers[each].iter().map(|&taker| levels[taker]).min()
+            {
+                levels[each] = level;
+            }
+        }
+        let mut groups: BTreeMap<(usize, Phase, Place), Vec<usize>> = BTreeMap::new();
+        for each in computed.into_iter().filter(|&each| placement.place(each) != Place::Free) {
+            groups.entry((levels[each], phase(each), placement.place(each))).or_default().push(each);
+        }
+        for (number, ((level, phase, place), operations)) in groups.into_iter().enumerate() {
+            operations.iter().for_each(|&each| self.of[each] = Some(number));
+            self.segments.push(Segment { place, phase, level, operations, stage: None, anchored: false });
+        }
+    }
+
+    fn make_stages(&mut self) {
+        self.stages = (0..self.segments.len()).filter(|&each| self.segments[each].phase == Phase::Forward).collect();
+        for (stage, &segment) in self.stages.iter().enumerate() {
+            (self.segments[segment].stage, self.segments[segment].anchored) = (Some(stage), true);
+        }
+        let mut last: BTreeMap<usize, usize> = BTreeMap::new();
+        for number in 0..self.segments.len() {
+            if self.segments[number].phase == Phase::Backward
+                && let Some(stage) = self.stage_used_by(number)
+            {
+                self.segments[number].stage = Some(stage);
+                last.insert(stage, number);
+            }
+        }
+        self.trains = !last.is_empty();
+        last.into_values().for_each(|number| self.segments[number].anchored = true);
+    }
+
+    /// The stage of its own place of which a segment takes most, the first of equals.
+    fn stage_used_by(&self, number: usize) -> Option<usize> {
+        let mut used: Vec<(usize, u64)> = Vec::new();
+        for taken in self.inputs_of(&self.segments[number].operations) {
+            let Some(maker) = self.of[taken.operation].map(|maker| &self.segments[maker]) else { continue };
+            if maker.phase == Phase::Forward
+                && maker.place == self.segments[number].place
+                && let Some(stage) = maker.stage
+            {
+                let bytes = self.bytes(taken) + 1;
+                match used.iter_mut().find(|(other, _)| *other == stage) {
+                    Some((_, sum)) => *sum += bytes,
+                    None => used.push((stage, bytes)),
+                }
+            }
+        }
+        used.into_iter().reduce(|most, each| if each.1 > most.1 { each } else { most }).map(|(stage, _)| stage)
+    }
+
+    pub(super) fn bytes(&self, output: Output) -> u64 {
+        self.operations.all()[output.operation].makes[output.index].bytes
+    }
+
+    /// The operations of a rank, and those on all ranks that it computes.
+    fn needed_on(&self, rank: usize) -> Vec<bool> {
+        let place = |each: usize| self.placement.place(each);
+        let all = 0..self.operations.all().len();
+        let own = all.clone().filter(|&each| self.is_computed(each) && place(each) == Place::On(rank));
+        let effects = all.filter(|&each| self.operations.all()[each].has_effect && place(each) == Place::All);
+        let wanted = self.wanted[rank].iter().map(|output| output.operation);
+        let mut pending: Vec<usize> = wanted.chain(effects).filter(|&each| place(each).partition().is_none()).collect();
+        pending.extend(own);
+        let mut found = vec![false; self.operations.all().len()];
+        while let Some(each) = pending.pop() {
+            if !std::mem::replace(&mut found[each], true) {
+                pending.extend(self.operations.before(each).filter(|&other| place(other).partition().is_none()));
+            }
+        }
+        found
+    }
+
+    fn find_transfers(&mut self) -> Result<()> {
+        for operation in 0..self.operations.all().len() {
+            let (true, Place::On(from)) = (self.is_computed(operation), self.placement.place(operation)) else {
+                continue;
+            };
+            for output in self.outputs(operation) {
+                let takers: Vec<usize> = self.takers_of(output).filter(|&taker| self.live[taker]).collect();
+                let takes = |rank: &usize| {
+                    self.wanted[*rank].contains(&output) || takers.iter().any(|&taker| self.needed[*rank][taker])
+                };
+                let to: Vec<usize> = (0..self.ranks()).filter(|&rank| rank != from).filter(takes).collect();
+                let Some(first) = to.first() else { continue };
+                let maker = &self.operations.all()[operation];
+                if let Some(what) = &maker.makes[output.index].stays {
+                    return Err(Error::Unsupported(format!(
+                        "`{}:{}`, a tensor {what}, would pass from partition {from} to {first}: put the operations around it \
+                         on one partition",
+                        maker.name, output.index
+                    )));
+                }
+                self.crossing.insert(output);
+                self.transfers.push(Transfer { output, from, to });
+            }
+        }
+        Ok(())
+    }
+
+    /// Halves anchored backwards: what others wait for, and the rest, which is the gradients of variables.
+    fn halve_backwards(&mut self) {
+        let mut halved = Vec::new();
+        for mut segment in std::mem::take(&mut self.segments) {
+            if segment.phase != Phase::Backward || !segment.anchored {
+                halved.push(segment);
+                continue;
+            }
+            let inside: BTreeSet<usize> = segment.operations.iter().copied().collect();
+            let goes_out = |&each: &usize| {
+                let mut takers = self.operations.takers(each).iter();
+                takers.any(|taker| !inside.contains(taker) && self.of[*taker].is_some())
+            };
+            let first = self.operations.needed_by(segment.operations.iter().copied().filter(goes_out));
+            segment.phase = Phase::Weight;
+            let (waited_for, rest) = segment.operations.iter().partition(|&&each| first[each]);
+            segment.operations = rest;
+            let half = Segment { phase: Phase::Input, operations: waited_for, ..segment.clone() };
+            halved.extend([half, segment].into_iter().filter(|half| !half.operations.is_empty()));
+        }
+        self.segments = halved;
+        for (number, segment) in self.segments.iter().enumerate() {
+            segment.operations.iter().for_each(|&each| self.of[each] = Some(number));
+        }
+        self.stages = (0..self.segments.len()).filter(|&each| self.segments[each].phase == Phase::Forward).collect();
+    }
+}

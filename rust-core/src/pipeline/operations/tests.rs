@@ -1,0 +1,319 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::partition::{Wish, divide_layers};
+use crate::pipeline::schedule::Schedule;
+
+/// An operation with one result of 4 KiB that takes the first results of others.
+fn operation(name: &str, takes: &[usize]) -> Operation {
+    Operation {
+        name: name.to_owned(),
+        kind: name.to_owned(),
+        takes: takes.iter().map(|&operation| Output { operation, index: 0 }).collect(),
+        makes: vec![Made { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
+        flops: 1000,
+        ..Operation::default()
+    }
+}
+
+fn in_layer(name: &str, takes: &[usize], layer: usize, call: usize, variables: &[usize]) -> Operation {
+    let layer = Some((layer, call));
+    Operation { inside: true, layer, variables: variables.to_vec(), ..operation(name, takes) }
+}
+
+fn variables(count: usize) -> Vec<Variable> {
+    vec![Variable { text: "(4, 4)".to_owned(), bytes: 64, binds: true }; count]
+}
+
+/// Two layers with a variable each, an activation between them, the loss and its gradients.
+///
+/// ```text
+///   0 input ─> 1 one ─> 2 relu ─> 3 two ─> 4 out ─> 5 loss ─> 6 two' (weights) 7 two' ─> 8 relu' ─> 9 one' (weights)
+/// ```
+fn chain() -> Vec<Operation> {
+    let number = |operations: Vec<Operation>| {
+        operations.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect()
+    };
+    number(vec![
+        Operation { role: Role::Input, ..operation("x", &[]) },
+        in_layer("one", &[0], 0, 0, &[0]),
+        in_layer("relu", &[1], 1, 1, &[]),
+        in_layer("two", &[2], 2, 2, &[1]),
+        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        operation("loss", &[4]),
+        Operation { gradient_of: vec![3], ..operation("two_weights", &[2, 5]) },
+        Operation { gradient_of: vec![3], ..operation("two_inputs", &[3, 5]) },
+        Operation { gradient_of: vec![2], ..operation("relu_inputs", &[2, 7]) },
+        Operation { gradient_of: vec![1], ..operation("one_weights", &[0, 8]) },
+    ])
+}
+
+fn halves() -> Homes {
+    Homes { layers: vec![Some(0), None, Some(1)], ..Homes::default() }
+}
+
+fn first(operation: usize) -> Output {
+    Output { operation, index: 0 }
+}
+
+/// Rank 0 gets the loss and the first weight's gradient, rank 1 the loss and the other's.
+fn wanted() -> Vec<Vec<Output>> {
+    vec![vec![first(5), first(9)], vec![first(5), first(6)]]
+}
+
+fn described(segments: &Segments<'_>) -> Vec<String> {
+    let each = |segment: &Segment| {
+        let anchor = if segment.anchored { "!" } else { "" };
+        format!("{}{anchor} {:?} {:?}", segment.phase.text(), segment.place, segment.operations)
+    };
+    segments.all().iter().map(each).collect()
+}
+
+#[test]
+fn operations_are_where_their_layers_operands_and_origins_are() {
+    let operations = Operations::new(chain(), variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let places: Vec<Place> = (0..10).map(|each| placement.place(each)).collect();
+    let (all, zero, one) = (Place::All, Place::On(0), Place::On(1));
+    // The activation has no variables and follows its operand, its gradient follows it; what has no operand there is everywhere.
+    assert_eq!(places, [all, zero, zero, one, all, all, one, one, zero, zero]);
+    assert_eq!(placement.variables(), [Some(0), Some(1)]);
+    assert!((0..10).filter(|&each| placement.is_forward(&operations, each)).eq([1, 2, 3]));
+}
+
+#[test]
+fn a_script_places_what_no_layer_does() {
+    let mut rows = chain();
+    rows[2].asked = Some(1);
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    let homes = Homes { default: Some(0), ..Homes::default() };
+    let placement = Placement::new(&operations, &homes).unwrap();
+    assert_eq!(
+        [1, 2, 3, 8].map(|each| placement.place(each)),
+        [Place::On(0), Place::On(1), Place::On(0), Place::On(1)]
+    );
+}
+
+#[test]
+fn a_variable_on_two_partitions_is_refused() {
+    let mut rows = chain();
+    rows[3].variables.push(0);
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    assert_eq!(
+        Placement::new(&operations, &halves()).unwrap_err().to_string(),
+        "a variable of shape (4, 4) is taken on partition 0 and by `two` on partition 1: layers and operations that share a variable \
+         go to one partition"
+    );
+}
+
+#[test]
+fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() {
+    let mut rows = chain();
+    // A layer without variables whose second operation takes a value of the other partition.
+    rows.push(in_layer("add", &[1], 3, 3, &[]));
+    rows.push(in_layer("mul", &[10, 3], 3, 3, &[]));
+    rows.push(Operation { assigns: true, has_effect: true, variables: vec![2], ..operation("count", &[11]) });
+    let operations = Operations::new(rows, variables(3)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    assert_eq!([10, 11, 12].map(|each| placement.place(each)), [Place::On(1), Place::On(1), Place::All]);
+    assert_eq!(placement.variables()[2], None);
+}
+
+#[test]
+fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
+    let mut rows = chain();
+    // A list that the loop "two" is given, made when the gradient is.
+    let mut list = operation("list", &[1]);
+    list.made = 20;
+    rows.insert(2, list);
+    for row in &mut rows[3..] {
+        row.takes.iter_mut().filter(|taken| taken.operation >= 2).for_each(|taken| taken.operation += 1);
+        row.gradient_of.iter_mut().filter(|origin| **origin >= 2).for_each(|origin| *origin += 1);
+    }
+    rows[4].takes.push(first(2));
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    assert!(operations.is_of_model(2) && placement.is_forward(&operations, 2));
+}
+
+#[test]
+fn segments_are_cut_and_ordered_by_the_schedule() {
+    let operations = Operations::new(chain(), variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
+    assert_eq!(
+        described(&segments),
+        ["F! On(0) [1, 2]", "F! On(1) [3]", "R All [4, 5]", "B! On(1) [6, 7]", "B! On(0) [8, 9]"]
+    );
+    let crossing: Vec<(usize, usize, Vec<usize>)> =
+        segments.transfers().iter().map(|each| (each.output.operation, each.from, each.to.clone())).collect();
+    assert_eq!(crossing, [(2, 0, vec![1]), (3, 1, vec![0]), (7, 1, vec![0])]);
+    assert_eq!(
+        (segments.inputs_of(&[8, 9]), segments.outputs_of(&[1, 2], 0)),
+        (vec![first(2), first(7), first(0)], vec![first(2)])
+    );
+    let order = |schedule| segments.plan(3, schedule, 3).unwrap();
+    assert_eq!(order(Schedule::Simple)[1], [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2)]);
+    assert_eq!(order(Schedule::Interleaved)[1], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]);
+    assert_eq!(order(Schedule::Interleaved)[0], [(0, 0), (0, 1), (4, 0), (4, 1), (0, 2), (4, 2)]);
+    let lines = segments.lines(&order(Schedule::Simple));
+    assert_eq!(lines[3], "%3: two(%2:0) -> float32[1024] on 1");
+    assert_eq!(lines[10], "returned on 0: %5:0, %9:0");
+    assert_eq!(lines[13], "order of 1: 1F0 1F1 1F2 1B0 1B1 1B2");
+}
+
+/// A layer of the second partition reads a variable, and changes it for the next microbatch.
+#[test]
+fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
+    let mut rows = vec![
+        Operation { role: Role::Input, ..operation("x", &[]) },
+        in_layer("one", &[0], 0, 0, &[0]),
+        in_layer("read", &[], 1, 1, &[1]),
+        in_layer("two", &[1, 2], 1, 1, &[]),
+        in_layer("assign", &[3], 1, 1, &[1]),
+        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        // The gradient takes what was read.
+        Operation { gradient_of: vec![3], ..operation("two_inputs", &[2, 5]) },
+    ];
+    (rows[4].has_effect, rows[4].assigns) = (true, true);
+    rows.iter_mut().enumerate().for_each(|(made, row)| row.made = made);
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    let homes = Homes { layers: vec![Some(0), Some(1)], ..Homes::default() };
+    let placement = Placement::new(&operations, &homes).unwrap();
+    assert_eq!(placement.level(2), 0);
+    let segments = Segments::cut(&operations, &placement, &[vec![first(5)], vec![first(5), first(6)]], false).unwrap();
+    assert_eq!(described(&segments)[..2], ["F! On(0) [1]", "F! On(1) [2, 3, 4]"]);
+}
+
+#[test]
+fn a_halved_backward_has_first_what_others_wait_for() {
+    let operations = Operations::new(chain(), variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
+    assert_eq!(
+        described(&segments),
+        ["F! On(0) [1, 2]", "F! On(1) [3]", "R All [4, 5]", "I! On(1) [7]", "W! On(1) [6]", "W! On(0) [8, 9]"]
+    );
+    let orders = segments.plan(2, Schedule::ZeroBubble, 2).unwrap();
+    assert_eq!(orders[1].iter().filter(|(segment, _)| [3, 4].contains(segment)).count(), 4);
+}
+
+#[test]
+fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
+    let operations = Operations::new(chain(), variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let segments = Segments::cut(&operations, &placement, &[vec![first(4)], vec![first(4)]], true).unwrap();
+    assert_eq!(segments.plan(2, Schedule::ZeroBubble, 2).unwrap(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]);
+    let segments = Segments::cut(&operations, &placement, &[vec![first(0)], vec![]], false).unwrap();
+    assert_eq!(segments.plan(2, Schedule::Simple, 2).unwrap(), [[], []]);
+}
+
+#[test]
+fn what_cannot_pass_between_ranks_is_told() {
+    let mut rows = chain();
+    rows[2].makes[0].stays = Some("of type string".to_owned());
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let error = Segments::cut(&operations, &placement, &wanted(), false).unwrap_err();
+    assert!(matches!(error, Error::Unsupported(_)));
+    assert_eq!(
+        error.to_string(),
+        "`relu:0`, a tensor of type string, would pass from partition 0 to 1: put the operations around it on one partition"
+    );
+}
+
+#[test]
+fn operations_that_do_not_fit_together_are_refused() {
+    let refused = |rows, count| Operations::new(rows, variables(count)).unwrap_err().to_string();
+    assert_eq!(refused(vec![operation("a", &[0])], 0), "`a` takes result 0 of operation 0");
+    let waits = Operation { waits: vec![3], ..operation("a", &[]) };
+    assert_eq!(refused(vec![waits], 0), "`a` waits for operation 3, which comes after it");
+    assert_eq!(refused(vec![in_layer("a", &[], 0, 0, &[1])], 1), "`a` takes variable 1, which does not exist");
+}
+
+#[test]
+fn layers_are_divided_by_what_their_operations_cost() {
+    let operations = Operations::new(chain(), variables(2)).unwrap();
+    let layers = ["one", "relu", "two"].map(str::to_owned);
+    let wish = Wish { partitions: 2, memory_weight: 0.8, microbatches: 4, active_microbatches: 4, simple: true };
+    let (partitions, table) = divide_layers(&operations, &layers, wish).unwrap();
+    assert_eq!(partitions, [Some(0), None, Some(1)]);
+    assert!(table.contains("one") && table.contains("two"), "{table}");
+    // Layers that share a variable lie together.
+    let mut rows = chain();
+    rows[3].variables.push(0);
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    assert_eq!(divide_layers(&operations, &layers, wish).unwrap().0, [Some(0), None, Some(0)]);
+    let plain = Operations::new(vec![operation("x", &[])], variables(0)).unwrap();
+    assert_eq!(
+        divide_layers(&plain, &[], wish).unwrap_err().to_string(),
+        "no layer of the model has variables: there is nothing to divide"
+    );
+}
+
+/// Layers on random partitions that take random values of earlier ones, a loss, and gradients in the reverse order.
+fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
+    let one = (0_usize..3, prop::collection::vec(any::<prop::sample::Index>(), 1..3));
+    prop::collection::vec(one, 1..8).prop_map(|layers| {
+        let mut rows = vec![Operation { role: Role::Input, ..operation("x", &[]) }];
+        let mut takes: Vec<Vec<usize>> = vec![Vec::new()];
+        for (number, (_, operands)) in layers.iter().enumerate() {
+            let operands: Vec<usize> = operands.iter().map(|operand| operand.index(rows.len())).collect();
+            rows.push(in_layer("layer", &operands, number, number, &[number]));
+            takes.push(operands);
+        }
+        let count = layers.len();
+        rows.push(Operation { role: Role::HandsOut, ..operation("out", &[count]) });
+        rows.push(operation("loss", &[count + 1]));
+        let mut gradients: Vec<Option<usize>> = vec![None; count + 1];
+        gradients[count] = Some(count + 2);
+        for layer in (1..=count).rev() {
+            let Some(given) = gradients[layer] else { continue };
+            rows.push(Operation { gradient_of: vec![layer], ..operation("gradient", &[layer, given]) });
+            let made = rows.len() - 1;
+            for &operand in &takes[layer] {
+                gradients[operand] = Some(match gradients[operand] {
+                    Some(other) if other != made => {
+                        rows.push(Operation { gradient_of: vec![operand], ..operation("sum", &[other, made]) });
+                        rows.len() - 1
+                    }
+                    _ => made,
+                });
+            }
+        }
+        let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
+        (rows, layers.into_iter().map(|(partition, _)| Some(partition)).collect())
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever a rank's segment takes, the rank computes it, it is given, or it arrives from the rank that does.
+    #[test]
+    fn random_steps_are_cut_so_that_everybody_has_what_he_needs((rows, layers) in steps()) {
+        let count = rows.len();
+        let operations = Operations::new(rows, variables(layers.len())).unwrap();
+        let homes = Homes { layers, ..Homes::default() };
+        let placement = Placement::new(&operations, &homes).unwrap();
+        let wanted: Vec<Vec<Output>> = (0..3).map(|_| vec![first(count - 1)]).collect();
+        for halves in [false, true] {
+            let segments = Segments::cut(&operations, &placement, &wanted, halves).unwrap();
+            for rank in 0..3 {
+                let mut there: Vec<Output> = (0..count)
+                    .filter(|&each| operations.all()[each].role == Role::Input)
+                    .map(first)
+                    .collect();
+                there.extend(segments.transfers().iter().filter(|each| each.to.contains(&rank)).map(|each| each.output));
+                for number in 0..segments.all().len() {
+                    let here = segments.on(number, rank);
+                    for taken in segments.inputs_of(&here) {
+                        prop_assert!(there.contains(&taken), "{taken:?} of {:?}", segments.all()[number]);
+                    }
+                    there.extend(segments.outputs_of(&here, rank));
+                }
+                prop_assert!(there.contains(&first(count - 1)));
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+"""Steps of Keras models on partitions: what ranks hold, their timeline, and what models may have in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import Forked, run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.timeout(300),
+]
+_BENCHES = Path(__file__).parents[2] / "benches" / "modelparallel"
+
+
+def _everything(folder):
+    sys.path.insert(0, str(_BENCHES))
+    import keras_steps
+
+    part, _ = keras_steps.peak(2, 2, layers=4, width=64, rows=8)
+    return part, _forms(folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """All of it in one job."""
+    folder = tmp_path_factory.mktemp("steps")
+    env = {
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "SMD_TIMELINE": str(folder / "trace.json"),
+    }
+    return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=env, timeout=280)
+
+
+def test_each_rank_has_its_part(ranks):
+    for part, _ in ranks[1]:
+        assert part == 0.5
+
+
+def test_the_timeline_shows_each_partition_at_work(ranks):
+    lines = (ranks[0] / "trace.json").read_text().splitlines()[1:]
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    for rank in range(2):
+        names = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank}
+        assert {"forward", "backward", "send", "receive", "wait"} <= names, (rank, names)
+    # Step 0 is the first one with two microbatches; one stage on each rank.
+    command = [sys.executable, "-m", "smdistributed", "report", str(ranks[0] / "trace.json"), "--step", "0"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "simulated from mean times:" in shown.stdout, shown.stdout
+
+
+def _forms(folder):
+    """What is in models or around them; compared with plain Keras where it is made."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+    found = {}
+
+    class Compiled(keras.layers.Layer):
+        """A layer that XLA compiles, with a branch of its own."""
+
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+        def call(self, x):
+            compiled = tf.function(lambda x, scale: tf.tanh(x * scale), jit_compile=True)
+            scale = tf.convert_to_tensor(self.scale)
+            return tf.cond(tf.reduce_sum(x) > -1e9, lambda: compiled(x, scale), lambda: x)
+
+    def made(base):
+        class Model(base):
+            def __init__(self):
+                super().__init__()
+                one, two, three = (keras.initializers.GlorotUniform(seed=seed) for seed in range(3))
+                self.left = keras.layers.Dense(6, kernel_initializer=one, name="left")
+                self.compiled = Compiled(name="compiled")
+                self.right = keras.layers.Dense(6, kernel_initializer=two, name="right")
+                self.head = keras.layers.Dense(2, kernel_initializer=three, name="head")
+
+            def call(self, inputs):
+                with smp.partition(1):
+                    right = self.right(inputs["b"])
+                    with smp.partition(0):
+                        left = self.compiled(self.left(inputs["a"]))
+                    return {"sum": self.head(left + right), "left": left}
+
+        return Model()
+
+    rng = np.random.default_rng(0)
+    inputs = {name: tf.constant(rng.normal(size=(8, size)), tf.float32) for name, size in (("a", 3), ("b", 5))}
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
+    model, optimizer = made(smp.DistributedModel), keras.optimizers.SGD(0.1)
+
+    @smp.step(non_split_inputs=["scale"])
+    def step(inputs, scale):
+        outputs = model(inputs)
+        loss = tf.reduce_mean(tf.square(scale * outputs["sum"])) + tf.reduce_mean(outputs["left"])
+        return optimizer.get_gradients(loss, model.trainable_variables), loss, outputs
+
+    gradients, loss, outputs = step(inputs, tf.constant(2.0))
+    plain = made(keras.Model)
+    with tf.GradientTape() as tape:
+        expected = plain(inputs)
+        whole = tf.reduce_mean(tf.square(2.0 * expected["sum"])) + tf.reduce_mean(expected["left"])
+    np.testing.assert_allclose(loss.reduce_mean(), whole, atol=1e-6)
+    np.testing.assert_allclose(outputs["sum"].merge(), expected["sum"], atol=1e-6)
+    here = [id(each) for each in model.trainable_variables]
+    with model._smp_as_whole():
+        mine = [id(each) in here for each in model.trainable_variables]
+    there = tape.gradient(whole, plain.trainable_variables)
+    there = [each for each, own in zip(there, mine, strict=True) if own]
+    for ours, theirs in zip(gradients, there, strict=True):
+        np.testing.assert_allclose(ours.accumulate(), theirs, atol=1e-6)
+    assert sorted(smp.allgather(len(gradients))) == [3, 4]
+    model.save_model(f"{folder}/saved")
+    served = tf.saved_model.load(f"{folder}/saved").signatures["serving_default"]
+    given = {"inputs_a": inputs["a"], "inputs_b": inputs["b"]}
+    results = sorted(served(**given).items())
+    for (_, ours), (_, theirs) in zip(results, sorted(expected.items()), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    found["served"] = [name for name, _ in results]
+
+    # The three methods, and a variable that is given, with what is not divided evenly as an error.
+    for gradient in gradients:
+        mean = gradient.reduce_mean()
+        for options in ({"method": "add_n"}, {"method": "accumulate_n"}, {}, {"var": tf.Variable(tf.zeros_like(mean))}):
+            np.testing.assert_allclose(gradient.accumulate(**options), mean, atol=1e-6)
+
+    def refused(name, call):
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+
+    refused("method", lambda: loss.accumulate("sum"))
+    scaling = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    pairs = [
+        (each.reduce_mean(), variable) for each, variable in zip(gradients, model.trainable_variables, strict=True)
+    ]
+    refused("scaling", lambda: scaling.apply_gradients(pairs))
+    refused("fit", lambda: (model.compile("sgd", "mse"), model.fit(inputs["a"], inputs["b"], verbose=0)))
+    return found
+
+
+def test_models_may_have_these_in_them(ranks):
+    expected = {
+        "method": ("SMPValidationError", "'sum'"),
+        "scaling": ("SMPUnsupportedError", "LossScaleOptimizer"),
+        "fit": ("SMPUnsupportedError", "smp.step"),
+    }
+    for _, found in ranks[1]:
+        assert found.pop("served") == ["output_0", "output_1"]
+        assert set(found) == set(expected), found
+        for name, (kind, text) in expected.items():
+            assert found[name][0] == kind, found
+            assert text in found[name][1], found
