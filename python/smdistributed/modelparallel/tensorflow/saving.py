@@ -135,16 +135,31 @@ def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any,
 
     Raises:
         SMPUsageError: the model has not been divided yet.
+        SMPCheckpointError: a variable of the model is not among it.
     """
     if state.model is None or not state.model.is_partitioned:
         raise SMPUsageError("a model is saved after its first step, which builds and divides it")
     homes = state.model._smp_homes.variables
     gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
+    if holds_model(checkpoint):
+        _check_whole({id(getattr(underlying(each), "handle", None)) for each in gathered})
     for trackable, values in gathered.items():
         handle = getattr(underlying(trackable), "handle", None) if trackable is not None else None
         for name, value in values.items():
             for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
                 yield name, piece, trackable, homes.get(id(handle)), getattr(tensor, "tensor", tensor)
+
+
+def _check_whole(handles: set[int]) -> None:
+    """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that are in a list."""
+    assert state.model is not None, "it was divided"
+    with state.model._smp_as_whole():
+        for variable in state.model.weights:
+            if id(underlying(variable).handle) not in handles:
+                raise SMPCheckpointError(
+                    f"`{getattr(variable, 'path', variable.name)}` is a variable of the model that `tf.train.Checkpoint` does not find: give "
+                    "its layer an attribute of its own, or save the optimizer, too"
+                )
 
 
 def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:

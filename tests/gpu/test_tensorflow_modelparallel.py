@@ -1,0 +1,194 @@
+"""Keras models on partitions with a GPU each: they learn as in one process, each rank's variables are on its GPU, and
+replicas work; what a step of two equal partitions takes is printed. A job takes long to start, so one makes all checks."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+
+import pytest
+
+from support import run_ranks
+from support.devices import needs_two
+
+pytestmark = [
+    pytest.mark.timeout(280),
+    needs_two,
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+#: Model, microbatches, schedule, way to gradients.
+CASES = [
+    ("mlp", 8, "zero_bubble", "tape"),
+    ("residual", 4, "interleaved", "get"),
+    ("attention", 2, "zero_bubble", "tape"),
+    ("two_outputs", 4, "simple", "get"),
+    ("words", 2, "interleaved", "tape"),
+]
+LAYERS, WIDTH, ROWS, MICROBATCHES = 12, 4096, 2048, 8
+HALVES = {"partitions": 2, "microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0}
+
+
+@pytest.fixture(autouse=True)
+def _gpu_build():
+    import tensorflow as tf
+
+    if not tf.test.is_built_with_cuda():
+        pytest.skip("this TensorFlow is built for CPUs only")
+
+
+def row(base):
+    """Equal layers; a step of them, over as many microbatches in one process as on partitions."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    class Row(base):
+        def __init__(self):
+            super().__init__()
+            self.row = [tf.keras.layers.Dense(WIDTH, "relu", use_bias=False) for _ in range(LAYERS)]
+
+        def call(self, x):
+            for number, layer in enumerate(self.row):
+                with smp.partition(2 * number // LAYERS):
+                    x = layer(x)
+            with smp.partition(1):
+                return tf.reduce_mean(tf.square(x), 1)
+
+    model, optimizer = Row(), tf.keras.optimizers.SGD(1e-3)
+    batch = tf.random.stateless_normal([ROWS * MICROBATCHES, WIDTH], [1, 2])
+
+    def gradients_of(x):
+        loss = tf.reduce_mean(model(x))
+        return tf.gradients(loss, [getattr(each, "value", each) for each in model.trainable_variables]), loss
+
+    step = smp.step(gradients_of) if base is smp.DistributedModel else None
+
+    @tf.function
+    def train():
+        if step is not None:
+            found, loss = step(batch)
+            found = [each.accumulate() for each in found]
+            optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+            return loss.reduce_mean()
+        sums = None
+        for part in tf.split(batch, MICROBATCHES):
+            with tf.control_dependencies(sums or []):
+                found, loss = gradients_of(tf.identity(part))
+            sums = found if sums is None else [one + other for one, other in zip(sums, found, strict=True)]
+        optimizer.apply_gradients(
+            [(each / MICROBATCHES, v) for each, v in zip(sums, model.trainable_variables, strict=True)]
+        )
+        return loss
+
+    return model, train
+
+
+def on_its_gpu(tf, smp, model):
+    """Each rank has its part of the variables, on its GPU."""
+    sizes = []
+    with model._smp_as_whole():
+        for variable in model.trainable_variables:
+            inner = getattr(variable, "value", variable)
+            assert "GPU:0" in inner.device, inner.device
+            value = tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype)
+            assert "GPU:0" in value.device, value.device
+            sizes.append(int(tf.size(value)) // WIDTH**2)
+    assert sum(sizes) == len(model.trainable_variables) == LAYERS // 2, sizes
+
+
+def pipelining(tf, smp, schedule):
+    """How much of what the simulator predicts for equal partitions, whose transfers cost nothing, a step reaches."""
+    smp.shutdown()
+    smp.init({**HALVES, "pipeline": schedule})
+    model, train = row(smp.DistributedModel)
+    _, alone = row(tf.keras.Model)
+    times = {"alone": [], "divided": []}
+    for number in range(6):
+        for name, step in (("alone", alone), ("divided", train)):
+            smp.barrier()
+            start = time.perf_counter()
+            if name == "divided" or smp.rank() == 0:
+                for _ in range(3):
+                    loss = step()
+                float(loss)
+            smp.barrier()
+            if number:
+                times[name].append((time.perf_counter() - start) / 3)
+    on_its_gpu(tf, smp, model)
+    one, other = (statistics.median(times[name]) for name in ("alone", "divided"))
+    # Both partitions compute in all but one turn at each end.
+    predicted = one / 2 * (MICROBATCHES + 1) / MICROBATCHES
+    print(
+        f"{schedule}: {1e3 * other:.1f} ms on two GPUs, {1e3 * one:.1f} ms on one, predicted {1e3 * predicted:.1f} ms: "
+        f"{predicted / other:.3f} of the prediction",
+        flush=True,
+    )
+    return predicted / other
+
+
+def replicas(tf, smp):
+    """The gradients that replicas train with are the same, and the mean of theirs."""
+    smp.shutdown()
+    smp.init({"partitions": 1, "microbatches": 2, "ddp": True})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = tf.keras.layers.Dense(700), tf.keras.layers.Dense(3, use_bias=False)
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    model = Model()
+
+    @smp.step
+    def gradients(x):
+        loss = tf.reduce_sum(model(x))
+        return tf.gradients(loss, [getattr(each, "value", each) for each in model.trainable_variables]), loss
+
+    mean = (smp.size() + 1) / 2
+    for _ in range(4):
+        found, _ = gradients(tf.fill([4, 900], smp.rank() + 1.0))
+        found = [each.accumulate() for each in found]
+        assert all("GPU:0" in each.device for each in found)
+        wide = model.trainable_variables[2]
+        expected = 2 * mean * tf.reduce_sum(tf.convert_to_tensor(wide), 1)
+        wrong = float(tf.reduce_max(tf.abs(found[0][5] - expected)))
+        assert wrong < 1e-3, wrong
+
+
+def everything():
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from gpu.test_tensorflow import Failures
+    from support.keras_models import compare
+
+    # Otherwise products would differ from those of another number of rows.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    smp.init({"partitions": 2, "microbatches": MICROBATCHES})
+    failures = Failures()
+
+    def alike(*case):
+        difference, _ = compare(case[0], "float32", 2, *case[1:])
+        assert difference < 1e-4, difference
+
+    reached = {}
+    for case in CASES:
+        failures(" ".join(map(str, case)), alike, *case)
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+    for schedule in ("interleaved", "zero_bubble"):
+        failures(schedule, lambda schedule: reached.update({schedule: pipelining(tf, smp, schedule)}), schedule)
+    failures("replicas", replicas, tf, smp)
+    return failures.lines, reached
+
+
+def test_partitions_on_gpus():
+    ranks = run_ranks(everything, 2, env=_ENV, timeout=270)
+    for failures, reached in ranks:
+        assert failures == [], "\n".join(failures)
+        # Tensors pass between them in host memory, which takes longer than the computation.
+        assert len(reached) == 2
