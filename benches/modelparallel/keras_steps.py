@@ -117,8 +117,9 @@ def pipelining(arguments: argparse.Namespace) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
+    ranks = smp.size()
     smp.shutdown()
-    smp.init({"partitions": smp.size(), "microbatches": arguments.microbatches, "pipeline": arguments.schedule})
+    smp.init({"partitions": ranks, "microbatches": arguments.microbatches, "pipeline": arguments.schedule})
     _, train = trainer(smp.DistributedModel, *shape)
     _, alone = trainer(tf.keras.Model, *shape)
     times: dict[str, list[float]] = {"alone": [], "divided": []}
@@ -136,7 +137,7 @@ def pipelining(arguments: argparse.Namespace) -> None:
         ratios = sorted(b / a for a, b in zip(times["alone"], times["divided"], strict=True))
         one, other = (1e3 * statistics.median(times[name]) for name in ("alone", "divided"))
         print(
-            f"{arguments.microbatches} microbatches, {arguments.schedule}: {other:.0f} ms on {smp.size()} partitions, {one:.0f} ms in "
+            f"{arguments.microbatches} microbatches, {arguments.schedule}: {other:.0f} ms on {ranks} partitions, {one:.0f} ms in "
             f"one process; ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} .. {ratios[-1]:.3f})",
             flush=True,
         )
