@@ -57,7 +57,7 @@ def is_running(pid):
     try:
         # Who has ended, and is asked for by nobody, is still there.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

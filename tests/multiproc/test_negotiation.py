@@ -189,8 +189,8 @@ def both(runs):
 def test_any_order_and_disagreements(size, runs):
     seconds = longest(run_ranks(both, size, runs, launcher=Forked("tensorflow"), env=ENV, timeout=170))
     print(seconds)
-    # Within 2 s, on a machine that has time for it.
-    assert max(seconds.values()) < 5, seconds
+    # Within 2 s where the machine has time for it; here it may be busy, and a hang would last until the job's deadline.
+    assert max(seconds.values()) < 30, seconds
 
 
 LIMIT = {"SMD_STALL_WARNING_SECONDS": "1", "SMD_STALL_SHUTDOWN_SECONDS": "3"}

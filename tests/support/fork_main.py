@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -17,10 +18,14 @@ from pathlib import Path
 
 from support import rank_main
 
+#: Of `linux/prctl.h`: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
+
 
 def _serve(connection: Connection) -> tuple[str, str, dict[str, str]] | None:
     """Forks until the test ends; gives what was asked for in each rank, and None in the server."""
     running: dict[int, int] = {}
+    server = os.getpid()
     try:
         while True:
             for ready in wait([connection, *running]):
@@ -34,15 +39,22 @@ def _serve(connection: Connection) -> tuple[str, str, dict[str, str]] | None:
                 # A rank and what it starts are one group, which the test can end; whoever comes first makes it.
                 os.setpgid(pid, pid)
                 if pid == 0:
+                    _end_with_the_server()
                     for descriptor in (connection.fileno(), *running):
                         os.close(descriptor)
                     return asked
                 running[os.pidfd_open(pid)] = pid
                 connection.send(("started", pid))
-    except (EOFError, OSError):
-        for pid in running.values():
-            os.kill(pid, signal.SIGKILL)
+    except (EOFError, ConnectionError):
         return None
+    finally:
+        if os.getpid() == server:
+            for pid in running.values():
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _end_with_the_server() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _become(output: str, variables: dict[str, str]) -> None:

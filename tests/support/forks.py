@@ -113,6 +113,10 @@ class _Server:
         self._errors.seek(0)
         raise RuntimeError(f"no rank could be forked:\n{self._errors.read().decode(errors='replace')}")
 
+    def has_ended(self) -> bool:
+        """Whether nothing can be forked any more."""
+        return self._connection.closed or self._process.poll() is not None
+
     def exit_code(self, pid: int) -> int | None:
         """That of a rank that has ended."""
         with contextlib.suppress(EOFError, OSError):
@@ -120,7 +124,7 @@ class _Server:
                 _, ended, code = self._connection.recv()
                 self._codes[ended] = code
         if pid not in self._codes and self._process.poll() is not None:
-            return -signal.SIGKILL  # the server was killed, and its ranks with it
+            return -signal.SIGKILL  # ranks do not outlive their server
         return self._codes.pop(pid, None)
 
     def end(self) -> None:
@@ -147,17 +151,25 @@ def fork_ranks(
     """Forks the ranks of the job in `folder`: each runs `rank_main` with its variables and writes to its output."""
     # All servers import at once.
     servers = [_server(module, rank, environment) for rank, environment in enumerate(environments)]
-    return [
-        server.start(folder, output, environment)
-        for server, output, environment in zip(servers, outputs, environments, strict=True)
-    ]
+    try:
+        return [
+            server.start(folder, output, environment)
+            for server, output, environment in zip(servers, outputs, environments, strict=True)
+        ]
+    except BaseException:
+        # The job's ranks that have been forked: nobody else knows of them.
+        for server in servers:
+            server.end()
+        raise
 
 
 def _server(module: str, rank: int, environment: Mapping[str, str]) -> _Server:
     shared = {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
     shared["TF_CPP_MIN_LOG_LEVEL"] = "2"
     key = (os.getpid(), module, rank, *sorted(shared.items()))
-    server = _servers.pop(key, None) or _Server(module, shared)
+    server = _servers.pop(key, None)
+    if server is None or server.has_ended():
+        server = _Server(module, shared)
     _servers[key] = server
     while len(_servers) > _MOST_SERVERS:
         _servers.pop(next(iter(_servers))).end()

@@ -224,7 +224,11 @@ class Job:
         self.command = ["fork", launcher.module]
         environments = [variables | place for place in launchers.environments("raw", self.n)]
         self._outputs += [self._folder / f"output.{rank}" for rank in range(self.n)]
+        for output in self._outputs:
+            output.touch()
         self._processes += fork_ranks(launcher.module, self._folder, self._outputs, environments)
+        # The first job of a server waits until it has imported; that time is not the job's.
+        self._deadline += time.monotonic() - self._started
 
     @property
     def launcher_pid(self) -> int:
@@ -253,7 +257,16 @@ class Job:
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
         """Sends a signal to `rank`; returns when, on the clock of `time.monotonic()`."""
-        os.kill(self.pid(rank), number)
+        pid = self.pid(rank)
+        # One that was forked and has ended leaves nothing that could still be sent a signal.
+        ended = [
+            process.pid
+            for process in self._processes
+            if isinstance(process, ForkedProcess) and process.poll() is not None
+        ]
+        if pid not in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         return time.monotonic()
 
     def output(self) -> str:

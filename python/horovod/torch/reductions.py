@@ -88,9 +88,12 @@ def _reduce_otherwise(
     factors do not hear of it; and Adasum and scaled integers, which travel through the host."""
     kind, name, op, factors, process_set, blocking = call
     on_device = op != Adasum and all(tensor.is_floating_point() for tensor in tensors)
-    sent = [tensor * factors[0] if on_device else tensor.cpu() for tensor in tensors]
+    with torch.no_grad():
+        sent = [tensor * factors[0] if on_device else tensor.cpu() for tensor in tensors]
     left = (1.0, 1.0) if on_device else factors
 
+    # Parameters may be reduced in place, as the core does it.
+    @torch.no_grad()
     def back(outputs: list[torch.Tensor]) -> Any:
         if on_device:
             outputs = [output.mul_(factors[1]) for output in outputs]
