@@ -1,10 +1,11 @@
 """Steps of Keras models on partitions: what they hold, and whether the partitions work at the same time.
 
-    smdrun -n 4 benches/modelparallel/keras_steps.py memory
+    smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 2
+    smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 16
     smdrun -n 2 benches/modelparallel/keras_steps.py pipelining
 
-The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how large a rank becomes in
-steps of 2 and of 16 microbatches of the same size. ``pipelining`` compares a step with one of plain Keras in one process, over
+The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how much larger a rank
+becomes by them and by steps; microbatches have the same size however many there are. ``pipelining`` compares a step with one of plain Keras in one process, over
 as many microbatches, in rounds that take turns; every process computes in one thread.
 """
 
@@ -87,27 +88,23 @@ def held(model: Any) -> float:
 
 
 def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int) -> tuple[float, int]:
-    """Which part of the variables this rank has, and the most bytes of this process so far, after three steps."""
+    """Which part of the variables this rank has, and by how many bytes its process has grown at most, after three steps."""
     smp.shutdown()
     gc.collect()
+    base = resident("VmRSS")
     smp.init({"partitions": partitions, "microbatches": microbatches})
     model, train = trainer(smp.DistributedModel, layers, width, rows, microbatches)
     for _ in range(3):
         train()
-    return held(model), resident("VmHWM")
+    return held(model), resident("VmHWM") - base
 
 
 def memory(arguments: argparse.Namespace) -> None:
-    """See the module's text. TensorFlow keeps memory that is free for the next model, so what the second one needs beyond that of the
-    first shows."""
-    shape = arguments.layers, arguments.width, arguments.rows
-    base = resident("VmRSS")
-    part, few = peak(smp.size(), 2, *shape)
-    _, many = peak(smp.size(), 16, *shape)
+    """See the module's text. TensorFlow keeps memory that was used, so each number of microbatches needs processes of its own."""
+    part, grown = peak(smp.size(), arguments.microbatches, arguments.layers, arguments.width, arguments.rows)
     print(
-        f"rank {smp.rank()}: {part:.3f} of the variables; {base / 2**20:.0f} MiB without the model, at most {few / 2**20:.0f} MiB in "
-        f"steps of 2 microbatches and {many / 2**20:.0f} MiB of 16: {many / few:.3f} times that, without the base "
-        f"{(many - base) / (few - base):.3f} times",
+        f"rank {smp.rank()}: {part:.3f} of the variables; larger by at most {grown / 2**20:.0f} MiB in steps of "
+        f"{arguments.microbatches} microbatches",
         flush=True,
     )
 

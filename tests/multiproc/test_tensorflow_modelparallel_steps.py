@@ -16,34 +16,41 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),
 ]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_ENV["CUDA_VISIBLE_DEVICES"] = ""
 _BENCHES = Path(__file__).parents[2] / "benches" / "modelparallel"
 
 
-def _everything(folder):
+def _peak(microbatches):
     sys.path.insert(0, str(_BENCHES))
     import keras_steps
 
-    part, _ = keras_steps.peak(2, 2, layers=4, width=64, rows=8)
-    return part, _forms(folder)
+    return keras_steps.peak(2, microbatches, layers=4, width=2048, rows=8)
+
+
+def _everything(folder):
+    return _peak(2), _forms(folder)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """All of it in one job."""
     folder = tmp_path_factory.mktemp("steps")
-    env = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "SMD_TIMELINE": str(folder / "trace.json"),
-    }
+    env = {**_ENV, "SMD_TIMELINE": str(folder / "trace.json")}
     return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=env, timeout=280)
 
 
 def test_each_rank_has_its_part(ranks):
-    for part, _ in ranks[1]:
+    for (part, _), _ in ranks[1]:
         assert part == 0.5
+
+
+def test_gradients_of_more_microbatches_take_no_more_memory(ranks):
+    many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=_ENV, timeout=280)
+    for ((_, few), _), (_, more) in zip(ranks[1], many, strict=True):
+        # Far more than the variables' 32 MiB and their gradients', and 14 gradients too many would be 450 MiB.
+        assert few > 64 * 2**20, (few, more)
+        assert more <= 1.2 * few, (few, more)
 
 
 def test_the_timeline_shows_each_partition_at_work(ranks):

@@ -19,10 +19,17 @@ class StepOutput:
         outputs: The tensors, in the order of the microbatches. Indexing, ``len`` and iteration go to them.
     """
 
-    def __init__(self, outputs: Sequence[Value], reduce: Callable[[Value], Value] | None = None) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Value],
+        reduce: Callable[[Value], Value] | None = None,
+        total: tf.Tensor | None = None,
+    ) -> None:
         self.outputs = list(outputs)
         # Over the replicas of the model, where that is the configuration's wish.
         self._reduce = reduce
+        # The step adds gradients up while it runs.
+        self._total = total
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -39,19 +46,20 @@ class StepOutput:
     # What TensorFlow asks of a class whose objects functions take and return.
 
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
-        return (self._reduce,), tuple(self.outputs)
+        return (self._reduce,), (tuple(self.outputs), self._total)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> StepOutput:
-        return cls(components, metadata[0])
+        outputs, total = components
+        return cls(outputs, metadata[0], total)
 
     def reduce_mean(self) -> Value:
         """Their mean."""
-        return self._reduced(_scaled(_sum(self.outputs), len(self.outputs)))
+        return self._reduced(_scaled(self._sum(), len(self.outputs)))
 
     def reduce_sum(self) -> Value:
         """Their sum."""
-        return self._reduced(_sum(self.outputs))
+        return self._reduced(self._sum())
 
     def concat(self) -> tf.Tensor:
         """All rows of axis 0, one microbatch after the other; of numbers, a tensor of them."""
@@ -66,12 +74,12 @@ class StepOutput:
         return tf.stack(self.outputs)
 
     def accumulate(self, method: str = "variable", var: tf.Variable | None = None) -> Value:
-        """Their mean, as :meth:`reduce_mean`; with ``"variable"``, each of them is added when it is there, and its memory
-        is free again.
+        """Their mean, as :meth:`reduce_mean`. Inside of a ``tf.function``, a gradient's memory is free again when it has been
+        added to those of the microbatches before, but for ``"add_n"``, which waits for all of them.
 
         Args:
-            method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``, which waits for all of them.
-            var: Where ``"variable"`` adds them up, anew in each step; none by default: a running sum needs none.
+            method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``.
+            var: Where ``"variable"`` puts the sum, anew in each step; none by default.
 
         Raises:
             SMPValidationError: there is no such method, or ``var`` comes with another one.
@@ -82,15 +90,14 @@ class StepOutput:
             raise SMPValidationError(f"`var` is only for the method 'variable', not for {method!r}")
         if any(isinstance(output, tf.IndexedSlices) for output in self.outputs):
             return self.reduce_mean()
-        count = len(self.outputs)
-        if method == "add_n":
-            return self._reduced(_scaled(tf.add_n(self.outputs), count))
-        if var is None:
-            return self._reduced(_scaled(_sum(self.outputs), count))
-        var.assign(self.outputs[0])
-        for output in self.outputs[1:]:
-            var.assign_add(output)
-        return self._reduced(_scaled(var.read_value(), count))
+        total = tf.add_n(self.outputs) if method == "add_n" else self._sum()
+        if var is not None:
+            var.assign(total)
+            total = var.read_value()
+        return self._reduced(_scaled(total, len(self.outputs)))
+
+    def _sum(self) -> Value:
+        return _sum(self.outputs) if self._total is None else self._total
 
     def _reduced(self, value: Value) -> Value:
         return value if self._reduce is None else self._reduce(value)

@@ -7,12 +7,14 @@
   anything else at once, since others may wait for what comes of it.
 - PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
   again when the last call that takes it has ended.
+- PROG-4: gradients are added up as they come, and the next backward waits for that: two of a variable are held at a
+  time, however many microbatches there are. What else is returned of them is held if somebody takes it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -68,9 +70,21 @@ class Program:
         layout: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
         group: Of the pipeline; ``None`` for a rank that is alone.
+        to_sum: Names of tensors that the step returns here, whose sums over the microbatches are wanted.
+
+    Attributes:
+        sums: These sums, by name, when the graph has been built.
     """
 
-    def __init__(self, trace: Trace, layout: Layout, given: Sequence[Sequence[tf.Tensor]], group: int | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        layout: Layout,
+        given: Sequence[Sequence[tf.Tensor]],
+        group: int | None,
+        to_sum: Collection[str],
+    ) -> None:
+        self.sums: dict[str, tf.Tensor] = {}
         self._trace, self._layout, self._group = trace, layout, group
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
@@ -87,6 +101,9 @@ class Program:
         self._clock = timeline.Clock(self._runs_by_itself)
         # When the last anchored call ended.
         self._idle: list[tf.Operation] = []
+        self._to_sum = set(to_sum)
+        # Additions of the last anchored call.
+        self._adding: list[tf.Operation] = []
         unanchored = [each for each in layout.segments if not each.anchored]
         self._taken_at_once = {tensor.name for each in unanchored for tensor in each.takes}
 
@@ -103,9 +120,14 @@ class Program:
                 if segment.ops:
                     for mb in range(self._microbatches):
                         self._call(segment, mb)
-            return [
+            rows = [
                 {tensor.name: self._value(tensor, mb) for tensor in layout.wanted} for mb in range(self._microbatches)
             ]
+            for name in sorted(self._to_sum - set(self.sums)):
+                # No call has made it here.
+                for row in rows:
+                    self._add(name, row[name])
+            return rows
 
     # Values.
 
@@ -178,6 +200,8 @@ class Program:
         before = list(self._start) if not arguments else []
         if segment.anchored:
             before += self._anchors[-1:]
+            if segment.phase != "F":
+                before, self._adding = before + self._adding, []
         elif mb > 0 and (segment, mb - 1) in self._calls:
             # States change in the order of the microbatches.
             before.append(self._calls[segment, mb - 1])
@@ -197,8 +221,18 @@ class Program:
             self._idle = self._clock.read([call])
         for tensor, value in zip(segment.gives, results[1:], strict=True):
             self._values[mb][tensor.name] = value
+            if tensor.name in self._to_sum:
+                self._adding += self._add(tensor.name, value)
             if segment.alone and tensor.name in self._layout.transfers:
                 self._send(segment, tensor, value, mb)
+
+    def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
+        """Adds a microbatch's value; returns the operation, if there is one."""
+        if name not in self.sums:
+            self.sums[name] = tf.convert_to_tensor(value)
+            return []
+        self.sums[name] = self.sums[name] + value
+        return [self.sums[name].op]
 
     def _function(self, segment: Segment) -> tuple[Any, list[tf.Tensor]]:
         """The function of a segment, and the tensors that it takes."""

@@ -118,8 +118,8 @@ class StepFunction:
         if is_first:
             model._smp_divide(homes)
         rows = [given, *(_tensors(each) for each in calls[1:])]
-        results = Program(traced, layout, rows, groups.pipe).build()
-        return _filled(template[rank], results)
+        program = Program(traced, layout, rows, groups.pipe, _to_sum(template[rank]))
+        return _filled(template[rank], program.build(), program.sums)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         bound = self._signature.bind(*args, **kwargs)
@@ -183,24 +183,34 @@ def _leaves(value: Any) -> list[tf.Tensor]:
     return _parts(value)
 
 
+def _to_sum(value: Any) -> set[str]:
+    """Names of the gradients in what a step returns, but for those of few rows."""
+    if isinstance(value, _Gradient):
+        return {value.value.name} if isinstance(value.value, tf.Tensor) else set()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return {name for item in items for name in _to_sum(item)}
+
+
 def _tensors(call: tuple[Any, Any]) -> list[tf.Tensor]:
     args, kwargs = call
     return [each for each in tf.nest.flatten((list(args), dict(kwargs))) if isinstance(each, tf.Tensor)]
 
 
-def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]]) -> Any:
-    """``template`` with what the microbatches have made."""
+def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]], sums: Mapping[str, tf.Tensor]) -> Any:
+    """``template`` with what the microbatches have made, and the sums of it that there are."""
     if isinstance(template, dict):
-        return {key: _filled(item, results) for key, item in template.items()}
+        return {key: _filled(item, results, sums) for key, item in template.items()}
     if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*(_filled(item, results) for item in template))
+        return type(template)(*(_filled(item, results, sums) for item in template))
     if isinstance(template, tuple | list):
-        return type(template)(_filled(item, results) for item in template)
+        return type(template)(_filled(item, results, sums) for item in template)
     if not _parts(template):
         return template
-    reduce = None
+    reduce, total = None, None
     if isinstance(template, _Gradient):
         template = template.value
+        if isinstance(template, tf.Tensor):
+            total = sums[template.name]
         if state.cfg.ddp and state.groups.data is not None:
             reduce = gradients.mean_over_replicas
 
@@ -214,7 +224,7 @@ def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]]) -> Any:
             )
         return values[template.name]
 
-    return StepOutput([one(values) for values in results], reduce)
+    return StepOutput([one(values) for values in results], reduce, total)
 
 
 def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> None:
