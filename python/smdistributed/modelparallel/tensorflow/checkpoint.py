@@ -40,6 +40,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         if format not in ("tensorflow", "sharded"):
             raise SMPValidationError(f"`format` is {format!r}: expected 'tensorflow' or 'sharded'")
         self._is_first = state.groups.rank == 0
+        saving.managed.add(checkpoint)
         super().__init__(checkpoint, directory, max_to_keep, checkpoint_name=checkpoint_name)
         self._shards = Shards(self.directory, max_to_keep) if format == "sharded" else None
 

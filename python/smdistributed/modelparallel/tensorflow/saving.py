@@ -3,24 +3,29 @@
 - SAV-1: a checkpoint says nothing of partitions: its names are those of the model and the optimizer in one process. So
   plain TensorFlow reads it, and any number of partitions does.
 - SAV-2: each rank of the first replica writes the variables that it holds into a shard; the first rank merges the shards,
-  which writes the index last. Whoever names the checkpoint does so afterwards, so one that is named is complete.
+  which writes the index last. Whoever names the checkpoint, or deletes others, does so afterwards, in every replica: so one
+  that is named is complete.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication, slots
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.state import state
+
+_T = TypeVar("_T")
+#: Those of our managers, whose methods all ranks call, whatever is in them.
+managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
 
 
 @functools.cache
@@ -31,14 +36,14 @@ def install() -> None:
 
     @functools.wraps(plain_write)
     def _write(self: Any, file_prefix: str, options: Any = None) -> str:
-        if not holds_model(self):
+        if not is_shared(self):
             return plain_write(self, file_prefix, options)
         write(self, str(file_prefix))
         return written(str(file_prefix), options)
 
     @functools.wraps(plain_read)
     def read(self: Any, save_path: str, options: Any = None) -> Any:
-        if not holds_model(self):
+        if not is_divided(self):
             return plain_read(self, save_path, options)
         later = Later(lambda: plain_read(self, save_path, options))
         when_divided(self, later.read)
@@ -46,7 +51,7 @@ def install() -> None:
 
     @functools.wraps(plain_async)
     def _async_checkpointer(self: Any) -> Any:
-        if holds_model(self):
+        if is_shared(self):
             raise SMPUnsupportedError(
                 "a distributed model is saved at once: leave `experimental_enable_async_checkpoint` out"
             )
@@ -102,6 +107,28 @@ def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
     return state.initialized and any(isinstance(each, DistributedModel) for each in _objects(checkpoint))
 
 
+def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether something of what is saved is divided: the model, a layer of it, or an optimizer. The same on all ranks, whatever is here."""
+    if not state.initialized:
+        return False
+    homes = _homes()
+    return any(isinstance(each, DistributedModel) or id(_handle(each)) in homes for each in _objects(checkpoint))
+
+
+def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether all ranks write it together."""
+    return state.initialized and (checkpoint in managed or is_divided(checkpoint))
+
+
+def _homes() -> dict[int, int]:
+    """Partitions of variables, once the model is divided."""
+    return state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
+
+
+def _handle(trackable: Any) -> Any:
+    return getattr(underlying(trackable), "handle", None)
+
+
 def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> None:
     """Has ``read`` called once the model is divided and the optimizers are built, at once if it is; then frees what belongs
     to others, which has been read as well."""
@@ -121,11 +148,20 @@ def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> No
 
 
 def written(file_prefix: str, options: Any) -> str:
-    """Calls those who wait for a checkpoint: TensorFlow's callback names it and deletes old ones."""
-    for callback in getattr(options, "experimental_write_callbacks", None) or ():
-        callback(*[file_prefix][: len(inspect.signature(callback).parameters)])
-    # Nobody reads what the first rank is still naming.
-    communication.barrier()
+    """Calls those who wait for a checkpoint: TensorFlow's callback names it and deletes old ones.
+
+    Raises:
+        SMPCheckpointError: one of them failed, here or on another rank; the same on all ranks.
+    """
+
+    def call() -> None:
+        for callback in getattr(options, "experimental_write_callbacks", None) or ():
+            callback(*[file_prefix][: len(inspect.signature(callback).parameters)])
+
+    # Nobody reads what the first rank is still naming, or deletes what it deletes: the others find that gone.
+    is_first = state.groups.rank == 0
+    together(call if is_first else _nothing, file_prefix)
+    together(_nothing if is_first else call, file_prefix)
     return file_prefix
 
 
@@ -137,17 +173,18 @@ def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any,
         SMPUsageError: the model has not been divided yet.
         SMPCheckpointError: a variable of the model is not among it.
     """
-    if state.model is None or not state.model.is_partitioned:
+    has_model = holds_model(checkpoint)
+    if has_model and (state.model is None or not state.model.is_partitioned):
         raise SMPUsageError("a model is saved after its first step, which builds and divides it")
-    homes = state.model._smp_homes.variables
+    homes = _homes()
     gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
-    if holds_model(checkpoint):
-        _check_whole({id(getattr(underlying(each), "handle", None)) for each in gathered})
+    if has_model:
+        _check_whole({id(_handle(each)) for each in gathered})
     for trackable, values in gathered.items():
-        handle = getattr(underlying(trackable), "handle", None) if trackable is not None else None
+        home = homes.get(id(_handle(trackable)))
         for name, value in values.items():
             for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
-                yield name, piece, trackable, homes.get(id(handle)), getattr(tensor, "tensor", tensor)
+                yield name, piece, trackable, home, getattr(tensor, "tensor", tensor)
 
 
 def _check_whole(handles: set[int]) -> None:
@@ -163,44 +200,54 @@ def _check_whole(handles: set[int]) -> None:
 
 
 def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
-    """Writes a checkpoint; all ranks call it.
+    """Writes a checkpoint; all ranks call it, and none returns before it is complete.
 
     Raises:
         SMPUsageError: the model has not been divided yet.
-        SMPCheckpointError: a rank could not write its part; the same on all ranks of a replica.
+        SMPCheckpointError: a rank could not write its part; the same on all ranks.
     """
     groups = state.groups
-    rank, part, failure = groups.rank_in("pp"), None, None
+    rank, writes = groups.rank_in("pp"), groups.rank_in("dp") == 0
     entries = list(serialized(checkpoint))
-    if groups.rank_in("dp") != 0:
-        return
-    try:
+
+    def part() -> str | None:
         tf.io.gfile.makedirs(file_prefix.rpartition("/")[0] or ".")
         # What every rank has is the first one's to write.
         mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
-        part = _write_part(f"{file_prefix}_temp/part-{rank:05d}", mine)
+        return _write_part(f"{file_prefix}_temp/part-{rank:05d}", mine)
+
+    parts = together(part if writes else _nothing, file_prefix)
+
+    def merge() -> None:
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=[each for each in parts if each is not None],
+            destination_prefix=file_prefix,
+            delete_old_dirs=True,
+        )
+
+    together(merge if groups.rank == 0 else _nothing, file_prefix)
+
+
+def _nothing() -> None:
+    pass
+
+
+def together(do: Callable[[], _T], path: str) -> list[_T]:
+    """What ``do`` returns on each rank. All ranks call it, and none returns before all have ended; what goes wrong on any is raised on all.
+
+    Raises:
+        SMPCheckpointError: that.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = do()
     except Exception as error:
-        failure = f"partition {rank}: {type(error).__name__}: {error}"
-    agree(failure, file_prefix)
-    parts = communication.allgather(part, CommGroup.MP_GROUP)
-    failure = None
-    if rank == 0:
-        try:
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[each for each in parts if each is not None],
-                destination_prefix=file_prefix,
-                delete_old_dirs=True,
-            )
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    agree(failure, file_prefix)
-
-
-def agree(failure: str | None, path: str) -> None:
-    """Raises on all ranks of a replica what went wrong on any."""
-    failures = [each for each in communication.allgather(failure, CommGroup.MP_GROUP) if each]
-    if failures:
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be written: {'; '.join(failures)}")
+        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
+    results, failures = zip(*communication.allgather((result, failure)), strict=True)
+    if any(failures):
+        what = "; ".join(each for each in failures if each)
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be written: {what}") from cause
+    return list(results)
 
 
 def _write_part(prefix: str, entries: list[tuple[str, str, Any]]) -> str | None:

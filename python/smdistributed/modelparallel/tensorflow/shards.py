@@ -69,9 +69,9 @@ class Shards:
             SMPCheckpointError: it could not be written, here or on another rank.
         """
         groups = state.groups
-        rank = groups.rank_in("pp")
-        # Held until they are written.
-        arrays = dict(_arrays(checkpoint, rank))
+        # Held until they are written. Before that, all know that all have them: a rank that refuses leaves nobody waiting.
+        arrays: dict[str, np.ndarray] = {}
+        saving.together(lambda: arrays.update(_arrays(checkpoint, groups.rank_in("pp"))), tag)
         blocks = [
             shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
             for name, array in arrays.items()
@@ -119,10 +119,11 @@ def _arrays(checkpoint: tf.train.Checkpoint, rank: int) -> Iterator[tuple[str, n
         # Of what every rank has, the first one's.
         if name == _GRAPH or (home or 0) != rank:
             continue
+        variable = underlying(trackable)
+        if piece or not isinstance(variable, tf.Variable) or variable.dtype.name not in shares.ELEMENTS:
+            raise SMPCheckpointError(f"`{name}`, a {type(trackable).__name__}, is no variable that shards can hold")
         with tf.init_scope(), tf.device("/device:CPU:0"):
             array = np.asarray(tf.convert_to_tensor(tensor() if callable(tensor) else tensor))
-        if piece or _kind(array) not in shares.ELEMENTS or not hasattr(underlying(trackable), "handle"):
-            raise SMPCheckpointError(f"`{name}`, of type {array.dtype}, is no variable that shards can hold")
         yield name, np.ascontiguousarray(array).reshape(array.shape)
 
 
