@@ -42,7 +42,7 @@ knobs! {
     ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
         "Longest wait of such a job for enough slots, and how long its processes try again when sessions fail to come about, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
-        "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Between two GPUs all-reduces of float32 that are larger do not go through NCCL either, unless this is 0. Each group takes four times as much of every GPU's memory, and 16 MiB more if it has two members, once it is used there.";
+        "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Between two GPUs all-reduces of float32 that are larger than this and than 8 MiB go through such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. Each group takes four times as much of every GPU's memory, and 16 MiB more if it has two members, once it is used there.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
         "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",

@@ -173,16 +173,16 @@ def chunks_body():
                 failed.append(f"{kind} of {len(x)} among {len(lengths)}: {text}")
     # A graph has them as well.
     x = torch.empty(5_000_000, device="cuda")
-    total = size * (size + 1) / 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
     for turn in range(3):
-        x.fill_((rank + 1) * (1 + 1e-6))
+        first, second = (_values(torch, torch.float32, x.numel(), 10 * turn + member) for member in range(size))
+        x.copy_(second if rank else first)
         graph.replay()
         torch.ops.smd.all_reduce_(small, "max", 0)
-        if not torch.allclose(x, torch.full_like(x, total)):
-            failed.append(f"replay {turn}")
+        if text := _differ(torch, x, first + second):
+            failed.append(f"replay {turn}: {text}")
     c10d.destroy_process_group()
     return failed
 
@@ -300,6 +300,69 @@ def test_calls_that_differ_are_told_apart(elems):
     for text, seconds in outcomes:
         assert ", ".join(calls) in text
         assert seconds < 5
+
+
+def late_body(elems, pause):
+    torch, dist, rank, _ = _start()
+    x = torch.ones(5_000_000, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    try:
+        if rank:
+            # The other one is in its launch and has written all that it may.
+            time.sleep(pause)
+        dist.all_reduce(x[: elems[rank]])
+        while time.monotonic() < start + 10:
+            torch.cuda.synchronize()
+            dist.all_reduce(x)
+    except (RuntimeError, ValueError) as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+# Calls in chunks and others, of as many blocks and of more; the late one is past the time when members look for notes.
+@pytest.mark.parametrize(
+    ("elems", "pause"), [((5_000_000, 1000), 0.1), ((5_000_000, 200_000), 1.0), ((200_000, 5_000_000), 0.1)]
+)
+def test_who_comes_late_with_another_call_finds_out_as_well(elems, pause):
+    outcomes = run_ranks(late_body, 2, elems, pause, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60)
+    calls = [f"rank {rank} called all_reduce(sum) of {elems[rank]} float32" for rank in range(2)]
+    for text, seconds in outcomes:
+        assert ", ".join(calls) in text
+        assert seconds < 5
+
+
+def together_body():
+    torch, dist, rank, size = _start()
+    import torch.distributed as c10d
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers the backend
+
+    c10d.init_process_group("smddp", rank=rank, world_size=size)
+    tensors = [torch.ones(100_000, device="cuda") for _ in range(40)]
+    start = time.monotonic()
+    try:
+        for short in (0, rank):
+            tensors[30] = tensors[30][: 100_000 - short]
+            with c10d._coalescing_manager(device=torch.device("cuda"), async_ops=False):
+                for x in tensors:
+                    c10d.all_reduce(x)
+        while time.monotonic() < start + 10:
+            torch.cuda.synchronize()
+            c10d.all_reduce(tensors[0])
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        c10d.destroy_process_group()
+    return ""
+
+
+def test_of_many_calls_at_once_the_one_that_differs_is_named():
+    texts = run_ranks(together_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60)
+    calls = [f"rank {r} called all_reduce(sum) of {100_000 - r} float32 as number 31 of 40 at once" for r in range(2)]
+    for text in texts:
+        assert ", ".join(calls) in text
 
 
 def death_body(how):

@@ -184,11 +184,12 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
         let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
         Tuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
     });
-    let bandwidth = |bytes: usize| {
-        let nccl = time(bytes, Way::Nccl)?;
-        let peers = channels.and_then(|channels| best(bytes, channels)).or(time(bytes, Way::Chunks)).unwrap_or(nccl);
-        Some(bytes as f64 / nccl.min(peers))
+    let chosen = |bytes: usize| match peers {
+        Some(tuning) if tuning.chunks_bytes <= bytes => time(bytes, Way::Chunks),
+        Some(tuning) if bytes <= tuning.peer_bytes => best(bytes, tuning.channels),
+        _ => time(bytes, Way::Nccl),
     };
+    let bandwidth = |bytes: usize| Some(bytes as f64 / chosen(bytes)?);
     let greatest = BUCKETS.into_iter().filter_map(bandwidth).fold(0.0, f64::max);
     let bucket_bytes = BUCKETS
         .into_iter()
@@ -284,6 +285,16 @@ mod tests {
         let mut samples = machine(true);
         samples.iter_mut().filter(|sample| sample.way == Way::Nccl).for_each(|sample| sample.micros = 1.0);
         assert_eq!(choose(&samples).unwrap().peers.unwrap().peer_bytes, 0);
+    }
+
+    #[test]
+    fn a_bucket_suits_the_ways_that_were_chosen() {
+        let mut samples = machine(true);
+        let chunks = samples.iter_mut().filter(|sample| sample.way == Way::Chunks);
+        // Chunks would be by far the fastest for 16 MiB, but not for all that is large.
+        chunks.for_each(|sample| sample.micros *= if sample.bytes == 16 << 20 { 0.1 } else { 10.0 });
+        let choice = choose(&samples).unwrap();
+        assert_eq!((choice.peers.unwrap().chunks_bytes, choice.bucket_bytes), (usize::MAX, 64 << 20));
     }
 
     #[test]

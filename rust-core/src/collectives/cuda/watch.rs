@@ -100,7 +100,8 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
             return fail(group, error);
         }
         if let Some(error) = differing(group, &part) {
-            return fail(group, error);
+            // A member whose kernels wait elsewhere learns of it as well.
+            return group.end(error);
         }
         if part.landed() {
             continue;
@@ -129,29 +130,45 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
 fn differing(group: &Cuda, part: &Part) -> Option<Error> {
     let mismatch = part.peers.as_ref()?.mismatch()?;
     let (me, other) = (group.members.me, mismatch.member);
-    // Which one it was, unless calls of CUDA graphs came between.
-    let text = mismatch.call.and_then(|call| {
+    // Which ones it may have been, unless calls of CUDA graphs came between.
+    let mine = mismatch.call.and_then(|call| {
         let flights = part.flights.lock();
         flights.queue.iter().find_map(|flight| {
-            let reaches = |made: &u32| (made.wrapping_sub(call) as i32) >= 0;
-            let at = flight.peer_calls.iter().position(reaches)?;
-            Some(group.describe(&flight.requests[at]))
+            let reaches = |made: &&u32| (made.wrapping_sub(call) as i32) >= 0;
+            let count = flight.peer_calls.iter().find(reaches)?;
+            let all = flight.requests.iter().zip(&flight.peer_calls).filter(|(_, made)| *made == count);
+            Some(all.map(|(request, _)| group.describe(request)).collect::<Vec<_>>())
         })
     });
-    let text = text.unwrap_or_else(|| "an operation that is not known".to_owned());
+    let mine = mine.unwrap_or_else(|| vec!["an operation that is not known".to_owned()]);
     let ranks = &group.members.ranks;
     let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, part.number);
     // That it cannot be written or read means that the job is ending, which has its own errors.
     let theirs = group.store.get().and_then(|store| {
-        let _ = store.set(&key(me), text.as_bytes());
-        store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()
+        let _ = store.set(&key(me), &postcard::to_stdvec(&mine).ok()?);
+        let text = store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()?;
+        postcard::from_bytes::<Vec<String>>(&text).ok()
     });
-    let theirs = theirs.map_or("something else".to_owned(), |text| String::from_utf8_lossy(&text).into_owned());
-    let (low, high) = if me < other { ((me, &text), (other, &theirs)) } else { ((other, &theirs), (me, &text)) };
+    let theirs = theirs.unwrap_or_else(|| vec!["something else".to_owned()]);
+    let (mine, theirs) = difference(&mine, &theirs);
+    let (low, high) = if me < other { ((me, &mine), (other, &theirs)) } else { ((other, &theirs), (me, &mine)) };
     Some(Error::Mismatch {
-        during: format!("{text} on CUDA tensors"),
+        during: format!("{mine} on CUDA tensors"),
         detail: format!("rank {} called {}, rank {} called {}", ranks[low.0], low.1, ranks[high.0], high.1),
     })
+}
+
+/// The first place where what two members called at once differs: the call of each there.
+fn difference(mine: &[String], theirs: &[String]) -> (String, String) {
+    let common = mine.iter().zip(theirs).position(|(mine, theirs)| mine != theirs);
+    // What differs need not be in the texts.
+    let at = common.or((mine.len() != theirs.len()).then_some(mine.len().min(theirs.len()))).unwrap_or(0);
+    let say = |calls: &[String]| match (calls.get(at), calls.len()) {
+        (Some(call), 1) => call.clone(),
+        (Some(call), count) => format!("{call} as number {} of {count} at once", at + 1),
+        (None, count) => format!("{} as the last of {count} at once", calls.last().map_or("nothing", String::as_str)),
+    };
+    (say(mine), say(theirs))
 }
 
 /// What ends operations because a member died or failed.
@@ -346,6 +363,19 @@ mod tests {
             "all_reduce(sum) of 10 float32 on CUDA tensors, stuck for 30.0s: ranks disagree: rank 1 waits in \
              all_reduce(sum) of 10 float32 after 4 others, rank 2 waits in broadcast of 3 int64 after 4 others"
         );
+    }
+
+    #[test]
+    fn the_first_of_several_calls_that_differs_is_named() {
+        let calls = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        let difference = |mine: &[&str], theirs: &[&str]| difference(&calls(mine), &calls(theirs));
+        let named = |mine: &str, theirs: &str| (mine.to_owned(), theirs.to_owned());
+        assert_eq!(difference(&["a"], &["b"]), named("a", "b"));
+        let several = named("b as number 2 of 3 at once", "d as number 2 of 3 at once");
+        assert_eq!(difference(&["a", "b", "c"], &["a", "d", "e"]), several);
+        let fewer = named("a as the last of 1 at once", "b as number 2 of 2 at once");
+        assert_eq!(difference(&["a"], &["a", "b"]), fewer);
+        assert_eq!(difference(&["a"], &["a"]), named("a", "a"));
     }
 
     #[test]

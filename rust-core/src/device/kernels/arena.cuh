@@ -4,7 +4,8 @@
 // - PEER-1: block b of a member meets block b of every other one; what a block reads in its staging was written by the
 //   peers' blocks with the same number.
 // - PEER-2: words of the flags only grow. They carry the number of the call and its fingerprint, so that members that
-//   call different operations find out instead of mixing their data.
+//   call different operations find out instead of mixing their data. Nobody goes on to a later call before the others'
+//   words of this one agree with its own, so whoever finds a later word in a flag knows that they did.
 // - PEER-3: staging has two halves, used in turn. A member that meets the others in call k + 1 has finished call k, so
 //   that they may write to its half of call k again in call k + 2.
 // - PEER-4: the number of the call is kept on the device, so a launch that is replayed by a CUDA graph is one more call.

@@ -9,6 +9,8 @@
 //   rounds of the launch, some of them without a chunk.
 // - CHK-2: a block has four slots in the peer's staging memory, apart from the halves of other calls. When it writes chunk
 //   c + 1 the peer has told of c - 1, so it has folded c - 3, whose slot that was.
+// - CHK-3: a member tells of a second round once the first one's fingerprints agree. All rounds have the launch's
+//   fingerprint, and a flag that has gone on to a later round is not compared (PEER-2).
 #define RANKS 2
 #define TYPE f32
 #include "arena.cuh"
@@ -174,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) all_reduce_chunks(const
       }
       __syncthreads();
       if (threadIdx.x == other && next.tensor < all.count) *(Vector *)to->marks = marks[round % 2].vector;
+      if (round == 1 && !call.wait(2 * call.number)) return;
       call.tell(2 * (call.number + round));
     }
     if (round > 0) {
