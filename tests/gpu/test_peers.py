@@ -334,7 +334,7 @@ def test_who_comes_late_with_another_call_finds_out_as_well(elems, pause):
 
 
 def together_body():
-    torch, dist, rank, size = _start()
+    torch, _, rank, size = _start()
     import torch.distributed as c10d
 
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers the backend
