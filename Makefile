@@ -75,7 +75,7 @@ bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Ope
 	$(BIN)/python benches/collectives/compare.py
 	$(BIN)/smdrun -n 2 benches/ddp/step_time.py
 
-bench-faults: $(STAMPS)/torch $(STAMPS)/develop ## Kill random ranks, and savers of checkpoints, at random moments, RUNS=200 times from SEED=0 on
+bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill random ranks, and savers of checkpoints, at random moments, RUNS=200 times from SEED=0 on
 	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/kill_saves.py --runs $(or $(RUNS),500) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/kill_tensorflow_saves.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
