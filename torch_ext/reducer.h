@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "ballot.h"
 #include "comm_hook.h"
 #include "device_buckets.h"
 #include "lending.h"
@@ -25,6 +26,9 @@ namespace smd::torch_ext {
 
 // What joins the parameters of one model to a reducer of the core: hooks on their gradient accumulators, a callback at
 // the end of backward, and gradients that are views of the reducer's memory.
+//
+// With the setting `rounds` a reduction is no backward but a round, which its caller begins and ends: gradients are
+// ready when the caller says so, and any number of backwards may come before and in between.
 //
 // No Python runs and nothing takes its lock, except for a communication hook written in Python (`comm_hook.h`) and
 // where PyTorch frees a tensor that Python knows.
@@ -77,6 +81,20 @@ class Reducer : public torch::CustomClassHolder {
   // Reduced gradients of the next backward are multiplied by this, if it is defined.
   void scale_next(std::optional<at::Tensor> factor);
 
+  // A round begins. With a vote, in the process set whose ranks these are, it may turn out that ranks do not all take
+  // part; then the round is over, and `cancel` follows. `name` is the vote's, and `what` tells what is planned.
+  void open();
+  c10::intrusive_ptr<Ballot> open_by_vote(int64_t process_set, const std::string& name, const std::string& what);
+  // In a hook of a parameter: its gradient is complete with what is being accumulated.
+  void announce(int64_t index);
+  // These parameters have gradients, which are complete.
+  void ready(const std::vector<int64_t>& indices);
+  // Ends a round: waits until everything is reduced. Parameters that were not ready count as zero.
+  void close();
+  void cancel();
+  // Whether rounds may go on: all parameters require gradients and are what they were, and so is the session.
+  bool fits() const;
+
   // Copies tensors of member `root` to all members.
   void broadcast(const std::vector<at::Tensor>& tensors, int64_t root);
 
@@ -94,6 +112,16 @@ class Reducer : public torch::CustomClassHolder {
   struct Entry;
   class Backward;
 
+  // A bucket that the hook works on.
+  struct Hooked {
+    c10::intrusive_ptr<GradBucket> bucket;
+    // What the hook gets, and where its values belong: the same memory, unless the hook gives its tensor another one.
+    at::Tensor buffer;
+    at::Tensor home;
+    // Gradients that are not in their slots, and their places in the buffer.
+    std::vector<std::pair<at::Tensor, at::Tensor>> elsewhere;
+  };
+
   struct Watched {
     Parameter parameter;
     // Keeps the accumulator, to which the hook belongs, alive.
@@ -105,11 +133,19 @@ class Reducer : public torch::CustomClassHolder {
     std::vector<int64_t> strides;
   };
 
+  void add_hook(std::size_t index);
+
   // A backward of this model is running on this thread: from the first node that is known to be of this model, to
   // the end of the graph task that it belongs to.
   void enter(bool sync);
   void begin();
   void on_gradient(std::size_t index, const torch::autograd::variable_list& incoming);
+  // The same in the backward of a round, or before.
+  void on_part(std::size_t index, const torch::autograd::variable_list& incoming);
+  // Until the backward that runs on this thread ends.
+  void lend_in_backward();
+  void start_round();
+  static void make_dense(at::Tensor& gradient);
   void finish();
   void leave(bool finished);
 
@@ -125,8 +161,8 @@ class Reducer : public torch::CustomClassHolder {
   // Throws if a gradient is not what the core knows of it.
   static void check(const Watched& watched, const at::Tensor& gradient);
   // Puts the gradient of a parameter where the core can reduce it, and tells the core.
-  // `incoming` is what autograd has just accumulated into it, undefined if nothing.
-  void place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming);
+  // `incoming` is what autograd has just accumulated into it, undefined if nothing; `used` is as for `mark_ready`.
+  void place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming, bool used);
   // The same for a gradient that this backward has not touched: it stays as it is if no rank's has.
   void place_copy(std::size_t index, const at::Tensor& gradient);
   // The same for a parameter without a gradient: it counts as zero.
@@ -142,6 +178,7 @@ class Reducer : public torch::CustomClassHolder {
   // Whether a backward may pass parameters over, other ones each time.
   bool may_leave_unused_ = false;
   bool has_sparse_ = false;
+  bool has_rounds_ = false;
 
   // Guards what follows: a model's backward may use several threads.
   std::recursive_mutex mutex_;
@@ -154,6 +191,11 @@ class Reducer : public torch::CustomClassHolder {
   // Whether the backward that was entered is one that accumulates gradients, unlike `torch.autograd.grad`.
   bool accumulates_ = false;
   bool has_hooks_ = true;
+  // Of a round: parameters whose gradients are complete with what is being accumulated, and the gradients that are
+  // ready, which the script could let go of.
+  std::vector<bool> announced_;
+  std::vector<at::Tensor> held_;
+  bool lends_ = false;
   StepTimes times_;
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
@@ -168,7 +210,6 @@ class Reducer : public torch::CustomClassHolder {
   std::vector<std::size_t> to_reduce_;
   // With a communication hook: the gradients of this backward, the buckets that wait for the hook, and those that it
   // has.
-  struct Hooked;
   std::vector<at::Tensor> gradients_;
   std::vector<std::size_t> to_hook_;
   std::vector<Hooked> hooked_;

@@ -3,13 +3,13 @@
 pub use ffi::*;
 
 use crate::calls::{
-    Asked, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_size,
+    Asked, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_ranks, group_size,
     process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run, run_batch, run_together,
     session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
-use crate::reducer::{Arena, Reducer, SlotLease, new_reducer};
+use crate::reducer::{Arena, Ballot, Reducer, SlotLease, cast_ballot, new_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -150,7 +150,17 @@ mod ffi {
         accumulation_steps: u32,
         static_graph: bool,
         reduction: Reduction,
+        sum: bool,
         on_device: bool,
+    }
+
+    /// `smd_core::reducer::ballot::Verdict`.
+    #[derive(Debug)]
+    enum Verdict {
+        Planned,
+        ByName,
+        Make,
+        Forget,
     }
 
     /// `smd_core::reducer::Record`.
@@ -227,6 +237,8 @@ mod ffi {
         fn group_rank(group: u64) -> Result<usize>;
         /// Members of `group`.
         fn group_size(group: u64) -> Result<usize>;
+        /// The members of a group, by their ranks in the job.
+        fn group_ranks(group: u64) -> Result<Vec<usize>>;
 
         /// Runs the operation on the caller's thread and returns when this rank's part is complete; on CUDA tensors, when
         /// it is queued into the stream that their views name.
@@ -365,6 +377,11 @@ mod ffi {
         fn await_step(self: &Reducer) -> Result<()>;
         /// Begins a backward that is to be reduced, if `sync`; false if its gradients stay local.
         fn begin(self: &Reducer, sync: bool) -> Result<bool>;
+        /// Begins a round: as `begin`, if all ranks of `group`, the one that the reducer is for, turn out to take part. `name`
+        /// and `what` are as for `cast_ballot`.
+        fn begin_by_vote(self: &Reducer, group: u64, name: &str, what: &str) -> Result<Box<Ballot>>;
+        /// Whether the session that it belongs to is the one in force.
+        fn is_current(self: &Reducer) -> bool;
         /// Takes note of a gradient that stays local.
         fn note_local(self: &Reducer, param: usize);
         /// In a static graph: takes note of a part of a gradient; true if it is the last.
@@ -413,6 +430,12 @@ mod ffi {
         fn finish(self: &Reducer) -> Result<Vec<u8>>;
         /// Ends a backward that cannot go on.
         fn abandon(self: &Reducer, message: &str, more_follows: bool);
+        /// A vote on how a round of gradients is reduced (`smd_core::reducer::ballot`).
+        type Ballot;
+        /// Votes under `name`, without a reducer: for names, or, if `would_make`, for a reducer for `what`.
+        fn cast_ballot(group: u64, name: &str, what: &str, would_make: bool) -> Result<Box<Ballot>>;
+        /// Waits for what all ranks do.
+        fn verdict(self: &Ballot) -> Result<Verdict>;
         /// What the last reduced step did.
         fn record(self: &Reducer) -> StepRecord;
         /// The buckets, one a line.

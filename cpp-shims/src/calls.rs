@@ -36,6 +36,10 @@ pub fn group_rank(group: u64) -> Result<usize, Report> {
     guard(|| Ok(session::current("group_rank")?.communicator(group)?.members().me))
 }
 
+pub fn group_ranks(group: u64) -> Result<Vec<usize>, Report> {
+    guard(|| Ok(session::current("group_ranks")?.communicator(group)?.members().ranks.to_vec()))
+}
+
 pub fn group_size(group: u64) -> Result<usize, Report> {
     guard(|| Ok(session::current("group_size")?.communicator(group)?.members().size()))
 }

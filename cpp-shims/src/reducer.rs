@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use smd_core::buffer::DType;
 use smd_core::device::pack::Piece;
+use smd_core::reducer::ballot::{self, Standing, Verdict};
 use smd_core::reducer::{self, DeviceBucket, ParamSpec, Reduction};
 use smd_core::session::{self, Session};
 use smd_core::{Error, Result};
@@ -23,6 +24,31 @@ pub struct SlotLease(pub(crate) Option<reducer::SlotLease>);
 
 /// The memory of all slots.
 pub struct Arena(Option<Arc<reducer::Arena>>);
+
+/// A vote that was cast.
+pub struct Ballot(ballot::Ballot);
+
+pub fn cast_ballot(group: u64, name: &str, what: &str, would_make: bool) -> Result<Box<Ballot>, Report> {
+    guard(|| {
+        let session = session::current("DistributedOptimizer")?;
+        let standing = if would_make { Standing::Without } else { Standing::ByName };
+        let (negotiator, group) = (session.negotiator(group)?, session.communicator(group)?);
+        Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, standing, |_| ())?)))
+    })
+}
+
+impl Ballot {
+    pub fn verdict(&self) -> Result<ffi::Verdict, Report> {
+        guard(|| {
+            Ok(match self.0.verdict()? {
+                Verdict::Planned => ffi::Verdict::Planned,
+                Verdict::ByName => ffi::Verdict::ByName,
+                Verdict::Make => ffi::Verdict::Make,
+                Verdict::Forget => ffi::Verdict::Forget,
+            })
+        })
+    }
+}
 
 pub fn new_reducer(
     ranks: &[usize],
@@ -71,8 +97,8 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
             // C++ can make any number an enum.
             unknown => return Err(Error::Internal(format!("there is no reduction {}", unknown.repr))),
         },
+        sum: options.sum,
         // For gradients of graphs.
-        sum: false,
         absent: Vec::new(),
     })
 }
@@ -99,6 +125,17 @@ impl Reducer {
 
     pub fn begin(&self, sync: bool) -> Result<bool, Report> {
         guard(|| self.inner.begin(sync))
+    }
+
+    pub fn begin_by_vote(&self, group: u64, name: &str, what: &str) -> Result<Box<Ballot>, Report> {
+        guard(|| {
+            let (negotiator, group) = (self.session.negotiator(group)?, self.session.communicator(group)?);
+            Ok(Box::new(Ballot(self.inner.begin_by_vote(&negotiator, &group, name, what)?)))
+        })
+    }
+
+    pub fn is_current(&self) -> bool {
+        session::current("a reducer").is_ok_and(|session| Arc::ptr_eq(&session, &self.session))
     }
 
     pub fn note_local(&self, param: usize) {

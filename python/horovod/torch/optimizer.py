@@ -29,6 +29,7 @@ from horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from horovod.torch.rounds import Rounds
 
 
 class _DistributedOptimizer:
@@ -62,6 +63,7 @@ class _DistributedOptimizer:
         self._group_of: dict[torch.Tensor, int] = {}
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
+        self._rounds = Rounds(self._parameter_names, op, gradient_predivide_factor, compression, process_set)
         # `size` comes first: it says so if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
         if self._active:
@@ -111,12 +113,19 @@ class _DistributedOptimizer:
                 )
             self._allreduce_delay[parameter] -= 1
             if self._allreduce_delay[parameter] == 0:
-                self._start(parameter)
+                self._start(parameter, accumulating=True)
 
         return hook
 
-    def _start(self, parameter: torch.Tensor) -> None:
-        """The gradient of this backward is complete."""
+    def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
+        """The gradient is complete, once autograd is done with it if it is `accumulating`."""
+        self._rounds.begin(self._parameters())
+        if self._rounds.take(parameter, accumulating):
+            self._handles[parameter] = None
+        else:
+            self._start_by_name(parameter)
+
+    def _start_by_name(self, parameter: torch.Tensor) -> None:
         number = self._group_of.get(parameter)
         if number is None:
             self._handles[parameter] = self._reduce_one(parameter)
@@ -139,6 +148,7 @@ class _DistributedOptimizer:
             parameter.grad = _no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.is_sparse:
+            self._rounds.sparse.add(parameter)
             return grad.to_dense() if self.sparse_as_dense else grad
         if not grad.is_contiguous():
             # Such as the gradient of `expand`, whose elements share memory.
@@ -224,6 +234,10 @@ class _DistributedOptimizer:
         """Waits for all, also after one has failed: none is under way any more then."""
         failure: Exception | None = None
         try:
+            try:
+                self._end_round()
+            except HorovodInternalError as error:
+                failure = error
             for finish in list(self._handles.values()):
                 try:
                     if finish is not None:
@@ -234,6 +248,15 @@ class _DistributedOptimizer:
             self._reset()
         if failure is not None:
             raise failure
+
+    def _end_round(self) -> None:
+        for parameter in self._rounds.end(self._gradient):
+            self._start_by_name(parameter)
+        for number, arrived in self._arrived.items():
+            if arrived:
+                # Some of the group are frozen.
+                arrived.clear()
+                self._reduce_group(number)
 
     def _reset(self) -> None:
         self._handles.clear()
@@ -252,13 +275,9 @@ class _DistributedOptimizer:
         for parameter in self._parameters():
             missing = parameter.requires_grad and parameter not in self._handles
             if missing and parameter in self._requires_update:
-                self._start(parameter)
+                self._gradient(parameter)
+                self._start(parameter, accumulating=False)
         with torch.no_grad():
-            for number, arrived in self._arrived.items():
-                if arrived:
-                    # Some of the group are frozen.
-                    arrived.clear()
-                    self._reduce_group(number)
             self._finish()
         self._synchronized = True
 
@@ -443,6 +462,7 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
         ours = (
             "_hooks",
             "_handles",
+            "_rounds",
             "_compression",
             "_parameter_names",
             "process_set",

@@ -57,7 +57,7 @@ impl Traced {
 
 /// Whether there is one.
 #[inline]
-pub(super) fn enabled() -> bool {
+pub(crate) fn enabled() -> bool {
     ENABLED.load(Ordering::Relaxed)
 }
 

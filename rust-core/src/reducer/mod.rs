@@ -28,6 +28,9 @@
 //!   about a second later (CUDA-4). Gradients of graphs are kept, and count as reduced, until the device is done: their
 //!   framework's one stream must not wait for communication.
 //!
+//! - RED-8: a step whose members need not all take part is a *round*: it begins with a vote ([`ballot`]), before whose end
+//!   nothing is reduced. Whoever drives it says when it begins and when it ends; a backward may end in between.
+//!
 //! [`plan`], [`step`], [`history`], [`lending`] and [`makers`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
 //! the operations of a graph, [`arrival`] does, with a reducer for each [`blueprint`].
@@ -38,6 +41,7 @@ use crate::error::{Error, Result};
 
 mod arena;
 pub mod arrival;
+pub mod ballot;
 pub mod blueprint;
 mod copy;
 pub mod fingerprint;

@@ -127,6 +127,8 @@ struct Active {
     more_follows: bool,
     /// Whether the step is only kept until the communicator has answered.
     abandoned: bool,
+    /// Whether it is not yet known that all members take part: nothing is handed to the communicator.
+    held: bool,
     /// From the first bucket that was full to the last one that was reduced.
     communication: Range<u64>,
     times: Vec<BucketTimes>,
@@ -279,6 +281,48 @@ impl Reducer {
             return Ok(false);
         }
         state.accumulated = 0;
+        self.open(&mut state, false);
+        Ok(true)
+    }
+
+    /// Begins a round, of which it is not yet known whether all members take part: gradients may be marked ready, and
+    /// nothing is reduced before [`Reducer::release`]. Returns the round's number.
+    ///
+    /// # Errors
+    /// As [`Reducer::begin`].
+    pub(super) fn begin_held(&self) -> Result<u64> {
+        let mut state = self.settle()?;
+        self.open(&mut state, true);
+        Ok(state.steps)
+    }
+
+    /// All members take part in the round that was held.
+    pub(super) fn release(self: &Arc<Self>, round: u64) {
+        self.unhold(round, false);
+    }
+
+    /// Ends a round that was held, on all members alike: its gradients stay as they are.
+    pub(super) fn cancel(self: &Arc<Self>, round: u64) {
+        self.unhold(round, true);
+    }
+
+    fn unhold(self: &Arc<Self>, round: u64, cancel: bool) {
+        let action = {
+            let state = &mut *self.state.lock();
+            let Some(active) = state.active.as_mut().filter(|active| active.id == round && active.held) else { return };
+            active.held = false;
+            let action = if cancel { Action::Nothing } else { self.next(state) };
+            let over = |active: &Active| active.abandoned && !active.in_flight && matches!(action, Action::Nothing);
+            if cancel || state.active.as_ref().is_some_and(over) {
+                state.active = None;
+            }
+            self.changed.notify_all();
+            action
+        };
+        self.perform(action);
+    }
+
+    fn open(&self, state: &mut State, held: bool) {
         state.steps += 1;
         state.untold = None;
         if let Some(history) = &mut state.history {
@@ -298,10 +342,10 @@ impl Reducer {
             giving_up: None,
             more_follows: !state.rebuilt || (state.options.may_leave_unused() && state.used_always.is_none()),
             abandoned: false,
+            held,
             communication: 0..0,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
-        Ok(true)
     }
 
     /// Waits until no abandoned step is left.
@@ -589,7 +633,7 @@ impl Reducer {
     /// What the communicator should do now (RED-2: one operation at a time, none after an error).
     fn next(&self, state: &mut State) -> Action {
         let State { active: Some(active), layout, options, untold, .. } = state else { return Action::Nothing };
-        if active.in_flight || active.error.is_some() {
+        if active.in_flight || active.held || active.error.is_some() {
             return Action::Nothing;
         }
         if let Some(bucket) = active.queue.pop_front() {
@@ -945,6 +989,7 @@ impl Reducer {
             let action = self.next(state);
             if let Some(active) = &state.active
                 && !active.in_flight
+                && !active.held
                 && matches!(action, Action::Nothing)
             {
                 state.active = None;

@@ -133,6 +133,65 @@ fn gradients_are_averaged_in_their_slots_and_elsewhere_in_any_order() {
 }
 
 #[test]
+fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so() {
+    let rank = |me: usize, communicator: Arc<Communicator>| {
+        let reducer = Reducer::new(communicator, params(), options()).unwrap();
+        let mut gradients: Vec<Vec<f32>> = (0..PARAMS).map(|param| vec![value(me, param); ELEMS]).collect();
+        let mut mark = |from: usize, to: usize| {
+            for param in from..to {
+                // SAFETY: the vectors outlive the rounds.
+                unsafe { reducer.mark_ready(param, gradients[param].as_mut_ptr().cast(), true) }.unwrap();
+            }
+        };
+        // Nobody takes part: what was ready stays as it was, and the next round may begin.
+        let round = reducer.begin_held().unwrap();
+        assert_eq!(reducer.begin_held().unwrap_err().code(), Code::InvalidArgument);
+        mark(0, PARAMS);
+        reducer.cancel(round);
+        let round = reducer.begin_held().unwrap();
+        reducer.release(round - 1);
+        mark(0, 4);
+        reducer.release(round);
+        mark(4, PARAMS);
+        reducer.finish().unwrap();
+        let firsts = gradients.iter().map(|gradient| gradient[0]).collect::<Vec<_>>();
+        // One rank gives up before it knows whether all take part.
+        let round = reducer.begin_held().unwrap();
+        let outcome = if me == 1 {
+            reducer.abandon("rank 1 had enough", true);
+            reducer.release(round);
+            Ok(None)
+        } else {
+            reducer.release(round);
+            for (param, gradient) in gradients.iter_mut().enumerate() {
+                // SAFETY: as above.
+                unsafe { reducer.mark_ready(param, gradient.as_mut_ptr().cast(), true) }?;
+            }
+            reducer.finish()
+        };
+        reducer.await_step().unwrap();
+        Ok::<_, Error>((firsts, outcome.map(drop)))
+    };
+    over_each_transport(3, rank, |returned| {
+        for (me, returned) in returned.into_iter().enumerate() {
+            let (firsts, outcome) = match returned {
+                Ok(returned) => returned,
+                Err(error) => {
+                    assert!(error.to_string().contains("rank 1 had enough"), "{error}");
+                    continue;
+                }
+            };
+            let means: Vec<f32> = (0..PARAMS).map(|param| value(1, param)).collect();
+            assert_eq!(firsts, means, "the mean of ranks 0, 1 and 2");
+            match outcome {
+                Ok(()) => assert_eq!(me, 1),
+                Err(error) => assert!(error.to_string().contains("rank 1 had enough"), "{error}"),
+            }
+        }
+    });
+}
+
+#[test]
 fn a_gradient_that_outlives_its_step_leaves_the_other_slot_to_the_next_one() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options()).unwrap();

@@ -159,16 +159,20 @@ impl Session {
     /// As [`Session::new_group`]; waits for the other members for `timeout`.
     pub(super) fn new_group_within(&self, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_members(ranks)?;
-        self.make_group(Use::Caller, ranks, timeout)
+        self.make_group(self.groups.next_id(Use::Caller, ranks), ranks, timeout)
     }
 
-    /// A group of the session's own, for a reducer that is made while the script goes on.
-    pub(super) fn new_plan_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
-        self.make_group(Use::Plan, ranks, self.groups.timeout)
+    /// The id of a group of the session's own, for a reducer that is made while the script goes on.
+    pub(super) fn next_plan_group(&self, ranks: &[usize]) -> u64 {
+        self.groups.next_id(Use::Plan, ranks)
     }
 
-    fn make_group(&self, made_for: Use, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
-        let id = self.groups.next_id(made_for, ranks);
+    /// Makes the group with an id of [`Session::next_plan_group`].
+    pub(super) fn make_plan_group(&self, id: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
+        self.make_group(id, ranks, self.groups.timeout)
+    }
+
+    fn make_group(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         let communicator = self.connect(id, ranks, timeout)?;
         self.groups.insert(id, communicator.clone());
         Ok(communicator)

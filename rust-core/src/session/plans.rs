@@ -215,17 +215,17 @@ impl Session {
 
     fn make_all(self: &Arc<Self>, ended: u64) {
         loop {
-            let (number, arrivals) = {
+            let all: Vec<usize> = (0..self.size()).collect();
+            let (number, arrivals, group) = {
                 let workshop = &mut *self.plans.workshop.lock();
                 if workshop.ended != ended {
                     return;
                 }
-                match workshop.orders.pop_front() {
-                    Some(next) => next,
-                    None => return workshop.is_open = false,
-                }
+                let Some((number, arrivals)) = workshop.orders.pop_front() else { return workshop.is_open = false };
+                // Under the lock: who ends everything has groups counted anew.
+                (number, arrivals, self.next_plan_group(&all))
             };
-            let made = self.make_plan(number);
+            let made = self.make_plan(number, group, &all);
             if self.plans.workshop.lock().ended != ended {
                 // Its gradients have been answered.
                 if let Ok(reducer) = made {
@@ -249,10 +249,9 @@ impl Session {
         }
     }
 
-    fn make_plan(&self, number: usize) -> Result<Arc<Reducer>> {
+    fn make_plan(&self, number: usize, group: u64, all: &[usize]) -> Result<Arc<Reducer>> {
         let description = blueprint::get(number)?;
-        let all: Vec<usize> = (0..self.size()).collect();
-        let own = self.new_plan_group(&all)?;
+        let own = self.make_plan_group(group, all)?;
         Reducer::new(Arc::clone(&own), description.params.clone(), description.options.clone()).inspect_err(|_| {
             // The reason counts; that the group cannot be removed either adds nothing.
             let _ = self.remove_group(own.id());

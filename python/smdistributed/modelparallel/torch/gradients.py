@@ -1,64 +1,24 @@
-"""Gradients over the replicas of a partition: reduced as soon as the last microbatch has left them complete.
+"""Gradients over the replicas of a partition: the reducer of data parallelism, in rounds.
 
-- GRA-1: what is reduced together, and in which order, follows from the layout of the last microbatch; replicas compare
-  it first, and where they differ (the body took different ways), all is reduced at the end in the order of the model.
+- GRA-1: a gradient is reduced as soon as the last microbatch has left all stages that have a part in it. Buckets and their
+  order follow from the parameters, so replicas whose bodies take different ways only overlap less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.dataparallel.torch.parallel.comm_hooks import AVERAGE, CommHook
 from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.recording import Recording
 
-
-class Bucket:
-    """Gradients that are reduced together, as communication hooks of PyTorch take them."""
-
-    def __init__(self, index: int, whole: torch.Tensor, parameters: Sequence[torch.Tensor], last: bool) -> None:
-        self._index, self._whole, self._parameters, self._last = index, whole, list(parameters), last
-
-    def index(self) -> int:
-        """Its number in this step."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        """All gradients, one after the other."""
-        return self._whole
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replaces them."""
-        self._whole = tensor
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Whose gradients they are."""
-        return list(self._parameters)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Each gradient, as a view of the buffer."""
-        parts = self._whole.split([parameter.numel() for parameter in self._parameters])
-        return [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
-
-    def is_last(self) -> bool:
-        """Whether none comes after it in this step."""
-        return self._last
-
-
-class _Reduced:
-    """A reduction in place, as a future."""
-
-    def __init__(self, work: dist.Work, whole: torch.Tensor) -> None:
-        self._work, self._whole = work, whole
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._whole
+Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class GradientReducer:
@@ -74,159 +34,146 @@ class GradientReducer:
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
         self._group, self._cap, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
         self._passes, self._steps = passes, 0
-        self._left: dict[int, int] = {}
+        self._hook: CommHook | None = None
+        self._reducer: Any = None
+        #: Those that are reduced, and the place of each.
         self._parameters: list[torch.Tensor] = []
-        self._stages: dict[int, list[torch.Tensor]] = {}
-        self._started: list[tuple[Any, list[torch.Tensor]]] = []
-        #: What the script has buckets reduced by, and its state.
-        self.hook: tuple[object, Callable[..., Any]] | None = None
-        #: With a hook, the newest bucket: it goes when another one comes, or as the last one.
-        self._held: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+        #: By stage: places of the gradients that it has a part in; and of each, how many stages it still waits for.
+        self._stages: dict[int, list[int]] = {}
+        self._left: dict[int, int] = {}
+        self._layout: Layout | None = None
         self._ready: set[int] = set()
-        self._skips = False
+        self._reduces = False
         #: Whether there are gradients of steps that have not reduced them.
         self._accumulated = False
 
-    def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: list[torch.Tensor]) -> None:
+    @property
+    def hook(self) -> tuple[object, Callable[..., Any]] | None:
+        """What the script has buckets reduced by, and its state."""
+        return None if self._hook is None else (self._hook.state, self._hook.function)
+
+    @hook.setter
+    def hook(self, chosen: tuple[object, Callable[..., Any]]) -> None:
+        self._hook, self._reducer = CommHook(*chosen), None
+
+    def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: Named) -> None:
         """A step whose last microbatch is that of the last recording."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._held, self._ready, self._stages, self._left = [], [], set(), {}, {}
-        self._steps += 1
-        self._skips = self._accumulated = self._steps % self._passes != 0
-        self._pipeline, self._recording, self._layout = pipeline, recordings[-1], None
-        if self._skips or not self._overlapping:
-            self._alike = False
-            return
-        mine = torch.tensor([recordings[-1].digest])
-        everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
-        dist.all_gather_into_tensor(everybody, mine, self._group)
-        self._alike = bool((everybody == mine).all())
+        self._pipeline, self._recording = pipeline, recordings[-1]
+        self._layout, self._stages, self._left, self._ready = None, {}, {}, set()
+        self._reduces = self._counts()
+        if self._reduces:
+            self._follow(parameters)
+            self._reducer.open()
 
     def stage_is_done(self, number: int, layout: Layout) -> None:
         """The backward of the last microbatch has left a stage."""
-        if not self._alike:
+        if not self._reduces or not self._overlapping:
             return
         if self._layout is None:
             self._look_at(layout)
-        ready = []
-        for parameter in self._stages.get(number, ()):
-            self._left[id(parameter)] -= 1
-            if self._left[id(parameter)] == 0:
-                ready.append(parameter)
-        self._start(ready)
+        complete = []
+        for place in self._stages.get(number, ()):
+            self._left[place] -= 1
+            if self._left[place] == 0:
+                complete.append(place)
+        self._give(complete)
 
     def _look_at(self, layout: Layout) -> None:
         """Which stages have a part in which gradient."""
         self._layout = layout
         pipeline, tasks = self._pipeline, self._recording.tasks
-        wanted = {id(parameter) for parameter in self._parameters}
         for number, stage in enumerate(layout.stages):
             if stage.rank != pipeline.rank:
                 continue
-            found: dict[int, torch.Tensor] = {}
+            found: dict[int, None] = {}
             for task_number in stage.tasks:
                 task = tasks[task_number]
                 used = [] if task.module is None else list(task.module.parameters())
                 used += [pipeline.parameters[value.parameter] for value in task.inputs if value.parameter is not None]
-                found.update((id(parameter), parameter) for parameter in used if id(parameter) in wanted)
-            self._stages[number] = list(found.values())
-            for key in found:
-                self._left[key] = self._left.get(key, 0) + 1
+                found.update((self._places[id(each)], None) for each in used if id(each) in self._places)
+            self._stages[number] = list(found)
+            for place in found:
+                self._left[place] = self._left.get(place, 0) + 1
 
     def finish(self) -> None:
         """Returns when all gradients are reduced."""
-        if not self._skips:
-            self._start([parameter for parameter in self._parameters if id(parameter) not in self._ready])
+        if self._reduces:
             self._complete()
 
-    def stand_in(self, parameters: list[torch.Tensor], pipelined: bool) -> None:
+    def give_up(self) -> None:
+        """The step has failed: the other replicas' reduction fails, too."""
+        if self._reduces:
+            self._reducer.cancel()
+
+    def stand_in(self, parameters: Named) -> None:
         """Takes part in what the other replicas reduce: with what this one has accumulated before it ran out, then with
         zeros, and gradients here stay as they are."""
-        self._steps += 1
-        if self._steps % self._passes:
+        if not self._counts():
             return
-        if pipelined and self._overlapping:
-            # Nobody has recorded this: all is reduced at the end (GRA-1).
-            everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64)
-            dist.all_gather_into_tensor(everybody, torch.tensor([-1]), self._group)
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._held, self._ready = [], [], set()
+        self._follow(parameters)
         if self._accumulated:
             self._accumulated = False
-            self._start(self._parameters)
-            self._complete()
-            return
-        before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._start(self._parameters)
-        self._complete()
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = gradient
-
-    def reduce(self, parameters: list[torch.Tensor]) -> None:
-        """All gradients, after a step without a pipeline."""
-        self._steps += 1
-        self._accumulated = self._steps % self._passes != 0
-        if self._accumulated:
-            return
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._started, self._held, self._ready = [], [], set()
-        self._start(self._parameters)
-        self._complete()
-
-    def _start(self, parameters: Sequence[torch.Tensor]) -> None:
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for parameter in parameters:
-            other = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
-            if bucket and (other or size + parameter.nbytes > self._cap):
-                self._fill(bucket)
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.nbytes
-        if bucket:
-            self._fill(bucket)
-
-    def _fill(self, bucket: list[torch.Tensor]) -> None:
-        self._ready.update(map(id, bucket))
-        if self.hook is None:
-            self._start_bucket(bucket, last=False)
-            return
-        if self._held:
-            self._start_bucket(self._held, last=False)
-        self._held = bucket
-
-    @torch.no_grad()
-    def _start_bucket(self, bucket: list[torch.Tensor], last: bool) -> None:
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        whole = torch.cat([part.detach().reshape(-1) for part in parts])
-        if self.hook is None:
-            work = dist.all_reduce(whole, ReduceOp.AVERAGE, self._group, async_op=True)
-            assert work is not None
-            self._started.append((_Reduced(work, whole), bucket))
+            self._reduce_all()
         else:
-            state, hook = self.hook
-            self._started.append((hook(state, Bucket(len(self._started), whole, bucket, last)), bucket))
+            self._reducer.shadow()
 
-    @torch.no_grad()
+    def reduce(self, parameters: Named) -> None:
+        """All gradients, after a step without a pipeline."""
+        if self._counts():
+            self._follow(parameters)
+            self._reduce_all()
+
+    def _counts(self) -> bool:
+        """One more step; whether it reduces."""
+        self._steps += 1
+        reduces = self._steps % self._passes == 0
+        if not reduces:
+            self._accumulated = True
+        return reduces
+
+    def _follow(self, named: Named) -> None:
+        """Has a reducer for these parameters: collective where they have changed, which they do on all replicas."""
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        parameters = [parameter for _, parameter in trained]
+        same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
+        if self._reducer is not None and same and self._reducer.fits():
+            return
+        self._parameters = parameters
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._reducer = None
+        settings = {
+            "rounds": 1,
+            "find_unused_parameters": 1,
+            "static_graph": 0,
+            "accumulation_steps": 1,
+            "reduction": AVERAGE,
+            "comm_hook": -1 if self._hook is None else self._hook.number,
+        }
+        names = [name for name, _ in trained]
+        sizes = _core.bucket_sizes(self._cap)
+        self._reducer = torch.classes.smd.Reducer(
+            parameters, names, [], [], [], [], list(self._group.ranks or ()), sizes, settings
+        )
+        # Stages say when a gradient is complete; a backward does not.
+        self._reducer.remove_hooks()
+
+    def _give(self, places: Iterable[int]) -> None:
+        complete = [place for place in places if self._parameters[place].grad is not None]
+        self._ready.update(complete)
+        self._reducer.ready(complete)
+
+    def _reduce_all(self) -> None:
+        self._ready = set()
+        self._reducer.open()
+        self._complete()
+
     def _complete(self) -> None:
-        if self._held:
-            bucket, self._held = self._held, []
-            self._start_bucket(bucket, last=True)
+        self._accumulated = False
         # A gradient that no replica has stays none.
-        has = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
-        if len(has):
-            dist.all_reduce(has, ReduceOp.MAX, self._group)
-        used = {id(parameter) for parameter, flag in zip(self._parameters, has.tolist(), strict=True) if flag}
-        for future, bucket in self._started:
-            whole = future.wait()
-            whole = whole[0] if isinstance(whole, list) else whole
-            for parameter, part in zip(bucket, whole.split([each.numel() for each in bucket]), strict=True):
-                if id(parameter) not in used:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = part.view(parameter.shape).clone()
-                else:
-                    parameter.grad.copy_(part.view(parameter.shape))
-        self._started = []
+        self._give(place for place in range(len(self._parameters)) if place not in self._ready)
+        self._reducer.close()
+
+
+def _is(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other

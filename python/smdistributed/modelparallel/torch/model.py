@@ -301,7 +301,7 @@ class DistributedModel(nn.Module):
     def finish_alone(self) -> None:
         """All microbatches have run here."""
         if self._reducer is not None and self.reduces():
-            self._reducer.reduce(list(self.local_parameters()))
+            self._reducer.reduce(self.local_named_parameters())
 
     def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
         """Runs what was recorded on all partitions; then the gradients are there, and reduced."""
@@ -309,9 +309,13 @@ class DistributedModel(nn.Module):
         if self._reducer is None or not self.reduces():
             return self.pipeline.run(recordings, returned, self._scale, lambda stage, layout: None)
         reducer = self._reducer
-        reducer.begin(self.pipeline, recordings, list(self.local_parameters()))
-        microbatches = self.pipeline.run(recordings, returned, self._scale, reducer.stage_is_done)
-        reducer.finish()
+        reducer.begin(self.pipeline, recordings, self.local_named_parameters())
+        try:
+            microbatches = self.pipeline.run(recordings, returned, self._scale, reducer.stage_is_done)
+            reducer.finish()
+        except BaseException:
+            reducer.give_up()
+            raise
         return microbatches
 
     def reduces(self) -> bool:
@@ -466,7 +470,7 @@ class DistributedModel(nn.Module):
     def stand_in(self) -> None:
         """Takes part in the reduction of the other replicas' gradients, without any."""
         assert self._reducer is not None
-        self._reducer.stand_in(list(self.local_parameters()), self.pipeline is not None)
+        self._reducer.stand_in(self.local_named_parameters())
 
     _register_comm_hook = register_comm_hook
 

@@ -1,0 +1,172 @@
+"""Rounds of an optimizer: its dense gradients reduced by plan, in buckets that fill during backward, wherever all ranks
+have the same plan. The core says what a round is (``reducer/ballot.rs``); what is not planned goes by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from horovod.common.exceptions import at_execution, may_pass
+from horovod.common.process_sets import ProcessSet
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, Sum
+from smdistributed import _core
+from smdistributed.dataparallel.bucket_size import bucket_bytes
+
+# The core's numbers for what a bucket's reduction is, and for the verdict of a vote.
+_REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
+_PLANNED, _BY_NAME, _MAKE, _FORGET = range(4)
+
+
+class Rounds:
+    """A round begins with the first gradient that is complete, and ends in ``synchronize``.
+
+    Args:
+        names: Of the optimizer's parameters.
+        op: How gradients are reduced.
+        factor: ``gradient_predivide_factor``.
+        compression: How they travel.
+        process_set: Whose ranks.
+    """
+
+    def __init__(
+        self, names: dict[torch.Tensor, str], op: int, factor: float, compression: Any, process_set: ProcessSet
+    ) -> None:
+        self._names, self._op, self._process_set = names, op, process_set
+        self._reduction = _REDUCTIONS.get(compression)
+        # Ranks agree on this as they do on arguments.
+        self._votes = self._reduction is not None and op in (Average, Sum) and factor == 1.0
+        #: Parameters whose gradients have turned out to be sparse: they go by name.
+        self.sparse: set[torch.Tensor] = set()
+        self._can_plan = True
+        self._planned: list[torch.Tensor] = []
+        self._index: dict[torch.Tensor, int] = {}
+        self._name = self._what = ""
+        self._reducer: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._begun = False
+        self._ballot: Any = None
+        # Whether the reducer has a round that waits for the verdict, or has it.
+        self._is_open = False
+        self._taken: dict[torch.Tensor, None] = {}
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A gradient of the optimizer is complete: the first one begins a round."""
+        if self._begun or not self._votes:
+            return
+        self._begun = True
+        # A parameter gets its name in `synchronize` if it came later.
+        self._follow([each for each in parameters if each in self._names])
+        try:
+            number = self._process_set.process_set_id
+            if self._reducer is not None:
+                self._ballot = self._reducer.open_by_vote(number, self._name, self._what)
+                self._is_open = True
+            else:
+                would_make = self._can_plan and all(each.device.type == "cpu" for each in self._planned)
+                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, would_make)
+        except (RuntimeError, ValueError):
+            # What is wrong is told by the collectives that follow.
+            self._ballot = None
+
+    def _follow(self, parameters: list[torch.Tensor]) -> None:
+        """Plans for these parameters."""
+        planned = [each for each in parameters if self._may_be_planned(each)]
+        if self._reducer is not None and not self._reducer.fits():
+            self._reducer = None
+        if len(planned) == len(self._planned) and all(map(_is, planned, self._planned)) and self._reducer is not None:
+            return
+        self._reducer, self._planned = None, planned
+        self._index = {parameter: index for index, parameter in enumerate(planned)}
+        # No two optimizers that are at work at the same time have it in common.
+        self._name = f"{min(map(self._names.__getitem__, parameters))}.round"
+        described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
+        self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
+
+    def _may_be_planned(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad and parameter.dtype.is_floating_point and parameter not in self.sparse
+
+    def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
+        """Whether a complete gradient goes by plan, if by the verdict any does. `accumulating` says that autograd is about to
+        let go of it."""
+        index = self._index.get(parameter) if self._is_open else None
+        if index is None:
+            return False
+        self._taken[parameter] = None
+        if accumulating:
+            self._reducer.announce(index)
+        else:
+            self._reducer.ready([index])
+        return True
+
+    def end(self, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        """Ends the round, if there is one.
+
+        Args:
+            gradient_of: A parameter's gradient; makes one if it has none.
+
+        Returns:
+            Parameters that were taken and go by name after all.
+
+        Raises:
+            HorovodInternalError: The reduction failed.
+        """
+        try:
+            verdict = _BY_NAME if self._ballot is None else self._ballot.verdict()
+            if verdict == _PLANNED:
+                late = [each for each in self._planned if each not in self._taken]
+                for parameter in late:
+                    gradient_of(parameter)
+                self._reducer.ready([self._index[each] for each in late])
+                self._reducer.close()
+                self._is_open = False
+                return []
+            taken = list(self._taken)
+            if verdict == _MAKE:
+                self._make()
+            elif verdict == _FORGET:
+                self._let_go()
+            return taken
+        except (RuntimeError, ValueError) as error:
+            self._let_go()
+            raise at_execution(error) from None
+        finally:
+            if self._is_open:
+                self._reducer.cancel()
+            self._reset()
+
+    def _let_go(self) -> None:
+        if self._is_open:
+            self._reducer.cancel()
+            self._is_open = False
+        self._reducer = None
+
+    def _make(self) -> None:
+        """Makes the reducer. Collective."""
+        settings = {
+            "rounds": 1,
+            "sum": int(self._op == Sum),
+            "reduction": self._reduction,
+            "find_unused_parameters": 0,
+            "static_graph": 0,
+            "accumulation_steps": 1,
+            "comm_hook": -1,
+        }
+        ranks = torch.ops.smd.process_set_members(self._process_set.process_set_id)
+        names = [self._names[each] for each in self._planned]
+        sizes = _core.bucket_sizes(bucket_bytes(None))
+        try:
+            self._reducer = torch.classes.smd.Reducer(self._planned, names, [], [], [], [], ranks, sizes, settings)
+        except (RuntimeError, ValueError) as error:
+            # If others are gone, whatever comes next says so.
+            self._can_plan = may_pass(error)
+
+
+def _is(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other

@@ -1,0 +1,31 @@
+#include "ballot.h"
+
+#include <torch/library.h>
+
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace smd::torch_ext {
+
+int64_t Ballot::verdict() const {
+  return static_cast<int64_t>(checked([&] { return core_->verdict(); }));
+}
+
+TORCH_LIBRARY_FRAGMENT(smd, m) {
+  // The ranks of a process set in the job, as reducers are told them.
+  m.def("process_set_members(int process_set) -> int[]", [](int64_t process_set) {
+    const auto ranks = checked([&] { return group_ranks(process_set_group(process_set)); });
+    return std::vector<int64_t>(ranks.begin(), ranks.end());
+  });
+  m.class_<Ballot>("Ballot")
+      // Without a reducer: for names, or to make one for `what`.
+      .def(torch::init([](int64_t process_set, const std::string& name, const std::string& what, bool would_make) {
+        return c10::make_intrusive<Ballot>(
+            checked([&] { return cast_ballot(process_set_group(process_set), name, what, would_make); }));
+      }))
+      .def("verdict", &Ballot::verdict);
+}
+
+}  // namespace smd::torch_ext

@@ -1,0 +1,25 @@
+// Votes of the ranks on how they reduce a round of gradients.
+#pragma once
+
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "smd/src/bridge.rs.h"
+
+namespace smd::torch_ext {
+
+// A vote on how the ranks reduce a round of gradients.
+class Ballot : public torch::CustomClassHolder {
+ public:
+  explicit Ballot(rust::Box<smd::Ballot> core) : core_(std::move(core)) {}
+
+  // Waits for what all ranks do: a `Verdict`. Takes no Python lock.
+  int64_t verdict() const;
+
+ private:
+  rust::Box<smd::Ballot> core_;
+};
+
+}  // namespace smd::torch_ext

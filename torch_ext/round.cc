@@ -1,0 +1,133 @@
+// Reductions that begin and end when their caller says so.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <utility>
+
+#include "reducer.h"
+#include "status.h"
+
+namespace smd::torch_ext {
+
+void Reducer::open() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(has_rounds_, "this reducer's reductions begin and end with backwards");
+  checked([&] { (*core_)->begin(true); });
+  start_round();
+}
+
+c10::intrusive_ptr<Ballot> Reducer::open_by_vote(int64_t process_set, const std::string& name,
+                                                 const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(has_rounds_, "this reducer's reductions begin and end with backwards");
+  auto ballot = checked([&] { return (*core_)->begin_by_vote(process_set_group(process_set), name, what); });
+  start_round();
+  return c10::make_intrusive<Ballot>(std::move(ballot));
+}
+
+void Reducer::start_round() {
+  mode_ = Mode::Reduced;
+  if (comm_hook_ >= 0) gradients_.resize(watched_.size());
+  if (device_buckets_) device_gradients_.assign(watched_.size(), std::nullopt);
+}
+
+void Reducer::announce(int64_t index) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(mode_ == Mode::Reduced, "a gradient was announced outside a round");
+  announced_.at(static_cast<std::size_t>(index)) = true;
+}
+
+void Reducer::lend_in_backward() {
+  if (device_buckets_ || std::exchange(lends_, true)) return;
+  // Autograd drops callbacks of a backward that fails, and calls the others.
+  const auto end = [self = c10::intrusive_ptr<Reducer>::reclaim_copy(this)](const bool* raw) {
+    delete raw;
+    const std::lock_guard lock(self->mutex_);
+    self->lends_ = false;
+    lend_on_this_thread(nullptr);
+  };
+  auto backward = std::shared_ptr<const bool>(new bool(true), end);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [backward = std::move(backward)]() mutable { backward.reset(); });
+  lend_on_this_thread(core_);
+}
+
+void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& incoming) {
+  lend_in_backward();
+  if (!announced_[index]) return;
+  announced_[index] = false;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto& gradient = watched_[index].parameter.tensor.mutable_grad();
+  // Who takes a gradient away takes no part in it.
+  if (!gradient.defined()) return;
+  try {
+    make_dense(gradient);
+    place(index, gradient, incoming[0], true);
+    reduce_on_device();
+    run_comm_hooks();
+  } catch (...) {
+    // The others' round ends, too.
+    leave(false);
+    throw;
+  }
+}
+
+void Reducer::ready(const std::vector<int64_t>& indices) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(mode_ == Mode::Reduced, "gradients are ready outside a round");
+  {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const auto index : indices) {
+      const auto place_of = static_cast<std::size_t>(index);
+      const auto& parameter = watched_.at(place_of).parameter;
+      auto& gradient = parameter.tensor.mutable_grad();
+      TORCH_CHECK(gradient.defined(), "`", parameter.name, "` has no gradient that could be reduced");
+      make_dense(gradient);
+      place(place_of, gradient, at::Tensor(), true);
+    }
+    reduce_on_device();
+  }
+  run_comm_hooks();
+}
+
+// One gradient of a parameter whose others are dense: a plan has room for it all the same.
+void Reducer::make_dense(at::Tensor& gradient) {
+  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+}
+
+void Reducer::close() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(mode_ == Mode::Reduced, "a round ended that had not begun");
+  const auto end = std::shared_ptr<bool>(new bool(false), [this](const bool* finished) {
+    leave(*finished);
+    delete finished;
+  });
+  place_missing();
+  complete();
+  *end = true;
+}
+
+void Reducer::cancel() {
+  const std::lock_guard lock(mutex_);
+  if (mode_ == Mode::Reduced) leave(false);
+}
+
+bool Reducer::fits() const {
+  if (!(*core_)->is_current()) return false;
+  for (const auto& watched : watched_) {
+    const auto& tensor = watched.parameter.tensor;
+    // Data of another type or device gets another accumulator.
+    if (!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef(watched.sizes) ||
+        torch::autograd::impl::try_get_grad_accumulator(tensor) != watched.accumulator) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace smd::torch_ext
