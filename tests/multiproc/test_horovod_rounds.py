@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import tempfile
 
 import pytest
@@ -159,7 +158,7 @@ def plans_that_cease_to_hold():
         hvd.stop_timeline()
         if rank == 0:
             with open(path) as file:
-                assert "0.weight" in {each.strip('"') for each in re.findall(r'"[^"]*"', file.read())}
+                assert "0.weight" in file.read()
     pair.step()
     assert pair.is_planned()
     # An embedding goes by name beside the plan of the rest.

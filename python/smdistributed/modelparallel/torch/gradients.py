@@ -62,6 +62,7 @@ class GradientReducer:
         self._pipeline, self._recording = pipeline, recordings[-1]
         self._layout, self._stages, self._left, self._ready = None, {}, {}, set()
         self._reduces = self._counts()
+        self._accumulated = not self._reduces
         if self._reduces:
             self._follow(parameters)
             self._reducer.open()
@@ -120,17 +121,15 @@ class GradientReducer:
 
     def reduce(self, parameters: Named) -> None:
         """All gradients, after a step without a pipeline."""
-        if self._counts():
+        self._accumulated = not self._counts()
+        if not self._accumulated:
             self._follow(parameters)
             self._reduce_all()
 
     def _counts(self) -> bool:
         """One more step; whether it reduces."""
         self._steps += 1
-        reduces = self._steps % self._passes == 0
-        if not reduces:
-            self._accumulated = True
-        return reduces
+        return self._steps % self._passes == 0
 
     def _follow(self, named: Named) -> None:
         """Has a reducer for these parameters: collective where they have changed, which they do on all replicas."""
@@ -169,7 +168,6 @@ class GradientReducer:
         self._complete()
 
     def _complete(self) -> None:
-        self._accumulated = False
         # A gradient that no replica has stays none.
         self._give(place for place in range(len(self._parameters)) if place not in self._ready)
         self._reducer.close()
