@@ -129,7 +129,7 @@ impl Ballot {
 
 impl Reducer {
     /// Begins a round in which gradients may be marked ready at once, and are reduced as soon as all ranks turn out to be
-    /// ready for it ([`Verdict::Planned`]). With any other verdict the round has ended, and its gradients are as they were.
+    /// ready for it ([`Verdict::Planned`]). With any other verdict its gradients stay as they were, and [`Reducer::abandon`] ends it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a round is under way; what this rank cannot ask for.
@@ -146,7 +146,10 @@ impl Reducer {
             Verdict::Planned => reducer.release(round),
             _ => reducer.cancel(round),
         };
-        Ballot::cast(negotiator, group, name, what, Standing::Ready, decided).inspect_err(|_| self.cancel(round))
+        Ballot::cast(negotiator, group, name, what, Standing::Ready, decided).inspect_err(|_| {
+            self.cancel(round);
+            self.abandon("never told: there is no vote", false);
+        })
     }
 }
 

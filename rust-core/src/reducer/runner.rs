@@ -129,6 +129,8 @@ struct Active {
     abandoned: bool,
     /// Whether it is not yet known that all members take part: nothing is handed to the communicator.
     held: bool,
+    /// Whether it is known that they do not: gradients may still come, and count for nothing.
+    refused: bool,
     /// From the first bucket that was full to the last one that was reduced.
     communication: Range<u64>,
     times: Vec<BucketTimes>,
@@ -301,7 +303,8 @@ impl Reducer {
         self.unhold(round, false);
     }
 
-    /// Ends a round that was held, on all members alike: its gradients stay as they are.
+    /// A round that was held does not take place, on all members alike: its gradients stay as they are. It is over for this
+    /// member with [`Reducer::abandon`], which tells nobody, since a backward may be in the middle of it.
     pub(super) fn cancel(self: &Arc<Self>, round: u64) {
         self.unhold(round, true);
     }
@@ -310,10 +313,18 @@ impl Reducer {
         let action = {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut().filter(|active| active.id == round && active.held) else { return };
-            active.held = false;
-            let action = if cancel { Action::Nothing } else { self.next(state) };
+            let action = match cancel {
+                true => {
+                    active.refused = true;
+                    Action::Nothing
+                }
+                false => {
+                    active.held = false;
+                    self.next(state)
+                }
+            };
             let over = |active: &Active| active.abandoned && !active.in_flight && matches!(action, Action::Nothing);
-            if cancel || state.active.as_ref().is_some_and(over) {
+            if state.active.as_ref().is_some_and(over) {
                 state.active = None;
             }
             self.changed.notify_all();
@@ -343,6 +354,7 @@ impl Reducer {
             more_follows: !state.rebuilt || (state.options.may_leave_unused() && state.used_always.is_none()),
             abandoned: false,
             held,
+            refused: false,
             communication: 0..0,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
@@ -967,6 +979,12 @@ impl Reducer {
             if active.abandoned {
                 active.more_follows |= more_follows;
                 return;
+            }
+            if active.refused {
+                state.active = None;
+                self.changed.notify_all();
+                settled = true;
+                break 'decided Action::Nothing;
             }
             active.abandoned = true;
             // Their gradients may be gone as soon as this function returns.

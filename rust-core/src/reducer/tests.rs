@@ -146,8 +146,10 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         // Nobody takes part: what was ready stays as it was, and the next round may begin.
         let round = reducer.begin_held().unwrap();
         assert_eq!(reducer.begin_held().unwrap_err().code(), Code::InvalidArgument);
-        mark(0, PARAMS);
+        mark(0, 4);
         reducer.cancel(round);
+        mark(4, PARAMS);
+        reducer.abandon("never told: nobody takes part", false);
         let round = reducer.begin_held().unwrap();
         reducer.release(round - 1);
         mark(0, 4);
