@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from support import run_ranks, start_ranks
+from support import Forked, run_ranks, start_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -207,7 +207,7 @@ def everything():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounds(size):
-    run_ranks(everything, size, env=ENV, timeout=100)
+    run_ranks(everything, size, launcher=Forked("torch"), env=ENV, timeout=100)
 
 
 def _dies_in_a_round():
@@ -229,7 +229,7 @@ def _dies_in_a_round():
 
 @pytest.mark.timeout(90)
 def test_a_death_in_a_round_is_told():
-    with start_ranks(_dies_in_a_round, 3, env=ENV, timeout=60) as job:
+    with start_ranks(_dies_in_a_round, 3, launcher=Forked("torch"), env=ENV, timeout=60) as job:
         outcome = job.wait()
     for rank in (0, 2):
         assert "rank 1 died" in (outcome.ranks[rank].value or ""), outcome.describe()

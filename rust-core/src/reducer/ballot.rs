@@ -100,7 +100,7 @@ impl Ballot {
                 factors: Factors::default(),
                 blocking: false,
             },
-            Box::new(done),
+            || Box::new(done),
         )?;
         Ok(Self { outcome, asked })
     }
