@@ -138,9 +138,9 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         let reducer = Reducer::new(communicator, params(), options()).unwrap();
         let mut gradients: Vec<Vec<f32>> = (0..PARAMS).map(|param| vec![value(me, param); ELEMS]).collect();
         let mut mark = |from: usize, to: usize| {
-            for param in from..to {
+            for (param, gradient) in gradients.iter_mut().enumerate().take(to).skip(from) {
                 // SAFETY: the vectors outlive the rounds.
-                unsafe { reducer.mark_ready(param, gradients[param].as_mut_ptr().cast(), true) }.unwrap();
+                unsafe { reducer.mark_ready(param, gradient.as_mut_ptr().cast(), true) }.unwrap();
             }
         };
         // Nobody takes part: what was ready stays as it was, and the next round may begin.
