@@ -44,7 +44,13 @@ knobs! {
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
         "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Between two GPUs all-reduces of float32 that are larger than this and than 8 MiB go through such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. Each group takes four times as much of every GPU's memory, and 16 MiB more if it has two members, once it is used there.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
-        "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice.";
+        "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice. Collectives by name of the world try sizes of what runs together (`SMD_FUSION_BYTES`, unless it is set) while the job trains, and the fastest stays.";
+    AUTOTUNE_WARMUP_SAMPLES = "SMD_AUTOTUNE_WARMUP_SAMPLES", ["HOROVOD_AUTOTUNE_WARMUP_SAMPLES"], "3",
+        "Samples of those trials that do not count.";
+    AUTOTUNE_STEPS_PER_SAMPLE = "SMD_AUTOTUNE_STEPS_PER_SAMPLE", ["HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"], "10",
+        "Steps of a sample; five samples are a trial.";
+    AUTOTUNE_LOG = "SMD_AUTOTUNE_LOG", ["HOROVOD_AUTOTUNE_LOG"], "",
+        "File that rank 0 writes those trials to, as lines with commas; the last one is what stays.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",
         "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",

@@ -7,7 +7,9 @@ The long form: ``python tests/multiproc/test_horovod_tensorflow.py`` runs it on 
 from __future__ import annotations
 
 import importlib.util
+import queue
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -255,6 +257,38 @@ def gradients():
     assert abs(got[:, 0] - [3 * (other + 1.0) for other in range(size)]).max() < 1e-5
     got = gradient(lambda x: hvd.grouped_reducescatter([x])[0], x, mine)
     assert got[:, 0].tolist() == [other + 1.0 for other in range(size)]
+
+
+def duplicates():
+    """Two threads call a name at once: one of them is refused, whichever comes second, and the other one's call goes on."""
+    tf, hvd, rank, size = start()
+    if size == 1:
+        return
+    x = tf.constant([1.0])
+
+    @tf.function
+    def in_a_graph(x):
+        return hvd.allreduce(x, op=hvd.Sum, name="twice")
+
+    for call in (in_a_graph, lambda x: hvd.allreduce(x, op=hvd.Sum, name="twice")):
+        outcomes = queue.Queue()
+
+        def attempt(call=call, outcomes=outcomes):
+            try:
+                outcomes.put(float(call(x)[0]))
+            except tf.errors.InvalidArgumentError as error:
+                outcomes.put(str(error))
+
+        if rank == 0:
+            for _ in range(2):
+                threading.Thread(target=attempt, daemon=True).start()
+            assert "with the same name as another tensor that is currently being processed" in outcomes.get(timeout=60)
+            # The others answer from here on.
+            hvd.broadcast(x, 0, name="answer")
+        else:
+            hvd.broadcast(x, 0, name="answer")
+            attempt()
+        assert outcomes.get(timeout=60) == size
 
 
 def mismatches():
@@ -610,7 +644,7 @@ def life():
 
 
 PARTS = (
-    reductions, moving, graphs, gradients, mismatches, sparse, process_sets, joins, variables_and_objects, tapes,
+    reductions, moving, graphs, gradients, duplicates, mismatches, sparse, process_sets, joins, variables_and_objects, tapes,
     optimizers_of_tensorflow1, batch_normalization, life,
 )  # fmt: skip
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import random
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -568,8 +572,80 @@ def life():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
+@contextlib.contextmanager
+def standard_error():
+    """What is written there, by the core as well: a function that gives it."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: Path(f"/proc/self/fd/{file.fileno()}").read_text()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+@contextlib.contextmanager
+def another_world(hvd, **settings):
+    """One with these settings; then the one as before."""
+    hvd.shutdown()
+    os.environ.update(settings)
+    hvd.init()
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+        for name in settings:
+            del os.environ[name]
+        hvd.init()
+
+
+def tuning():
+    """Sizes are tried, and the log has the original's columns."""
+    torch, hvd, rank, _ = start()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.csv"
+        settings = {"AUTOTUNE": "1", "AUTOTUNE_LOG": str(log), "AUTOTUNE_STEPS_PER_SAMPLE": "1"}
+        with another_world(hvd, **{f"HOROVOD_{name}": value for name, value in settings.items()}):
+            for _ in range(3 + 9 * 5 + 2):
+                hvd.allreduce(torch.ones(100), name="tuned")
+            if rank == 0:
+                header, *rows = log.read_text().splitlines()
+                assert header == (
+                    "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
+                    "tensor_fusion_threshold,score"
+                )
+                found = [(int(row.split(",")[5]), float(row.split(",")[6])) for row in rows]
+                assert [size for size, _ in found[:-1]] == [0, *(2**power for power in range(20, 28))]
+                assert found[-1] == max(found[:-1], key=lambda one: one[1])
+
+
+def stalls():
+    """A rank is late for longer than the limit: rank 0 says who, and everything that waits ends."""
+    torch, hvd, rank, size = start()
+    if size == 1:
+        return
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    with another_world(hvd, **limits), standard_error() as said:
+        if rank == size - 1:
+            time.sleep(4)
+        else:
+            handles = [hvd.allreduce_async(torch.ones(2), name=f"late{at}") for at in range(8)]
+            for handle in handles:
+                raises(
+                    hvd.HorovodInternalError, r"late.*Horovod has been shut down\.", lambda h=handle: hvd.synchronize(h)
+                )
+        if rank == 0:
+            late = ", ".join(f"allreduce.late{at}" for at in range(6)) + " ..."
+            text = said()
+            assert "more than 1 seconds" in text, text
+            assert f"Missing ranks:\n{size - 1}: [{late}]" in text, text
+            assert "Will shutdown.\n" in text, text
+            assert f"Missing ranks:\n{size - 1}!: [{late}]" in text, text
+
+
 PARTS = (
-    reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life,
+    reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life, tuning, stalls,
 )  # fmt: skip
 
 

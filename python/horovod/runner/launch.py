@@ -69,11 +69,12 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add("--cache-capacity", type=int, help="names that are remembered")
     for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
         switch(name, "a hint, not needed")
-    switch("autotune", "measures and chooses")
-    add("--autotune-log-file", help="passed on")
-    for name in ("warmup-samples", "steps-per-sample", "bayes-opt-max-samples"):
-        add(f"--autotune-{name}", type=int, help="passed on")
-    add("--autotune-gaussian-process-noise", type=float, help="passed on")
+    switch("autotune", "tries sizes of what runs as one operation, and keeps the fastest")
+    add("--autotune-log-file", help="gets what was tried, as lines with commas")
+    add("--autotune-warmup-samples", type=int, help="samples that do not count")
+    add("--autotune-steps-per-sample", type=int, help="steps of a sample")
+    add("--autotune-bayes-opt-max-samples", type=int, help="accepted; each size is tried once")
+    add("--autotune-gaussian-process-noise", type=float, help="accepted")
 
     elastic = parser.add_argument_group("elastic jobs")
     add = elastic.add_argument

@@ -14,6 +14,7 @@ use super::description::Description;
 use super::message::{Announcement, Answer, Down, Limits, MAX_VARIANTS, Message, Outcome, Up, Variant, Verdict};
 use super::stall::{Patience, REPORT_AFTER, Stall, Waits};
 use super::tree::Tree;
+use super::tune::{Trial, Tuner};
 use crate::collectives::Kind;
 use crate::error::{Error, Result};
 
@@ -40,6 +41,10 @@ pub(super) enum Action {
     Joined(usize),
     /// Tells the user.
     Warn(String),
+    /// Tells the user what else is ended.
+    Blame(String),
+    /// A size of what runs together was tried.
+    Tried(Trial),
 }
 
 /// This member's part in one collective of an operation.
@@ -131,6 +136,9 @@ pub(super) struct Machine {
     last_joined: usize,
     told_joined: bool,
     stall: Stall,
+    /// Of the root, if sizes are tried; and the size that its next answer tells.
+    tuner: Option<Tuner>,
+    next_fusion: Option<u64>,
     /// For the timeline: names that children said they are ready for, and which members those speak for.
     log: Option<Vec<(Arc<str>, Range<usize>)>>,
 }
@@ -159,8 +167,16 @@ impl Machine {
             last_joined: 0,
             told_joined: false,
             stall,
+            tuner: None,
+            next_fusion: None,
             log: None,
         }
+    }
+
+    /// Tries sizes of what runs together; the root's part.
+    pub(super) fn tune(&mut self, tuner: Tuner) {
+        self.limits.fusion_bytes = tuner.first();
+        self.tuner = Some(tuner);
     }
 
     /// Whether to keep what [`Machine::take_log`] gives.
@@ -474,8 +490,10 @@ impl Machine {
         Some(Down { ready, lent, named, joined, ..self.next() })
     }
 
-    fn next(&self) -> Down {
-        let limits = (self.number == 0).then_some(self.limits);
+    fn next(&mut self) -> Down {
+        let fusion = self.next_fusion.take();
+        let fusion_bytes = fusion.unwrap_or(self.limits.fusion_bytes);
+        let limits = (self.number == 0 || fusion.is_some()).then_some(Limits { fusion_bytes, ..self.limits });
         Down { number: self.number, limits, ..Down::default() }
     }
 
@@ -519,6 +537,7 @@ impl Machine {
         for position in down.ready.iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
             let (name, description) = (slot.name.clone(), slot.description.clone());
+            self.note_run(&name, &description, now, actions);
             self.take_part(&name, description, &mut parts, &mut next);
         }
         self.cache.touch(&down.ready);
@@ -535,6 +554,7 @@ impl Machine {
             match outcome {
                 Outcome::Agreed { description, lent: _ } => {
                     let description = Arc::new(description);
+                    self.note_run(&name, &description, now, actions);
                     self.take_part(&name, description.clone(), &mut parts, &mut next);
                     if let Some(old) = self.cache.insert(&name, description) {
                         self.evict(old);
@@ -562,6 +582,17 @@ impl Machine {
         }
         self.stall.answered(now);
         next.into_iter().for_each(|(name, description)| self.offer(&name, &description));
+    }
+
+    fn note_run(&mut self, name: &Arc<str>, description: &Description, now: Duration, actions: &mut Vec<Action>) {
+        let Some(tuner) = &mut self.tuner else { return };
+        if let Some((trials, fusion_bytes)) = tuner.ran(name, description.all_bytes(), now) {
+            self.next_fusion = Some(fusion_bytes);
+            if trials.iter().any(|trial| trial.is_last) {
+                self.tuner = None;
+            }
+            actions.extend(trials.into_iter().map(Action::Tried));
+        }
     }
 
     fn take_part(
@@ -689,7 +720,8 @@ impl Machine {
             return;
         }
         let (warning, verdict) = self.stall.judge(report, self.tree.size, &self.ranks, now);
-        actions.extend(warning.map(Action::Warn));
+        let tell = if verdict.is_some() { Action::Blame } else { Action::Warn };
+        actions.extend(warning.map(tell));
         if let Some(verdict) = verdict {
             let down = Down { verdict: Some(verdict), ..self.next() };
             self.apply(down, now, actions);

@@ -42,10 +42,12 @@ mod post;
 mod stall;
 pub mod timeline;
 mod tree;
+mod tune;
 mod work;
 
 pub use factors::Factors;
 pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
+pub use tune::Tuning;
 
 /// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each
 /// is told.

@@ -17,6 +17,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::Elsewhere;
 use super::description::Description;
 use super::factors::Factors;
+use super::tune::Tuning;
 use super::work::Work;
 use crate::collectives::{Communicator, Done, Request};
 use crate::error::{Error, Result};
@@ -27,7 +28,7 @@ use crate::world::Monitor;
 pub type Connect = Box<dyn FnOnce() -> Result<Arc<Communicator>> + Send>;
 
 /// How a negotiation goes; see the knobs of the same names.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Names that are remembered. The first member's counts.
     pub cache_capacity: u32,
@@ -37,6 +38,8 @@ pub struct Options {
     pub stall_warning: Duration,
     /// A wait of this length ends everything that waits.
     pub stall_limit: Duration,
+    /// Tries sizes of what runs together. The first member's counts.
+    pub tuning: Option<Tuning>,
 }
 
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages.

@@ -8,11 +8,11 @@
 //! all that is left waits for a collective, or a call of a collective without a name. If all ranks are, and no name became ready for a while, none ever will. A
 //! rank that is merely slow is not stuck: it computes, or it waits for nothing.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::bits::{self, RankSet};
+use super::bits::RankSet;
 use super::machine::Queue;
 use super::message::{MAX_WAITING, Report, Verdict, Waiting};
 use super::tree::Tree;
@@ -33,8 +33,9 @@ pub(super) const REPORT_AFTER: Duration = Duration::from_millis(500);
 pub(super) const STUCK_AFTER: Duration = Duration::from_secs(1);
 /// So long it must look as if something had to be ended before the root believes it: news may be under way.
 const BELIEVE_AFTER: Duration = Duration::from_millis(200);
-/// Names in a warning.
+/// Names of a rank in a warning, and ranks.
 const SHOWN: usize = 6;
+const SHOWN_RANKS: usize = 64;
 
 /// What a member does besides negotiating.
 #[derive(Clone, Debug, Default)]
@@ -256,33 +257,51 @@ impl Stall {
             here.merge(&report.joined);
             here.missing(size).into_iter().map(|rank| ranks[rank]).collect::<Vec<_>>()
         };
-        let longest = Duration::from_millis(report.waiting[0].age_ms);
         let late = |limit: Duration| {
             let late = move |waiting: &&Waiting| Duration::from_millis(waiting.age_ms) >= limit;
             report.waiting.iter().filter(late)
+        };
+        let tell = |limit: Duration, ending: &str| {
+            let late: Vec<(&Waiting, Vec<usize>)> = late(limit).map(|waiting| (waiting, missing(waiting))).collect();
+            let seconds = limit.as_secs_f64();
+            format!(
+                "collectives have waited for more than {seconds} seconds for ranks that do not call them.{ending}\n\
+                 Missing ranks:{}",
+                missing_ranks(&late, self.patience.limit)
+            )
         };
         if late(self.patience.limit).next().is_none() {
             self.late_since = None;
         } else if now.saturating_sub(*self.late_since.get_or_insert(now)) >= BELIEVE_AFTER {
             let waited_ms = report.waiting[0].age_ms;
             let tensors = report.waiting.iter().map(|waiting| (waiting.name.clone(), missing(waiting))).collect();
-            return (None, Some(Verdict::Stalled { waited_ms, tensors }));
+            let blame = tell(self.patience.limit, " Will shutdown.");
+            return (Some(blame), Some(Verdict::Stalled { waited_ms, tensors }));
         }
         let due = self.last_warning.is_none_or(|last| now.saturating_sub(last) >= self.patience.warning);
         if !due || late(self.patience.warning).next().is_none() {
             return (None, None);
         }
+        let text = tell(self.patience.warning, "");
         self.last_warning = Some(now);
-        let line = |waiting: &Waiting| format!("`{}` (missing: {})", waiting.name, bits::text(&missing(waiting)));
-        let late: Vec<&Waiting> = late(self.patience.warning).collect();
-        let shown = late.iter().take(SHOWN).map(|waiting| line(waiting)).collect::<Vec<_>>().join(", ");
-        let more = if late.len() > SHOWN { ", .." } else { "" };
-        let seconds = longest.as_secs_f64();
-        let text = format!(
-            "collectives have waited for more than {seconds:.0} seconds for ranks that do not call them: {shown}{more}"
-        );
         (Some(text), None)
     }
+}
+
+/// A line for each rank that is missing, with what is waited for; `!` where that took longer than `limit`.
+fn missing_ranks(late: &[(&Waiting, Vec<usize>)], limit: Duration) -> String {
+    let ranks: BTreeSet<usize> = late.iter().flat_map(|(_, missing)| missing.iter().copied()).collect();
+    let line = |rank: &usize| {
+        let names: Vec<&Waiting> =
+            late.iter().filter(|(_, missing)| missing.contains(rank)).map(|(waiting, _)| *waiting).collect();
+        let past = names.iter().any(|waiting| Duration::from_millis(waiting.age_ms) >= limit);
+        let shown: Vec<&str> = names.iter().take(SHOWN).map(|waiting| waiting.name.as_str()).collect();
+        let more = if names.len() > SHOWN { " ..." } else { "" };
+        format!("\n{rank}{}: [{}{more}]", if past { "!" } else { "" }, shown.join(", "))
+    };
+    let more =
+        if ranks.len() > SHOWN_RANKS { format!("\nand {} more", ranks.len() - SHOWN_RANKS) } else { String::new() };
+    ranks.iter().take(SHOWN_RANKS).map(line).collect::<String>() + &more
 }
 
 impl Verdict {

@@ -15,7 +15,7 @@ use crate::world::{Departure, LocalStore, Monitor};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const OPTIONS: Options =
-    Options { cache_capacity: 100, fusion_bytes: 1 << 20, stall_warning: TIMEOUT, stall_limit: TIMEOUT };
+    Options { cache_capacity: 100, fusion_bytes: 1 << 20, stall_warning: TIMEOUT, stall_limit: TIMEOUT, tuning: None };
 
 type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
 
@@ -51,7 +51,8 @@ fn job(make: Make, size: usize, options: Options) -> Vec<Rank> {
         let communicator = Communicator::new(3, transport.clone(), monitor.clone(), TIMEOUT);
         let other = Communicator::new(4, transport, monitor.clone(), TIMEOUT);
         let connect = Box::new(move || Ok(communicator));
-        let negotiator = Negotiator::start(3, other, monitor.clone(), options, connect, None).expect("a thread");
+        let negotiator =
+            Negotiator::start(3, other, monitor.clone(), options.clone(), connect, None).expect("a thread");
         Rank { me, negotiator, monitor }
     };
     make(size).into_iter().enumerate().map(rank).collect()

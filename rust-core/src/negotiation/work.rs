@@ -17,6 +17,7 @@ use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
 use super::timeline::{self, Traced};
 use super::tree::Tree;
+use super::tune::{self, Tuner};
 use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, Request};
 use crate::error::{Code, Error, Result};
@@ -61,6 +62,8 @@ pub(super) struct Work {
     actions: Vec<Action>,
     calls: Vec<Call>,
     last_tick: Instant,
+    /// Where the root writes what sizes it has tried.
+    tuning_log: Option<tune::Log>,
     processor: Processor,
     /// When the departure of a member was seen.
     departed: Option<Instant>,
@@ -71,13 +74,19 @@ pub(super) struct Work {
 impl Work {
     pub(super) fn new(shared: &Shared, communicator: Arc<Communicator>) -> Self {
         let Members { ranks, me } = &shared.members;
-        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit } = shared.options;
+        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit, ref tuning } = shared.options;
         let tree = Tree::new(*me, ranks.len());
         let limits = Limits { cache: cache_capacity, fusion_bytes };
         let patience = Patience { warning: stall_warning, limit: stall_limit };
         let transport = communicator.transport().clone();
+        let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, patience);
+        let tuning = tuning.as_ref().filter(|_| tree.parent.is_none());
+        tuning.into_iter().for_each(|tuning| machine.tune(Tuner::new(tuning, fusion_bytes)));
+        let log = tuning.and_then(|tuning| tuning.log.as_deref()).map(tune::Log::create);
+        let tuning_log = log.and_then(|log| log.inspect_err(|error| tracing::warn!("{}", error.text())).ok());
         Self {
-            machine: Machine::new(tree.clone(), ranks.clone(), limits, patience),
+            machine,
+            tuning_log,
             post: Post::new(transport.clone(), &tree),
             communicator,
             transport,
@@ -217,6 +226,12 @@ impl Work {
                     }
                 }
                 Action::Warn(text) => tracing::warn!("{text}"),
+                Action::Blame(text) => tracing::error!("{text}"),
+                Action::Tried(trial) => {
+                    if let Some(log) = &mut self.tuning_log {
+                        log.write(&trial, shared.options.cache_capacity > 0);
+                    }
+                }
             }
         }
         // The memory is used again.

@@ -107,6 +107,19 @@ fn negotiation_id(group: u64) -> u64 {
     u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes")) >> 1 | 2
 }
 
+/// How sizes of what runs together are tried, if they are.
+fn tuning() -> Result<Option<negotiation::Tuning>> {
+    if !config::AUTOTUNE.flag()? {
+        return Ok(None);
+    }
+    Ok(Some(negotiation::Tuning {
+        warmup_samples: config::AUTOTUNE_WARMUP_SAMPLES.count()?,
+        steps_per_sample: config::AUTOTUNE_STEPS_PER_SAMPLE.count()?,
+        fixed: config::FUSION_BYTES.text().is_some(),
+        log: config::AUTOTUNE_LOG.text().map(Into::into),
+    }))
+}
+
 impl Session {
     /// Who runs collectives by name in the group with this id. The first call starts it and does not wait for other
     /// members; what is submitted waits until all have called this.
@@ -128,10 +141,12 @@ impl Session {
                 false => config::STALL_WARNING_SECONDS.seconds()?,
             },
             stall_limit: limit.min(self.groups.timeout),
+            tuning: if group == WORLD { tuning()? } else { None },
         };
         let id = negotiation_id(group);
         let (session, ranks) = (self.clone(), communicator.members().ranks.clone());
-        let connect = Box::new(move || session.connect(id, &ranks, options.stall_limit));
+        let stall_limit = options.stall_limit;
+        let connect = Box::new(move || session.connect(id, &ranks, stall_limit));
         let elsewhere = (group == WORLD).then(|| Box::new(Steps::of(self)) as Box<dyn negotiation::Elsewhere>);
         let negotiator = Negotiator::start(id, communicator, self.monitor.clone(), options, connect, elsewhere)?;
         negotiators.insert(group, negotiator.clone());
