@@ -626,9 +626,13 @@ def stalls():
     if size == 1:
         return
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    ended = Path(hvd.broadcast_object(tempfile.mktemp()))
     with another_world(hvd, **limits), standard_error() as said:
         if rank == size - 1:
-            time.sleep(4)
+            # As late as it can be: until the others have been told.
+            deadline = time.monotonic() + 60
+            while not ended.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         else:
             handles = [hvd.allreduce_async(torch.ones(2), name=f"late{at}") for at in range(8)]
             for handle in handles:
@@ -636,12 +640,15 @@ def stalls():
                     hvd.HorovodInternalError, r"late.*Horovod has been shut down\.", lambda h=handle: hvd.synchronize(h)
                 )
         if rank == 0:
+            ended.touch()
             late = ", ".join(f"allreduce.late{at}" for at in range(6)) + " ..."
             text = said()
             assert "more than 1 seconds" in text, text
             assert f"Missing ranks:\n{size - 1}: [{late}]" in text, text
             assert "Will shutdown.\n" in text, text
             assert f"Missing ranks:\n{size - 1}!: [{late}]" in text, text
+    if rank == 0:
+        ended.unlink()
 
 
 PARTS = (
