@@ -62,6 +62,7 @@ def collectives():
                 "grouped allgather": lambda x: hvd.grouped_allgather([x, x]),
                 "alltoall": lambda x: hvd.alltoall(x),
                 "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+                "scaled reducescatter": lambda x: hvd.reducescatter(x, prescale_factor=0.5, postscale_factor=3.0),
                 "grouped reducescatter": lambda x: hvd.grouped_reducescatter([x, x], op=hvd.Sum),
             }
             for name, call in calls.items():

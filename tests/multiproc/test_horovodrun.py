@@ -101,6 +101,33 @@ def test_a_function_on_all_ranks():
         horovod.run(fail, hosts="a:1", hostfile="b")
 
 
+def test_a_caller_that_is_killed_takes_the_job_along(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import os, time, horovod\n"
+        f"def work():\n    open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close()\n    time.sleep(600)\n"
+        "horovod.run(work, num_proc=2)\n"
+    )
+    caller = subprocess.Popen([sys.executable, script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def workers():
+        return [int(file.stem) for file in tmp_path.glob("*.pid")]
+
+    try:
+        wait_until(lambda: len(workers()) == 2)
+    finally:
+        caller.kill()
+        caller.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers()))
+
+
+def wait_until(holds, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Communicator:
     """What of a communicator of mpi4py is needed, among ranks that pass nothing."""
 

@@ -261,15 +261,23 @@ class _Batches:
         self.on_batch_end(batch, logs)
 
 
+_defined: dict[type, SimpleNamespace] = {}
+
+
 def define(keras: Any, module: str) -> SimpleNamespace:
-    """The callbacks for a Keras.
+    """The callbacks for a Keras: one class of each, as `keras` and `tf.keras` may be the same one.
 
     Args:
         keras: The package.
-        module: Where they are from.
+        module: Where they are from, if they are not there yet.
     """
     base = keras.callbacks.Callback
+    if base not in _defined:
+        _defined[base] = _define(keras, base, module)
+    return _defined[base]
 
+
+def _define(keras: Any, base: type, module: str) -> SimpleNamespace:
     class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
         """Gives all ranks the model's and the optimizer's variables of one rank, once: at the end of the first batch, as layers
         and optimizers make variables when they see one, and what exists before also before it.

@@ -1,9 +1,11 @@
-"""Callbacks that keep an elastic state in step with ``model.fit``."""
+"""The state of a Keras model, and callbacks that keep it in step with ``model.fit``."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+
+from horovod.tensorflow.elastic import TensorFlowKerasState
 
 Logs = dict[str, Any] | None
 
@@ -97,30 +99,62 @@ class UpdateEpochStateCallbackImpl:
         self.state.epoch = self.initial_epoch + epoch + 1
 
 
+_defined: dict[type, SimpleNamespace] = {}
+
+
 def define(keras: Any, module: str) -> SimpleNamespace:
-    """The classes, for a Keras.
+    """The classes, for a Keras: one of each, as `keras` and `tf.keras` may be the same one.
 
     Args:
         keras: Its package.
-        module: Where they are public.
+        module: Where they are public, if they are not there yet.
     """
     base = keras.callbacks.Callback
+    if base not in _defined:
+        _defined[base] = _define(base, module)
+    return _defined[base]
 
-    def public(name: str, impl: type) -> type:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            impl.__init__(self, None, *args, **kwargs)
 
-        def on_train_batch_end(self: Any, batch: int, logs: Logs = None) -> None:
+def _define(base: type, module: str) -> SimpleNamespace:
+    class Batches:
+        """Keras runs callbacks beside the next batch that do not ask for batches under this name."""
+
+        def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+            """As ``on_batch_end``."""
             self.on_batch_end(batch, logs)
 
-        methods = {"__init__": __init__, "__module__": module, "__doc__": impl.__doc__}
-        if hasattr(impl, "on_batch_end"):
-            # Keras runs callbacks beside the next batch that do not ask for batches under this name.
-            methods["on_train_batch_end"] = on_train_batch_end
-        return type(name, (impl, base), methods)
+    class CommitStateCallback(Batches, CommitStateCallbackImpl, base):
+        __doc__ = CommitStateCallbackImpl.__doc__
 
-    return SimpleNamespace(
-        CommitStateCallback=public("CommitStateCallback", CommitStateCallbackImpl),
-        UpdateBatchStateCallback=public("UpdateBatchStateCallback", UpdateBatchStateCallbackImpl),
-        UpdateEpochStateCallback=public("UpdateEpochStateCallback", UpdateEpochStateCallbackImpl),
-    )
+        def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+            super().__init__(None, state, batches_per_commit)
+
+    class UpdateBatchStateCallback(Batches, UpdateBatchStateCallbackImpl, base):
+        __doc__ = UpdateBatchStateCallbackImpl.__doc__
+
+        def __init__(self, state: Any) -> None:
+            super().__init__(None, state)
+
+    class UpdateEpochStateCallback(UpdateEpochStateCallbackImpl, base):
+        __doc__ = UpdateEpochStateCallbackImpl.__doc__
+
+        def __init__(self, state: Any) -> None:
+            super().__init__(None, state)
+
+    classes = (CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback)
+    for cls in classes:
+        cls.__module__, cls.__qualname__ = module, cls.__name__
+    return SimpleNamespace(**{cls.__name__: cls for cls in classes})
+
+
+class KerasState(TensorFlowKerasState):
+    """The state of a training on a Keras model.
+
+    Args:
+        model: Built.
+        optimizer: By default the model's.
+        **kwargs: Plain objects such as ``epoch=0, batch=0``, which become attributes.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer=optimizer, **kwargs)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
 from horovod.common.kept import Kept
 from smdistributed import _core
 
 
-class _NotificationManager:
+class WorkerNotificationManager:
     """Tells states when hosts come or go, as the launcher of an elastic job says."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _NotificationManager:
             listener.on_hosts_updated(timestamp, update_res)
 
 
-notification_manager = _NotificationManager()
+notification_manager = WorkerNotificationManager()
 
 #: Kinds of changes, as bits.
 _REMOVED = 1
@@ -217,6 +217,8 @@ def run_fn(
                         result = func(state, *args, **kwargs)
                         kept.forget()
                         return result
+                except ScalarError:
+                    raise
                 except HorovodInternalError:
                     state.restore()
                     skip_sync = False

@@ -9,6 +9,11 @@ class HorovodInternalError(RuntimeError):
     """A collective failed; in elastic mode the job goes on from the last commit."""
 
 
+class ScalarError(HorovodInternalError, ValueError):
+    """A scalar where rows are needed. The original's coordinator finds that, so scripts may expect an internal error; it is an
+    argument's all the same, and no reason to go back to the last commit."""
+
+
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the documented name
     """Hosts have come or gone.
 

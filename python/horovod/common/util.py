@@ -61,7 +61,6 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def _built(name: str) -> Callable[..., Any]:
-    @functools.wraps(_cache)
     def built(verbose: bool = False) -> Any:
         if not any(extension_available(extension) for extension in EXTENSIONS):
             return None

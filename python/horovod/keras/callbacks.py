@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from horovod._keras import callbacks as _impl
@@ -12,4 +14,17 @@ BroadcastGlobalVariablesCallback = _classes.BroadcastGlobalVariablesCallback
 MetricAverageCallback = _classes.MetricAverageCallback
 LearningRateScheduleCallback = _classes.LearningRateScheduleCallback
 LearningRateWarmupCallback = _classes.LearningRateWarmupCallback
-BestModelCheckpoint = _classes.BestModelCheckpoint
+
+
+class BestModelCheckpoint(_classes.BestModelCheckpoint):
+    """As ``horovod.tensorflow.keras.callbacks.BestModelCheckpoint``, with the arguments in the order that this module has."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        save_weights_only: bool = False,
+    ) -> None:
+        super().__init__(monitor, verbose, save_weights_only, mode, save_freq)

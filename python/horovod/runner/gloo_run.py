@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.common.util.hosts import SlotInfo, parse_hosts
 from horovod.runner.elastic.discovery import FixedHosts
 from smdistributed import _core
@@ -92,31 +92,34 @@ def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if settings.run_func_mode:
-        # The caller's process may have threads, and handlers for signals.
-        return _as_process([sys.executable, "-m", "smdistributed", *words], env)
+        # The caller's process may have threads, and handlers for signals. If it is killed, so is the job.
+        return safe_shell_exec.execute([sys.executable, "-m", "smdistributed", *words], env=env)
     os.environ.update(env)
     return _core.smdrun(["smdrun", *words], sys.executable)
 
 
-def _as_process(command: list[str], env: dict[str, str]) -> int:
-    process = subprocess.Popen(command, env=env)
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-
-
 def gloo_run(settings: Any, nics: Any, env: dict[str, str], server_ip: str | None, command: Sequence[str]) -> None:
+    """As :func:`launch_gloo`, as the command line calls it."""
+    launch_gloo(command, None, settings, nics, env, server_ip)
+
+
+def launch_gloo(
+    command: Sequence[str],
+    exec_command: Any,
+    settings: Any,
+    nics: Any,
+    env: dict[str, str],
+    server_ip: str | None,
+) -> None:
     """Runs a job on fixed hosts to its end.
 
     Args:
-        settings: Those of the job.
-        nics: Not needed: ways are found.
-        env: The processes' environment.
-        server_ip: Not needed either.
         command: What each process runs.
+        exec_command: Not needed, nor are `nics` and `server_ip`: the core's launcher starts processes and finds ways.
+        settings: Those of the job.
+        nics: See `exec_command`.
+        env: The processes' environment.
+        server_ip: See `exec_command`.
 
     Raises:
         RuntimeError: A process failed.
@@ -132,12 +135,29 @@ def gloo_run(settings: Any, nics: Any, env: dict[str, str], server_ip: str | Non
 
 
 def gloo_run_elastic(settings: Any, env: dict[str, str], command: Sequence[str]) -> None:
+    """As :func:`launch_gloo_elastic`, as the command line calls it."""
+    launch_gloo_elastic(command, None, settings, env, None, None, None)
+
+
+def launch_gloo_elastic(
+    command: Sequence[str],
+    exec_command: Any,
+    settings: Any,
+    env: dict[str, str],
+    get_common_interfaces: Any,
+    rendezvous: Any,
+    executable: str | None,
+) -> None:
     """Runs a job whose hosts come and go.
 
     Args:
+        command: What each process runs.
+        exec_command: Not needed, nor are the last three: the core's launcher starts processes and is where they meet.
         settings: Those of the job.
         env: The processes' environment.
-        command: What each process runs.
+        get_common_interfaces: See `exec_command`.
+        rendezvous: See `exec_command`.
+        executable: See `exec_command`.
 
     Raises:
         RuntimeError: It could not go on.

@@ -262,7 +262,8 @@ def broadcast_(
     if kinds == {True}:
         handles = [variable.handle for variable in variables]
         kind = "HorovodBroadcastInplaceResource"
-        done = _in_place(kind, MPI_LIB.horovod_broadcast_inplace_resource, handles, name, resources=handles, **options)
+        call = MPI_LIB.horovod_broadcast_inplace_resource
+        done = _in_place(kind, call, variables, name, resources=handles, **options)
         with tf.control_dependencies([] if done is None else [done]):
             return [variable.read_value() for variable in variables]
     references = [variable._ref() for variable in variables]
@@ -274,16 +275,18 @@ def broadcast_(
     for dtype, places in by_type.items():
         together = [references[index] for index in places]
         full = f"{name}_{dtype.name}" if name and len(by_type) > 1 else name
-        outputs = _in_place(kind, MPI_LIB.horovod_broadcast_inplace, together, full, tensors=together, **options)
+        call, named = MPI_LIB.horovod_broadcast_inplace, [variables[index] for index in places]
+        outputs = _in_place(kind, call, named, full, tensors=together, **options)
         for index, output in zip(places, outputs, strict=True):
             values[index] = tf.identity(output)
     return values
 
 
-def _in_place(kind: str, call: Callable[..., Any], tensors: list[Any], name: str | None, /, **arguments: Any) -> Any:
+def _in_place(kind: str, call: Callable[..., Any], variables: list[Any], name: str | None, /, **arguments: Any) -> Any:
     if tf.executing_eagerly():
         return call(name=name, tensor_name=name or kind, **arguments)
-    names = dict.fromkeys([_name_of(tensors[0]), _name_of(tensors[-1])])
+    # The variables' names: in a function their handles may be tensors of eager mode, which have none.
+    names = dict.fromkeys([_normalize_name(variables[0].name), _normalize_name(variables[-1].name)])
     # TensorFlow orders it with the variables' other users.
     return call(name=name or "_".join([kind, *names]), **arguments)
 

@@ -10,6 +10,7 @@ from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _s
 # isort: split
 import torch
 
+from horovod.common.exceptions import ScalarError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.session import Average, rank
 from horovod.torch.reductions import allreduce, grouped_allreduce
@@ -29,6 +30,8 @@ def _gather(
 ) -> _Pending:
     if not tensors:
         return _Pending(_NOTHING, None, finish, None)
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ScalarError("Allgather of a rank-zero tensor: a tensor needs rows to be gathered")
     arguments = (kind, name or "", _number(process_set), blocking)
     devices = [tensor.device for tensor in tensors]
 

@@ -73,11 +73,20 @@ from horovod.torch.exchanges import (  # noqa: F401
     grouped_allgather,
     grouped_allgather_async,
 )
+from horovod.torch.raw import (  # noqa: F401
+    _allgather_async,
+    _allreduce_async,
+    _alltoall_async,
+    _broadcast_async,
+    _grouped_allgather_async,
+    _grouped_allreduce_async,
+    _grouped_reducescatter_async,
+    _reducescatter_async,
+)
 from horovod.torch.reductions import (  # noqa: F401
     _OPS,
     HorovodAllreduce,
     HorovodGroupedAllreduce,
-    _allreduce_async,
     allreduce,
     allreduce_,
     allreduce_async,

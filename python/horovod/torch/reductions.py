@@ -104,20 +104,6 @@ def _reduce_otherwise(
     return _reduce(kind, sent, True, name, op, *left, process_set, blocking, back)
 
 
-def _allreduce_async(
-    tensor: torch.Tensor,
-    output: torch.Tensor,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-) -> int:
-    if output is not tensor:
-        output.copy_(tensor)
-    return allreduce_async_(output, None, name, op, prescale_factor, postscale_factor, process_set)
-
-
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,

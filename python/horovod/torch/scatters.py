@@ -10,7 +10,7 @@ from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _s
 # isort: split
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, ScalarError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.session import Average, Sum
 from horovod.torch.compression import Compression
@@ -35,8 +35,30 @@ def _scatter(
     if op not in (Average, Sum):
         raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM ops")
     spelled = _check_reduction(tensors, op, process_set)
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ScalarError("Reducescatter does not support scalar inputs: a tensor needs rows to be shared out")
+    sent, factors, finish = _scaled_otherwise(tensors, factors, finish)
     arguments = (spelled, float(factors[0]), float(factors[1]), kind, name or "", _number(process_set), blocking)
-    return _submit(_REDUCE_SCATTER, tensors, *arguments, like=tensors[0], finish=finish)
+    return _submit(_REDUCE_SCATTER, sent, *arguments, like=sent[0], finish=finish)
+
+
+def _scaled_otherwise(
+    tensors: list[torch.Tensor], factors: tuple[float, float], finish: Callable[[list], Any]
+) -> tuple[list[torch.Tensor], tuple[float, float], Callable[[list], Any]]:
+    """CUDA tensors with factors, which the core applies in the host's memory only: floats are scaled here, on the device,
+    and integers travel through the host."""
+    if not tensors[0].is_cuda or factors == (1.0, 1.0):
+        return tensors, factors, finish
+    device = tensors[0].device
+    with torch.no_grad():
+        if not all(tensor.is_floating_point() for tensor in tensors):
+            return (
+                [tensor.cpu() for tensor in tensors],
+                factors,
+                lambda outputs: finish([output.to(device) for output in outputs]),
+            )
+        sent = [tensor * factors[0] for tensor in tensors]
+    return sent, (1.0, 1.0), lambda outputs: finish([output.mul_(factors[1]) for output in outputs])
 
 
 def reducescatter_async(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntFlag
 
+from horovod.common.elastic import WorkerNotificationManager as WorkerNotificationManager
 from horovod.common.elastic import notification_manager as notification_manager
 
 
