@@ -14,18 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multiproc")]
 
-from test_tensorflow_modelparallel_guides import check  # noqa: E402
-
-_BY_HAND = {"auto_partition": False, "default_partition": 0}
-#: By script and number of processes.
-PARAMETERS = {
-    ("automatic", 2): {"partitions": 2},
-    ("automatic", 4): {"partitions": 2, "ddp": True},
-    ("manual", 2): {"partitions": 2, **_BY_HAND},
-    ("manual", 4): {"partitions": 2, "ddp": True, **_BY_HAND},
-    ("hybrid", 2): {"partitions": 1, "horovod": True},
-    ("hybrid", 4): {"partitions": 2, "horovod": True},
-}
+from test_tensorflow_modelparallel_guides import PARAMETERS, check  # noqa: E402
 
 
 def main() -> None:
@@ -33,7 +22,7 @@ def main() -> None:
     start = time.monotonic()
     for (name, size), launcher, keras in itertools.product(PARAMETERS, ("smdrun", "mpirun"), ("keras", "tf_keras")):
         with tempfile.TemporaryDirectory() as folder:
-            check(name, size, PARAMETERS[name, size], launcher, keras, folder)
+            check(name, size, launcher, keras, folder)
         print(
             f"{name}, {size} processes, {launcher}, {keras}: as one process ({time.monotonic() - start:.0f} s)",
             flush=True,

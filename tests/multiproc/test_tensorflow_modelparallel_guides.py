@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support import missing, run_ranks
+from support import Forked, missing, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -142,31 +142,49 @@ def guide(name, folder, replicas):
     return losses, kind, accuracy, smp.dp_rank(), variables, plain
 
 
-#: Script, ranks, configuration, launcher and Keras; all of them are in `tests/e2e/modelparallel_tensorflow_guides.py`.
+_BY_HAND = {"auto_partition": False, "default_partition": 0}
+#: By script and number of processes.
+PARAMETERS = {
+    ("automatic", 2): {"partitions": 2},
+    ("automatic", 4): {"partitions": 2, "ddp": True},
+    ("manual", 2): {"partitions": 2, **_BY_HAND},
+    ("manual", 4): {"partitions": 2, "ddp": True, **_BY_HAND},
+    ("hybrid", 2): {"partitions": 1, "horovod": True},
+    ("hybrid", 4): {"partitions": 2, "horovod": True},
+}
+#: Script, processes, launcher and Keras; all of them are in `tests/e2e/modelparallel_tensorflow_guides.py`.
 CASES = [
-    ("automatic", 2, {"partitions": 2}, "smdrun", "keras"),
-    ("manual", 2, {"partitions": 2, "auto_partition": False, "default_partition": 0}, "mpirun", "tf_keras"),
-    ("hybrid", 2, {"partitions": 1, "horovod": True}, "smdrun", "keras"),
+    ("automatic", 4, Forked("tensorflow"), "keras"),
+    ("manual", 4, Forked("tensorflow"), "keras"),
+    ("manual", 4, "mpirun", "tf_keras"),
+    ("hybrid", 2, "smdrun", "keras"),
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "parameters", "launcher", "keras"), CASES, ids=[case[0] for case in CASES])
-def test_the_guides_scripts(name, size, parameters, launcher, keras, tmp_path):
-    check(name, size, parameters, launcher, keras, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "size", "launcher", "keras"),
+    CASES,
+    ids=["-".join(map(str, (name, size, keras))) for name, size, _, keras in CASES],
+)
+def test_the_guides_scripts(name, size, launcher, keras, tmp_path):
+    check(name, size, launcher, keras, tmp_path)
 
 
-def check(name, size, parameters, launcher, keras, folder):
+def check(name, size, launcher, keras, folder):
     """One script under one launcher."""
     import numpy as np
 
+    parameters = PARAMETERS[name, size]
+
     if importlib.util.find_spec(keras) is None:
         pytest.skip(f"{keras} is not installed")
-    if reason := missing(launcher):
+    if isinstance(launcher, str) and (reason := missing(launcher)):
         pytest.skip(reason)
     text = (GOLDENS / f"modelparallel_guide_tensorflow_{name}.py.txt").read_text()
     (Path(folder) / f"{name}.py").write_text(filled(name, text))
-    env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    env["SM_HP_MP_PARAMETERS"] = json.dumps({"microbatches": MICROBATCHES, **parameters})
+    env = _ENV | {"SM_HP_MP_PARAMETERS": json.dumps({"microbatches": MICROBATCHES, **parameters})}
+    if keras == "tf_keras":
+        env["TF_USE_LEGACY_KERAS"] = "1"
     replicas = size // parameters["partitions"]
     ranks = run_ranks(guide, size, name, str(folder), replicas, launcher=launcher, env=env, timeout=190)
     plain = np.array(ranks[0][5])

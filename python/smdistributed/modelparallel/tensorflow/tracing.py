@@ -178,7 +178,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     before, state.trace = state.trace, found
     given: list[tf.Tensor] = []
     try:
-        with found.graph.as_default():
+        with found.graph.as_default(), tf.variable_creator_scope(_with_its_value):
 
             def placeholder(value: Any) -> Any:
                 if not isinstance(value, tf.Tensor):
@@ -198,6 +198,16 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     finally:
         state.trace = before
     return found, given
+
+
+def _with_its_value(create: Callable[..., Any], **options: Any) -> Any:
+    """Makes a variable with its first value. Inside of a ``tf.function`` it would get one before the first run only, which is after
+    the model has been divided."""
+    value = options.get("initial_value")
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        return create(**options)  # of the graph: only a run of it makes that
+    with tf.init_scope():
+        return create(**options)
 
 
 def _as_tensor(value: Any) -> Any:
