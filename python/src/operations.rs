@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use smd_core::partition::{self, Wish};
 use smd_core::pipeline::operations::{
-    Homes, Made, Operation, Operations, Output, Place, Placement, Role, Segments, Transfer, Variable,
+    After, Homes, Made, Operation, Operations, Output, Place, Placement, Role, Segments, Signal, Transfer, Variable,
 };
 use smd_core::pipeline::schedule::Schedule;
 use smd_core::{Error, Result};
@@ -12,9 +12,12 @@ use crate::enter::enter;
 
 /// A result: the operation's number, and which of its results.
 type OutputRow = (usize, usize);
-/// A segment on one rank: its phase, stage and level, whether it is anchored, whether it is on this rank alone, its operations, and the
-/// results that it takes and gives.
-type SegmentRow = (&'static str, Option<usize>, usize, bool, bool, Vec<usize>, Vec<OutputRow>, Vec<OutputRow>);
+/// A segment on one rank: its phase, stage and level, whether it is anchored, whether it is on this rank alone, its operations, the
+/// results that it takes and gives, and what it comes after besides (segment, and how many microbatches before).
+type SegmentRow =
+    (&'static str, Option<usize>, usize, bool, bool, Vec<usize>, Vec<OutputRow>, Vec<OutputRow>, Vec<(usize, usize)>);
+/// Who tells whom: what passes between ranks (from, to).
+type Way = (usize, Vec<usize>);
 
 /// A `modelparallel.tensorflow.operations.Operation`.
 #[derive(FromPyObject)]
@@ -142,7 +145,8 @@ impl StepPlacement {
     }
 
     /// Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
-    /// and microbatch), what passes between ranks (result, from, to), and a line for everything that must be the same on all ranks.
+    /// and microbatch), results that pass between ranks, segments whose effects others are told of, and a line for everything that must
+    /// be the same on all ranks.
     #[expect(clippy::type_complexity, reason = "Python unpacks it")]
     fn cut(
         &self,
@@ -152,19 +156,20 @@ impl StepPlacement {
         microbatches: usize,
         schedule: &str,
         active_microbatches: usize,
-    ) -> PyResult<(Vec<SegmentRow>, Vec<(usize, usize)>, Vec<(OutputRow, usize, Vec<usize>)>, Vec<String>)> {
+    ) -> PyResult<(Vec<SegmentRow>, Vec<(usize, usize)>, Vec<(OutputRow, Way)>, Vec<(usize, Way)>, Vec<String>)> {
         let operations = &self.of.get().operations;
         let wanted: Vec<Vec<Output>> =
             wanted.into_iter().map(|outputs| outputs.into_iter().map(output).collect()).collect();
         enter(py, || {
             let schedule: Schedule = schedule.parse()?;
             let halves = schedule == Schedule::ZeroBubble;
-            let segments = Segments::cut(operations, &self.placement, &wanted, halves)?;
+            let mut segments = Segments::cut(operations, &self.placement, &wanted, halves)?;
             let mut orders = segments.plan(microbatches, schedule, active_microbatches)?;
             let lines = segments.lines(&orders);
             let found = (0..segments.all().len()).map(|number| segment(&segments, number, rank)).collect();
             let own = orders.get_mut(rank).map(std::mem::take).unwrap_or_default();
-            Ok((found, own, segments.transfers().iter().map(transfer).collect(), lines))
+            let transfers = segments.transfers().iter().map(transfer).collect();
+            Ok((found, own, transfers, segments.signals().iter().map(signal).collect(), lines))
         })
     }
 }
@@ -174,9 +179,14 @@ fn segment(segments: &Segments<'_>, number: usize, rank: usize) -> SegmentRow {
     let here = segments.on(number, rank);
     let (takes, gives) = (segments.inputs_of(&here), segments.outputs_of(&here, rank));
     let alone = whole.place == Place::On(rank);
-    (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(takes), rows(gives))
+    let after = segments.after(number, rank).into_iter().map(|After { segment, back }| (segment, back)).collect();
+    (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(takes), rows(gives), after)
 }
 
-fn transfer(transfer: &Transfer) -> (OutputRow, usize, Vec<usize>) {
-    ((transfer.output.operation, transfer.output.index), transfer.from, transfer.to.clone())
+fn transfer(transfer: &Transfer) -> (OutputRow, Way) {
+    ((transfer.output.operation, transfer.output.index), (transfer.from, transfer.to.clone()))
+}
+
+fn signal(signal: &Signal) -> (usize, Way) {
+    (signal.segment, (signal.from, signal.to.clone()))
 }

@@ -29,7 +29,7 @@ def _peak(microbatches):
 
 
 def _everything(folder):
-    return _peak(2), _forms(folder)
+    return _peak(2), _forms(folder), _orders(folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def ranks(tmp_path_factory):
 
 
 def test_each_rank_has_its_part(ranks):
-    for (part, _), _ in ranks[1]:
+    for (part, _), *_ in ranks[1]:
         assert part == 0.5
 
 
 def test_gradients_of_more_microbatches_take_no_more_memory(ranks):
     many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=_ENV, timeout=280)
-    for ((_, few), _), (_, more) in zip(ranks[1], many, strict=True):
+    for ((_, few), *_), (_, more) in zip(ranks[1], many, strict=True):
         # Far more than the variables' 32 MiB and their gradients', and 14 gradients too many would be 450 MiB.
         assert few > 64 * 2**20, (few, more)
         assert more <= 1.2 * few, (few, more)
@@ -170,9 +170,81 @@ def test_models_may_have_these_in_them(ranks):
         "scaling": ("SMPUnsupportedError", "LossScaleOptimizer"),
         "fit": ("SMPUnsupportedError", "smp.step"),
     }
-    for _, found in ranks[1]:
+    for _, found, _ in ranks[1]:
         assert found.pop("served") == ["output_0", "output_1"]
         assert set(found) == set(expected), found
         for name, (kind, text) in expected.items():
             assert found[name][0] == kind, found
             assert text in found[name][1], found
+
+
+def _orders(folder):
+    """Layers and a body with effects that nobody's operands tell of; what plain Keras finds, microbatch after microbatch."""
+    import time
+
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+
+    class Noting(keras.layers.Layer):
+        """Scales by a counter, and appends its name to a file, slowly or not."""
+
+        def __init__(self, name, seconds, file):
+            super().__init__(name=name)
+            self.counter = self.add_weight(shape=(), initializer="ones", trainable=False, name="counter")
+            self.seconds, self.file = seconds, file
+
+        def call(self, x):
+            def note():
+                time.sleep(self.seconds)
+                with open(self.file, "a") as file:
+                    file.write(f"{self.name}\n")
+                return np.float32(0)
+
+            tf.numpy_function(note, (), tf.float32)
+            return x * tf.convert_to_tensor(self.counter)
+
+    def made(base, file):
+        class Model(base):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = Noting("one", 0.05, file), Noting("two", 0.0, file)
+                self.norm = keras.layers.BatchNormalization(momentum=0.5, name="norm")
+
+            def call(self, x):
+                with smp.partition(0):
+                    one = self.one(x)
+                with smp.partition(1):
+                    return one + self.norm(self.two(x), training=True)
+
+        return Model()
+
+    def body(model, x):
+        model.one.counter.assign(tf.reduce_mean(x))
+        outputs = model(x)
+        model.two.counter.assign_add(1.0)
+        counter, mean = model.two.counter, model.norm.moving_mean
+        return outputs, tf.convert_to_tensor(counter) + 0.0, tf.convert_to_tensor(mean) + 0.0
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+    model, plain = made(smp.DistributedModel, f"{folder}/effects"), made(keras.Model, "/dev/null")
+    step = smp.step(lambda x: body(model, x))
+    for seed in range(2):
+        x = tf.constant(np.random.default_rng(seed).normal(size=(8, 3)), tf.float32)
+        expected = [body(plain, part) for part in tf.split(x, 4)]
+        for ours, theirs in zip(step(x), zip(*expected, strict=True), strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    smp.barrier()
+    return Path(folder, "effects").read_text().split()
+
+
+def test_effects_keep_the_order_of_the_script(ranks):
+    for _, _, noted in ranks[1]:
+        assert len(noted) == 16
+        for count in range(len(noted)):
+            assert noted[:count].count("one") >= noted[:count].count("two"), noted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +27,7 @@ class Segment:
         ops: The operations.
         takes: Tensors that they need from elsewhere.
         gives: Tensors of theirs that are needed elsewhere.
+        after: Segments that they come after besides, for the same microbatch (0) or for the one before (1).
     """
 
     name: str
@@ -37,15 +38,16 @@ class Segment:
     ops: list[tf.Operation]
     takes: list[tf.Tensor]
     gives: list[tf.Tensor]
+    after: list[tuple[Segment, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that passes between ranks.
+    """A message between ranks: a tensor, or the signal that a segment has been computed.
 
     Attributes:
         number: The same on all ranks.
-        source: The partition that makes it.
+        source: The partition that sends it.
         targets: Those that get it.
     """
 
@@ -62,6 +64,7 @@ class Layout:
         order: The anchored ones with their microbatches, in the schedule's order.
         of: The segment of an operation, by its name.
         transfers: Tensors that pass between ranks, by name.
+        signals: Segments that other ranks wait for.
         free: Names of operations that are computed wherever they are needed.
         wanted: What the step returns here.
         lines: What must be the same on all ranks.
@@ -76,7 +79,7 @@ class Layout:
             SMPUnsupportedError: a tensor cannot pass between ranks, or the schedule contradicts what depends on what.
         """
         with errors.translated(_CLASSES):
-            segments, order, transfers, self.lines = placement.cut(
+            segments, order, transfers, signals, self.lines = placement.cut(
                 [[operations.output(tensor) for tensor in tensors] for tensors in wanted],
                 rank,
                 microbatches=config.microbatches,
@@ -95,13 +98,19 @@ class Layout:
                 tensors(takes),
                 tensors(gives),
             )
-            for phase, stage, level, anchored, alone, numbers, takes, gives in segments
+            for phase, stage, level, anchored, alone, numbers, takes, gives, _ in segments
         ]
+        for segment, (*_, after) in zip(self.segments, segments, strict=True):
+            segment.after = [(self.segments[other], back) for other, back in after]
         self.order = [(self.segments[number], mb) for number, mb in order]
         self.of = {op.name: segment for segment in self.segments for op in segment.ops}
         self.free = {ops[each].name for each in placement.free()}
         self.wanted = list(wanted[rank])
         self.transfers: dict[str, Transfer] = {}
-        for number, (output, source, targets) in enumerate(transfers):
+        for number, (output, (source, targets)) in enumerate(transfers):
             (tensor,) = tensors([output])
             self.transfers[tensor.name] = Transfer(number, source, targets)
+        self.signals: dict[Segment, Transfer] = {
+            self.segments[segment]: Transfer(number, source, targets)
+            for number, (segment, (source, targets)) in enumerate(signals, len(transfers))
+        }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from smdistributed import _core
 from smdistributed.modelparallel.tensorflow.tracing import Trace
@@ -79,8 +80,7 @@ class Operations:
         return [self.ops[number].outputs[index] for number, index in outputs]
 
     def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
-        # TensorFlow's gradients also wait for what has no effect, to be computed late; segments do that better.
-        waits = [self._numbers[each.name] for each in op.control_inputs if auto_control_deps.op_is_stateful(each)]
+        waits = sorted({self._numbers[each.name] for each in _waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
         return Operation(
             op.name,
@@ -96,9 +96,25 @@ class Operations:
             [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
             made,
             auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR,
-            op.type.startswith(("Assign", "ResourceScatter")),
+            any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
             _flops(op),
         )
+
+
+def _waited_for(op: tf.Operation) -> list[tf.Operation]:
+    """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed late;
+    segments do that better. But what has none may stand for others that have, as ``tf.group`` does."""
+    found, pending, seen = [], list(op.control_inputs), set()
+    while pending:
+        other = pending.pop()
+        if other.name in seen:
+            continue
+        seen.add(other.name)
+        if auto_control_deps.op_is_stateful(other):
+            found.append(other)
+        else:
+            pending += other.control_inputs
+    return found
 
 
 def _role(op: tf.Operation, hands_out: bool) -> str:

@@ -9,6 +9,9 @@
   again when the last call that takes it has ended.
 - PROG-4: gradients are added up as they come, and the next backward waits for that: two of a variable are held at a
   time, however many microbatches there are. What else is returned of them is held if somebody takes it.
+- PROG-5: a call comes after those whose effects its operations wait for, and after those for the microbatch before
+  that read or change a variable which it changes or reads (SEG-3 in the core). Other ranks are told of effects by a
+  message.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication, timeline
-from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
+from smdistributed.modelparallel.tensorflow.layout import Layout, Segment, Transfer
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
@@ -95,6 +98,7 @@ class Program:
             inputs = {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
             self._values.append({**captures, **inputs})
         self._functions: dict[Segment, tuple[Any, list[tf.Tensor]]] = {}
+        # Of a segment of another rank, what has received the message that it has been called.
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
@@ -145,11 +149,11 @@ class Program:
             values[tensor.name] = self._receive(tensor, self._layout.transfers[tensor.name].source, mb, stage)
         return values[tensor.name]
 
-    def _tag(self, tensor: tf.Tensor, mb: int) -> int:
-        return 2 * (self._layout.transfers[tensor.name].number * self._microbatches + mb)
+    def _tag(self, transfer: Transfer, mb: int) -> int:
+        return 2 * (transfer.number * self._microbatches + mb)
 
     def _receive(self, tensor: tf.Tensor, source: int, mb: int, stage: int | None) -> tf.Tensor:
-        tag = self._tag(tensor, mb)
+        tag = self._tag(self._layout.transfers[tensor.name], mb)
         before = list(self._start)
         if tensor.name not in self._taken_at_once:
             before += self._anchors[-2:-1]
@@ -170,11 +174,12 @@ class Program:
         return value
 
     def _send(self, segment: Segment, tensor: tf.Tensor, value: tf.Tensor, mb: int) -> None:
-        tag = self._tag(tensor, mb)
+        transfer = self._layout.transfers[tensor.name]
+        tag = self._tag(transfer, mb)
         ready = self._clock.read([value.op]) if segment.anchored else []
         sent = []
         with tf.control_dependencies(ready), tf.device("/device:CPU:0"):
-            for target in self._layout.transfers[tensor.name].targets:
+            for target in transfer.targets:
                 if not tensor.shape.is_fully_defined():
                     shape = tf.shape(value)
                     sent.append(core_ops.smd_send(tensor=shape, peer=target, tag=tag + 1, group=self._group))
@@ -182,6 +187,33 @@ class Program:
         for op in sent:
             self._runs_by_itself(op)
         self._clock.note("send", segment.stage, mb, ready, sent)
+
+    def _has_been_called(self, segment: Segment, mb: int) -> tf.Operation:
+        """What ends after a segment's call for a microbatch, on whatever rank it is."""
+        if segment.ops:
+            self._call(segment, mb)
+        elif (segment, mb) not in self._calls:
+            signal = self._layout.signals[segment]
+            with tf.control_dependencies(self._start), tf.device("/device:CPU:0"):
+                received = core_ops.smd_recv(
+                    shape=tf.constant([1]),
+                    T=tf.int32,
+                    peer=signal.source,
+                    tag=self._tag(signal, mb),
+                    group=self._group,
+                )
+            self._runs_by_itself(received.op)
+            self._calls[segment, mb] = received.op
+        return self._calls[segment, mb]
+
+    def _signal(self, segment: Segment, mb: int) -> None:
+        """Tells other ranks of a segment's call."""
+        signal = self._layout.signals[segment]
+        with tf.control_dependencies([self._calls[segment, mb]]), tf.device("/device:CPU:0"):
+            for target in signal.targets:
+                tag = self._tag(signal, mb)
+                sent = core_ops.smd_send(tensor=tf.constant([mb]), peer=target, tag=tag, group=self._group)
+                self._runs_by_itself(sent)
 
     def _runs_by_itself(self, op: tf.Operation) -> None:
         """It must run, but TensorFlow puts it into no order with others: what it has to wait for, it is told here."""
@@ -198,13 +230,14 @@ class Program:
         stage = segment.stage if segment.anchored else None
         arguments = [self._value(tensor, mb, stage) for tensor in inputs]
         before = list(self._start) if not arguments else []
+        before += [self._has_been_called(other, mb - back) for other, back in segment.after if mb >= back]
         if segment.anchored:
             before += self._anchors[-1:]
             if segment.phase != "F":
                 before, self._adding = before + self._adding, []
-        elif mb > 0 and (segment, mb - 1) in self._calls:
+        elif mb > 0:
             # States change in the order of the microbatches.
-            before.append(self._calls[segment, mb - 1])
+            before.append(self._has_been_called(segment, mb - 1))
         ready = []
         if segment.anchored:
             here = [each.op for each in arguments if getattr(each, "graph", None) is self._graph]
@@ -225,6 +258,8 @@ class Program:
                 self._adding += self._add(tensor.name, value)
             if segment.alone and tensor.name in self._layout.transfers:
                 self._send(segment, tensor, value, mb)
+        if segment.alone and segment in self._layout.signals:
+            self._signal(segment, mb)
 
     def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
         """Adds a microbatch's value; returns the operation, if there is one."""

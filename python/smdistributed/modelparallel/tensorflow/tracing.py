@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop
+from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph as func_graph_lib
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
@@ -178,7 +179,9 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     before, state.trace = state.trace, found
     given: list[tf.Tensor] = []
     try:
-        with found.graph.as_default(), tf.variable_creator_scope(_with_its_value):
+        # Operations with effects keep the order of the script, as in any `tf.function`.
+        ordered = auto_control_deps.AutomaticControlDependencies()
+        with found.graph.as_default(), ordered, tf.variable_creator_scope(_with_its_value):
 
             def placeholder(value: Any) -> Any:
                 if not isinstance(value, tf.Tensor):

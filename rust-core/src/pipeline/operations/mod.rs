@@ -19,7 +19,7 @@ mod segments;
 mod tests;
 
 pub use place::{Homes, Place, Placement};
-pub use segments::{Phase, Segment, Segments, Transfer};
+pub use segments::{After, Phase, Segment, Segments, Signal, Transfer};
 
 use crate::error::{Error, Result};
 

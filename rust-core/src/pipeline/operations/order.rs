@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Phase, Place, Segments};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
 use crate::pipeline::{Costs, Edge, Graph, Kind, Link, Stage};
 
@@ -14,10 +14,11 @@ impl Segments<'_> {
     /// For each rank, its anchored segments with their microbatches, in the schedule's order. Without a backward, `schedule` is that
     /// of an evaluation.
     ///
+    /// A segment whose place in that order contradicts what depends on what is not anchored from then on.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] if the order of the schedule and what depends on what contradict each other; as
-    /// [`plan`] else.
-    pub fn plan(&self, microbatches: usize, schedule: Schedule, active: usize) -> Result<Vec<Vec<Node>>> {
+    /// As [`plan`].
+    pub fn plan(&mut self, microbatches: usize, schedule: Schedule, active: usize) -> Result<Vec<Vec<Node>>> {
         if self.stages.is_empty() {
             return Ok(vec![Vec::new(); self.ranks()]);
         }
@@ -29,7 +30,7 @@ impl Segments<'_> {
             .filter_map(|(number, segment)| Some(((segment.phase, segment.stage?), number)))
             .collect();
         let segment = |kind, stage| anchored.get(&(phase(kind)?, stage)).copied();
-        let orders: Vec<Vec<Node>> = (program.ranks().iter())
+        let mut orders: Vec<Vec<Node>> = (program.ranks().iter())
             .map(|actions| {
                 let found = actions.iter().filter_map(|action| {
                     Some((segment(action.kind, action.stage as usize)?, action.microbatch as usize))
@@ -37,7 +38,13 @@ impl Segments<'_> {
                 found.collect()
             })
             .collect();
-        self.check(&orders, microbatches)?;
+        while let Some(circle) = self.circle(&orders, microbatches) {
+            let anchored = circle.into_iter().filter(|&each| self.segments[each].anchored);
+            let key = |&each: &usize| (self.segments[each].phase == Phase::Forward, self.segments[each].level, each);
+            let free = anchored.min_by_key(key).expect("segments alone depend on each other in one direction");
+            self.segments[free].anchored = false;
+            orders.iter_mut().for_each(|order| order.retain(|&(segment, _)| segment != free));
+        }
         Ok(orders)
     }
 
@@ -79,43 +86,34 @@ impl Segments<'_> {
         rows
     }
 
-    /// Stages that a forward segment takes results of, by way of all ranks or not.
+    /// Stages that a forward segment comes after, by way of other segments or not, and what it takes of them.
     fn edges_to(&self, number: usize) -> Vec<Edge> {
         let mut edges: BTreeMap<usize, u64> = BTreeMap::new();
         let mut seen = BTreeSet::new();
-        let mut pending = self.inputs_of(&self.segments[number].operations);
-        while let Some(taken) = pending.pop() {
-            if !seen.insert(taken) {
+        // A result, or an operation whose effects are waited for.
+        let before = |operations: &[usize]| {
+            let takes = self.inputs_of(operations).into_iter().map(|taken| (taken.operation, Some(taken)));
+            let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
+            takes.chain(waits.map(|&other| (other, None))).collect::<Vec<_>>()
+        };
+        let mut pending = before(&self.segments[number].operations);
+        while let Some((operation, taken)) = pending.pop() {
+            if !seen.insert((operation, taken)) {
                 continue;
             }
-            match self.of[taken.operation].map(|maker| &self.segments[maker]) {
-                Some(maker) if maker.phase == Phase::Forward => {
-                    *edges.entry(maker.stage.expect("a forward segment has one")).or_default() += self.bytes(taken);
-                }
-                Some(maker) if maker.phase == Phase::Shared => pending.extend(self.inputs_of(&[taken.operation])),
-                _ => {}
+            let Some(maker) = self.of[operation].filter(|&maker| maker != number) else { continue };
+            if let Some(stage) = self.segments[maker].stage.filter(|_| self.segments[maker].phase == Phase::Forward) {
+                *edges.entry(stage).or_default() += taken.map_or(0, |taken| self.bytes(taken));
+            } else {
+                pending.extend(before(&[operation]));
             }
         }
         edges.into_iter().map(|(from, bytes)| Edge { from, bytes }).collect()
     }
 
-    /// Runs the orders of all ranks without computing.
-    fn check(&self, orders: &[Vec<Node>], microbatches: usize) -> Result<()> {
-        let mut before: BTreeMap<Node, BTreeSet<Node>> = BTreeMap::new();
-        for (number, segment) in self.segments.iter().enumerate() {
-            let inputs = self.inputs_of(&segment.operations);
-            let makers: BTreeSet<usize> = inputs.iter().filter_map(|taken| self.of[taken.operation]).collect();
-            for mb in 0..microbatches {
-                let nodes = before.entry((number, mb)).or_default();
-                nodes.extend(makers.iter().map(|&maker| (maker, mb)));
-                if mb > 0 && !segment.anchored {
-                    nodes.insert((number, mb - 1));
-                }
-            }
-        }
-        for pair in orders.iter().flat_map(|order| order.windows(2)) {
-            before.entry(pair[1]).or_default().insert(pair[0]);
-        }
+    /// Runs the orders of all ranks without computing; segments that wait for each other, if there are such.
+    fn circle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
+        let before = self.before(orders, microbatches);
         let mut after: BTreeMap<Node, Vec<Node>> = BTreeMap::new();
         for (&node, nodes) in &before {
             nodes.iter().for_each(|&each| after.entry(each).or_default().push(node));
@@ -132,15 +130,40 @@ impl Segments<'_> {
                 }
             }
         }
-        let Some(((number, mb), _)) = waiting.pop_first() else { return Ok(()) };
-        let segment = &self.segments[number];
-        let place = segment.place.partition().map_or("all".to_owned(), |partition| partition.to_string());
-        Err(Error::Unsupported(format!(
-            "the schedule cannot order this step: {} of level {} on {place} of microbatch {mb} would wait for itself; with \
-             `pipeline: 'simple'` fewer steps do",
-            segment.phase.text(),
-            segment.level
-        )))
+        // Whoever waits does so for another one that waits, so this way comes back to itself.
+        let mut way = vec![*waiting.first_key_value()?.0];
+        loop {
+            let last = way[way.len() - 1];
+            let next = before[&last].iter().find(|each| waiting.contains_key(each)).expect("it waits for somebody");
+            if let Some(start) = way.iter().position(|each| each == next) {
+                return Some(way[start..].iter().map(|&(segment, _)| segment).collect());
+            }
+            way.push(*next);
+        }
+    }
+
+    /// What each segment comes after, for each microbatch.
+    fn before(&self, orders: &[Vec<Node>], microbatches: usize) -> BTreeMap<Node, BTreeSet<Node>> {
+        let mut before: BTreeMap<Node, BTreeSet<Node>> = BTreeMap::new();
+        for (number, segment) in self.segments.iter().enumerate() {
+            let inputs = self.inputs_of(&segment.operations);
+            let mut same: BTreeSet<usize> = inputs.iter().filter_map(|taken| self.of[taken.operation]).collect();
+            same.extend(self.waits_of(number, &segment.operations));
+            for mb in 0..microbatches {
+                let nodes = before.entry((number, mb)).or_default();
+                nodes.extend(same.iter().map(|&other| (other, mb)));
+                if mb > 0 {
+                    nodes.extend(self.sharing(number).iter().map(|&other| (other, mb - 1)));
+                    if !segment.anchored {
+                        nodes.insert((number, mb - 1));
+                    }
+                }
+            }
+        }
+        for pair in orders.iter().flat_map(|order| order.windows(2)) {
+            before.entry(pair[1]).or_default().insert(pair[0]);
+        }
+        before
     }
 
     /// A line for each operation and for each rank's returned results and order, the same on all ranks if they have the same
@@ -157,7 +180,8 @@ impl Segments<'_> {
                 Place::On(partition) => format!(" on {partition}"),
             };
             let (takes, makes) = (takes.join(", "), makes.join(", "));
-            lines.push(format!("%{number}: {}({takes}) -> {makes}{place}", operation.kind));
+            let waits: String = operation.waits.iter().map(|other| format!(" after %{other}")).collect();
+            lines.push(format!("%{number}: {}({takes}) -> {makes}{place}{waits}", operation.kind));
         }
         for (rank, outputs) in self.wanted.iter().enumerate() {
             let outputs: Vec<String> =

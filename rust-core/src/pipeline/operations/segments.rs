@@ -4,9 +4,12 @@
 //! So segments depend on each other in one direction only, whatever the model's form.
 //!
 //! - SEG-1: the forward segments are the stages of the pipeline; the last of the backward segments that use what a stage
-//!   keeps is its backward. Only these are *anchored*: their place in a rank's order is the schedule's.
+//!   keeps is its backward. Only these are *anchored*: their place in a rank's order is the schedule's, unless something that comes
+//!   before one of them depends on it.
 //! - SEG-2: an operation whose results are taken by its own place only, later, is computed later, with them. So a variable is
 //!   read for a microbatch when the one before it may have changed it.
+//! - SEG-3: effects keep the order of the script. A segment comes after those whose effects its operations wait for, for the same
+//!   microbatch; and after those that it shares a variable with which one of them changes, for the microbatch before.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -69,6 +72,26 @@ pub struct Transfer {
     pub to: Vec<usize>,
 }
 
+/// A segment that another one comes after, though it takes nothing of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct After {
+    /// The segment that comes first.
+    pub segment: usize,
+    /// For the same microbatch (0), or for the one before (1).
+    pub back: usize,
+}
+
+/// What tells other ranks that a segment's effects are there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signal {
+    /// Whose.
+    pub segment: usize,
+    /// Where it is computed.
+    pub from: usize,
+    /// Who waits for it.
+    pub to: Vec<usize>,
+}
+
 /// The segments of a step, and who needs what.
 #[derive(Debug)]
 pub struct Segments<'a> {
@@ -86,6 +109,9 @@ pub struct Segments<'a> {
     needed: Vec<Vec<bool>>,
     transfers: Vec<Transfer>,
     crossing: BTreeSet<Output>,
+    /// For each segment, those that share a variable with it, which one of the two changes.
+    sharing: Vec<BTreeSet<usize>>,
+    signals: Vec<Signal>,
 }
 
 impl<'a> Segments<'a> {
@@ -113,6 +139,8 @@ impl<'a> Segments<'a> {
             needed: Vec::new(),
             transfers: Vec::new(),
             crossing: BTreeSet::new(),
+            sharing: Vec::new(),
+            signals: Vec::new(),
         };
         found.make_segments();
         found.make_stages();
@@ -121,6 +149,8 @@ impl<'a> Segments<'a> {
         if halves {
             found.halve_backwards();
         }
+        found.find_sharing();
+        found.find_signals();
         Ok(found)
     }
 
@@ -132,6 +162,11 @@ impl<'a> Segments<'a> {
     /// What goes to other ranks; the order is that of all ranks.
     pub fn transfers(&self) -> &[Transfer] {
         &self.transfers
+    }
+
+    /// What tells other ranks of effects; the order is that of all ranks.
+    pub fn signals(&self) -> &[Signal] {
+        &self.signals
     }
 
     /// Ranks of the pipeline.
@@ -159,6 +194,28 @@ impl<'a> Segments<'a> {
             .filter(|taken| self.placement.place(taken.operation) != Place::Free)
             .filter(|taken| seen.insert(*taken))
             .collect()
+    }
+
+    /// What the part of a segment that `rank` computes comes after (SEG-3).
+    pub fn after(&self, segment: usize, rank: usize) -> Vec<After> {
+        let here = self.on(segment, rank);
+        if here.is_empty() {
+            return Vec::new();
+        }
+        let waits = self.waits_of(segment, &here).into_iter().map(|segment| After { segment, back: 0 });
+        let shares = self.sharing[segment].iter().filter(|&&other| !self.on(other, rank).is_empty());
+        waits.chain(shares.map(|&segment| After { segment, back: 1 })).collect()
+    }
+
+    /// Segments whose effects `operations`, of one segment, wait for.
+    pub(super) fn waits_of(&self, segment: usize, operations: &[usize]) -> BTreeSet<usize> {
+        let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
+        waits.filter_map(|&other| self.of[other]).filter(|&other| other != segment).collect()
+    }
+
+    /// Segments that share a variable with this one, which one of the two changes.
+    pub(super) fn sharing(&self, segment: usize) -> &BTreeSet<usize> {
+        &self.sharing[segment]
     }
 
     /// What `rank` needs of `operations`, a segment that it computes, others' needs included.
@@ -318,6 +375,47 @@ impl<'a> Segments<'a> {
             }
         }
         Ok(())
+    }
+
+    fn find_sharing(&mut self) {
+        let mut users: BTreeMap<usize, (BTreeSet<usize>, BTreeSet<usize>)> = BTreeMap::new();
+        for (number, operation) in self.operations.all().iter().enumerate() {
+            let Some(segment) = self.of[number] else { continue };
+            for &variable in &operation.variables {
+                let (all, changing) = users.entry(variable).or_default();
+                all.insert(segment);
+                if operation.assigns {
+                    changing.insert(segment);
+                }
+            }
+        }
+        self.sharing = vec![BTreeSet::new(); self.segments.len()];
+        for (all, changing) in users.values() {
+            for (&one, &other) in changing.iter().flat_map(|one| all.iter().map(move |other| (one, other))) {
+                if one != other {
+                    self.sharing[one].insert(other);
+                    self.sharing[other].insert(one);
+                }
+            }
+        }
+    }
+
+    fn find_signals(&mut self) {
+        let mut told: BTreeMap<(usize, usize), BTreeSet<usize>> = BTreeMap::new();
+        for segment in 0..self.segments.len() {
+            for rank in 0..self.ranks() {
+                for other in self.waits_of(segment, &self.on(segment, rank)) {
+                    if let Place::On(from) = self.segments[other].place
+                        && from != rank
+                    {
+                        told.entry((other, from)).or_default().insert(rank);
+                    }
+                }
+            }
+        }
+        let signal =
+            |((segment, from), to): (_, BTreeSet<usize>)| Signal { segment, from, to: to.into_iter().collect() };
+        self.signals = told.into_iter().map(signal).collect();
     }
 
     /// Halves anchored backwards: what others wait for, and the rest, which is the gradients of variables.

@@ -140,7 +140,7 @@ fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
 fn segments_are_cut_and_ordered_by_the_schedule() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = Placement::new(&operations, &halves()).unwrap();
-    let segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
+    let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
     assert_eq!(
         described(&segments),
         ["F! On(0) [1, 2]", "F! On(1) [3]", "R All [4, 5]", "B! On(1) [6, 7]", "B! On(0) [8, 9]"]
@@ -152,11 +152,12 @@ fn segments_are_cut_and_ordered_by_the_schedule() {
         (segments.inputs_of(&[8, 9]), segments.outputs_of(&[1, 2], 0)),
         (vec![first(2), first(7), first(0)], vec![first(2)])
     );
-    let order = |schedule| segments.plan(3, schedule, 3).unwrap();
+    let mut order = |schedule| segments.plan(3, schedule, 3).unwrap();
     assert_eq!(order(Schedule::Simple)[1], [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2)]);
     assert_eq!(order(Schedule::Interleaved)[1], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]);
     assert_eq!(order(Schedule::Interleaved)[0], [(0, 0), (0, 1), (4, 0), (4, 1), (0, 2), (4, 2)]);
-    let lines = segments.lines(&order(Schedule::Simple));
+    let orders = order(Schedule::Simple);
+    let lines = segments.lines(&orders);
     assert_eq!(lines[3], "%3: two(%2:0) -> float32[1024] on 1");
     assert_eq!(lines[10], "returned on 0: %5:0, %9:0");
     assert_eq!(lines[13], "order of 1: 1F0 1F1 1F2 1B0 1B1 1B2");
@@ -189,7 +190,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
 fn a_halved_backward_has_first_what_others_wait_for() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = Placement::new(&operations, &halves()).unwrap();
-    let segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
+    let mut segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
     assert_eq!(
         described(&segments),
         ["F! On(0) [1, 2]", "F! On(1) [3]", "R All [4, 5]", "I! On(1) [7]", "W! On(1) [6]", "W! On(0) [8, 9]"]
@@ -202,9 +203,9 @@ fn a_halved_backward_has_first_what_others_wait_for() {
 fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = Placement::new(&operations, &halves()).unwrap();
-    let segments = Segments::cut(&operations, &placement, &[vec![first(4)], vec![first(4)]], true).unwrap();
+    let mut segments = Segments::cut(&operations, &placement, &[vec![first(4)], vec![first(4)]], true).unwrap();
     assert_eq!(segments.plan(2, Schedule::ZeroBubble, 2).unwrap(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]);
-    let segments = Segments::cut(&operations, &placement, &[vec![first(0)], vec![]], false).unwrap();
+    let mut segments = Segments::cut(&operations, &placement, &[vec![first(0)], vec![]], false).unwrap();
     assert_eq!(segments.plan(2, Schedule::Simple, 2).unwrap(), [[], []]);
 }
 
@@ -251,38 +252,225 @@ fn layers_are_divided_by_what_their_operations_cost() {
     );
 }
 
+/// A layer of the second partition reads a counter, which the step's body changes after the model's call.
+#[test]
+fn a_variable_is_changed_after_it_has_been_read_and_read_after_it_has_been_changed() {
+    let mut rows = chain();
+    rows[3].variables.push(2);
+    let assign = Operation { has_effect: true, assigns: true, variables: vec![2], ..operation("assign", &[]) };
+    rows.push(Operation { waits: vec![3], made: 10, ..assign });
+    let operations = Operations::new(rows, variables(3)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
+    let [read, assigned, backward] = [3, 10, 7].map(|operation| number_of(&segments, operation));
+    assert_eq!(placement.place(10), Place::On(1));
+    assert_ne!(read, assigned);
+    assert!(segments.inputs_of(&[10]).is_empty());
+    let after = |segment, back| After { segment, back };
+    assert_eq!(segments.after(assigned, 1), [after(read, 0), after(read, 1)]);
+    assert_eq!(segments.after(read, 1), [after(assigned, 1)]);
+    assert_eq!((segments.after(assigned, 0), segments.signals()), (vec![], &[][..]));
+    assert_eq!(segments.lines(&[])[10], "%10: assign() -> float32[1024] on 1 after %3");
+    segments.plan(3, Schedule::Interleaved, 3).unwrap();
+    assert!(segments.all()[read].anchored && segments.all()[backward].anchored);
+}
+
+fn number_of(segments: &Segments<'_>, operation: usize) -> usize {
+    segments.all().iter().position(|each| each.operations.contains(&operation)).unwrap()
+}
+
+/// The first layer prints, then the second one, then the body, on all ranks.
+#[test]
+fn other_ranks_are_told_of_effects_that_they_wait_for() {
+    let mut rows = chain();
+    let print = |waits, row| Operation { has_effect: true, waits, makes: vec![], ..row };
+    rows.push(Operation { made: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
+    rows.push(Operation { made: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
+    rows.push(Operation { made: 12, ..print(vec![11], operation("print", &[5])) });
+    let operations = Operations::new(rows, variables(2)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    assert_eq!([10, 11, 12].map(|each| placement.place(each)), [Place::On(0), Place::On(1), Place::All]);
+    let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
+    let [one, two, all] = [10, 11, 12].map(|operation| number_of(&segments, operation));
+    let signals = [Signal { segment: one, from: 0, to: vec![1] }, Signal { segment: two, from: 1, to: vec![0] }];
+    assert_eq!(segments.signals(), signals);
+    for rank in 0..2 {
+        assert_eq!(segments.after(all, rank), [After { segment: two, back: 0 }]);
+    }
+    segments.plan(2, Schedule::Simple, 2).unwrap();
+}
+
+/// A layer on partition 0, one on 1, and again one on 0; the gradients of both ask for the shape of what the first one makes.
+#[test]
+fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place() {
+    let rows = vec![
+        Operation { role: Role::Input, ..operation("x", &[]) },
+        in_layer("one", &[0], 0, 0, &[0]),
+        in_layer("two", &[1], 1, 1, &[1]),
+        in_layer("three", &[2], 2, 2, &[2]),
+        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        operation("loss", &[4]),
+        Operation { gradient_of: vec![1], ..operation("shape", &[1]) },
+        Operation { gradient_of: vec![3], ..operation("three_inputs", &[3, 5, 6]) },
+        Operation { gradient_of: vec![2], ..operation("two_inputs", &[2, 6, 7]) },
+    ];
+    let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
+    let operations = Operations::new(rows, variables(3)).unwrap();
+    let homes = Homes { layers: vec![Some(0), Some(1), Some(0)], ..Homes::default() };
+    let placement = Placement::new(&operations, &homes).unwrap();
+    let wanted = vec![vec![first(5)], vec![first(5), first(8)]];
+    for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
+        let halves = schedule == Schedule::ZeroBubble;
+        let mut segments = Segments::cut(&operations, &placement, &wanted, halves).unwrap();
+        let orders = segments.plan(3, schedule, 3).unwrap();
+        let anchored = |operation| segments.all()[number_of(&segments, operation)].anchored;
+        assert_eq!([6, 7, 8].map(anchored), [false, true, true], "{schedule:?}");
+        assert_eq!(left_undone(&segments, &orders, 3), [], "{schedule:?}");
+    }
+}
+
+/// What ranks have not done in the end, each of them with messages from the others: a rank, a segment and a microbatch.
+fn left_undone(
+    segments: &Segments<'_>,
+    orders: &[Vec<(usize, usize)>],
+    microbatches: usize,
+) -> Vec<(usize, usize, usize)> {
+    let runs = |rank: usize, segment: usize| !segments.on(segment, rank).is_empty();
+    let number = |output: &Output| {
+        let mut numbers = 0..segments.all().len();
+        numbers.find(|&each| segments.all()[each].operations.contains(&output.operation))
+    };
+    let mut done = std::collections::BTreeSet::new();
+    let mut left: Vec<(usize, usize, usize)> = (0..segments.ranks())
+        .flat_map(|rank| (0..segments.all().len()).map(move |segment| (rank, segment)))
+        .filter(|&(rank, segment)| runs(rank, segment))
+        .flat_map(|(rank, segment)| (0..microbatches).map(move |mb| (rank, segment, mb)))
+        .collect();
+    loop {
+        let ready = |&(rank, segment, mb): &(usize, usize, usize)| {
+            let there = |other: usize, mb: usize| match segments.all()[other].place {
+                Place::On(home) => done.contains(&(home, other, mb)),
+                Place::Free | Place::All => done.contains(&(rank, other, mb)),
+            };
+            let inputs = segments.inputs_of(&segments.on(segment, rank));
+            let order = &orders[rank];
+            let place = order.iter().position(|&each| each == (segment, mb));
+            assert_eq!(place.is_some(), segments.all()[segment].anchored && !order.is_empty());
+            inputs.iter().filter_map(number).all(|other| there(other, mb))
+                && segments
+                    .after(segment, rank)
+                    .iter()
+                    .all(|each| mb < each.back || there(each.segment, mb - each.back))
+                && match place {
+                    Some(place) => place == 0 || done.contains(&(rank, order[place - 1].0, order[place - 1].1)),
+                    None => mb == 0 || done.contains(&(rank, segment, mb - 1)),
+                }
+        };
+        let (now, later): (Vec<_>, Vec<_>) = left.into_iter().partition(ready);
+        left = later;
+        if now.is_empty() {
+            return left;
+        }
+        done.extend(now);
+    }
+}
+
+/// What layers of random steps have.
+#[derive(Clone, Copy, Debug)]
+struct Extras {
+    /// No gradient goes to what it takes.
+    is_first: bool,
+    /// Its gradient asks for the shape of what it takes, where that was made or where it is taken.
+    shape: Option<bool>,
+    /// It prints.
+    prints: bool,
+    /// The body adds something to the loss that its variable alone decides.
+    penalty: bool,
+    /// The body changes its variable in the end, by what it takes, or by the loss.
+    changes: Option<bool>,
+}
+
+fn extras() -> impl Strategy<Value = Extras> {
+    let seldom = || prop::bool::weighted(0.2);
+    let option = || prop::option::weighted(0.3, any::<bool>());
+    (seldom(), option(), seldom(), seldom(), option()).prop_map(|(is_first, shape, prints, penalty, changes)| Extras {
+        is_first,
+        shape,
+        prints,
+        penalty,
+        changes,
+    })
+}
+
 /// Layers on random partitions that take random values of earlier ones, a loss, and gradients in the reverse order.
 fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
-    let one = (0_usize..3, prop::collection::vec(any::<prop::sample::Index>(), 1..3));
+    let one = (0_usize..3, prop::collection::vec(any::<prop::sample::Index>(), 1..3), extras());
     prop::collection::vec(one, 1..8).prop_map(|layers| {
         let mut rows = vec![Operation { role: Role::Input, ..operation("x", &[]) }];
+        // Of each value, where it is among the operations.
+        let mut values = vec![0];
         let mut takes: Vec<Vec<usize>> = vec![Vec::new()];
-        for (number, (_, operands)) in layers.iter().enumerate() {
-            let operands: Vec<usize> = operands.iter().map(|operand| operand.index(rows.len())).collect();
-            rows.push(in_layer("layer", &operands, number, number, &[number]));
+        let mut printed: Vec<usize> = Vec::new();
+        let mut print = |rows: &mut Vec<Operation>, row: Operation| {
+            rows.push(Operation { has_effect: true, makes: vec![], waits: printed.clone(), ..row });
+            printed = vec![rows.len() - 1];
+        };
+        for (number, (_, operands, extras)) in layers.iter().enumerate() {
+            let operands: Vec<usize> = operands.iter().map(|operand| operand.index(values.len())).collect();
+            let taken: Vec<usize> = operands.iter().map(|&operand| values[operand]).collect();
+            rows.push(in_layer("layer", &taken, number, number, &[number]));
+            values.push(rows.len() - 1);
             takes.push(operands);
+            if extras.prints {
+                let row = in_layer("print", &[rows.len() - 1], number, number, &[]);
+                print(&mut rows, row);
+            }
         }
         let count = layers.len();
-        rows.push(Operation { role: Role::HandsOut, ..operation("out", &[count]) });
-        rows.push(operation("loss", &[count + 1]));
+        rows.push(Operation { role: Role::HandsOut, ..operation("out", &[values[count]]) });
+        let mut parts = vec![rows.len() - 1];
+        for (number, _) in layers.iter().enumerate().filter(|(_, (_, _, extras))| extras.penalty) {
+            rows.push(Operation { variables: vec![number], ..operation("penalty", &[]) });
+            parts.push(rows.len() - 1);
+        }
+        rows.push(operation("loss", &parts));
+        let loss = rows.len() - 1;
+        let row = operation("print", &[loss]);
+        print(&mut rows, row);
         let mut gradients: Vec<Option<usize>> = vec![None; count + 1];
-        gradients[count] = Some(count + 2);
+        gradients[count] = Some(loss);
         for layer in (1..=count).rev() {
             let Some(given) = gradients[layer] else { continue };
-            rows.push(Operation { gradient_of: vec![layer], ..operation("gradient", &[layer, given]) });
+            let mut needs = vec![values[layer], given];
+            let Extras { is_first, shape, .. } = layers[layer - 1].2;
+            if let Some(made) = shape {
+                let taken = values[takes[layer][0]];
+                let origin = if made { taken } else { values[layer] };
+                rows.push(Operation { gradient_of: vec![origin], ..operation("shape", &[taken]) });
+                needs.push(rows.len() - 1);
+            }
+            rows.push(Operation { gradient_of: vec![values[layer]], ..operation("gradient", &needs) });
             let made = rows.len() - 1;
-            for &operand in &takes[layer] {
+            for &operand in takes[layer].iter().filter(|_| !is_first) {
                 gradients[operand] = Some(match gradients[operand] {
                     Some(other) if other != made => {
-                        rows.push(Operation { gradient_of: vec![operand], ..operation("sum", &[other, made]) });
+                        rows.push(Operation { gradient_of: vec![values[operand]], ..operation("sum", &[other, made]) });
                         rows.len() - 1
                     }
                     _ => made,
                 });
             }
         }
+        for (number, (_, _, extras)) in layers.iter().enumerate() {
+            let Some(by_loss) = extras.changes else { continue };
+            let takes = if by_loss { vec![loss] } else { vec![] };
+            let waits = (0..rows.len()).filter(|&each| rows[each].variables == [number]).collect();
+            let row = Operation { waits, variables: vec![number], ..operation("assign", &takes) };
+            rows.push(Operation { has_effect: true, assigns: true, ..row });
+        }
+        rows.push(operation("result", &[loss]));
         let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
-        (rows, layers.into_iter().map(|(partition, _)| Some(partition)).collect())
+        (rows, layers.into_iter().map(|(partition, _, _)| Some(partition)).collect())
     })
 }
 
@@ -313,6 +501,31 @@ proptest! {
                     there.extend(segments.outputs_of(&here, rank));
                 }
                 prop_assert!(there.contains(&first(count - 1)));
+            }
+        }
+    }
+
+    /// All ranks come to the end of a step, whatever the schedule, and nobody needs a signal that is not sent.
+    #[test]
+    fn random_steps_end_on_all_ranks((rows, layers) in steps(), microbatches in 1_usize..4, active in 1_usize..4) {
+        let count = rows.len();
+        let operations = Operations::new(rows, variables(layers.len())).unwrap();
+        let placement = Placement::new(&operations, &Homes { layers, ..Homes::default() }).unwrap();
+        let wanted: Vec<Vec<Output>> = (0..3).map(|_| vec![first(count - 1)]).collect();
+        for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
+            let mut segments = Segments::cut(&operations, &placement, &wanted, schedule == Schedule::ZeroBubble).unwrap();
+            let orders = segments.plan(microbatches, schedule, active).unwrap();
+            prop_assert_eq!(left_undone(&segments, &orders, microbatches), []);
+            for rank in 0..3 {
+                for segment in 0..segments.all().len() {
+                    for other in segments.after(segment, rank).into_iter().filter(|after| after.back == 0) {
+                        let from = segments.all()[other.segment].place.partition();
+                        let told = segments.signals().iter().any(|signal| {
+                            signal.segment == other.segment && Some(signal.from) == from && signal.to.contains(&rank)
+                        });
+                        prop_assert!(told == from.is_some_and(|from| from != rank));
+                    }
+                }
             }
         }
     }
