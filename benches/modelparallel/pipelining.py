@@ -271,7 +271,7 @@ def main() -> None:
         print("pipeline             tokens/s  (worst .. best round)     ms    memory of each rank, GiB")
         for name, found in times.items():
             rates = sorted(tokens / seconds for seconds in found)
-            memory = " ".join(f"{each[name] / 2**30:.2f}" for each in every)
+            memory = " ".join(f"{each[name] / 2**30:.3f}" for each in every)
             middle = statistics.median(found)
             print(
                 f"{name:18} {tokens / middle:10,.0f}  ({rates[0]:,.0f} .. {rates[-1]:,.0f})  {1e3 * middle:7.1f}  {memory}"

@@ -3,9 +3,9 @@
 pub use ffi::*;
 
 use crate::calls::{
-    Asked, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_ranks, group_size,
-    process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run, run_batch, run_together,
-    session_id, size, submit, submit_batch, submit_named, world_place,
+    Asked, add_up, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_ranks,
+    group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run, run_batch,
+    run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -264,6 +264,11 @@ mod ffi {
         /// # Safety
         /// As `copy`.
         unsafe fn clear(tensor: &TensorView) -> Result<()>;
+        /// Adds a float16 or bfloat16 tensor on a device to a float32 one, queued into its stream.
+        ///
+        /// # Safety
+        /// As `copy`, but for the types.
+        unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()>;
 
         /// Throws what ended the operations of `group` on CUDA tensors, if something did.
         fn check_device(group: u64, during: &str) -> Result<()>;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use cxx::UniquePtr;
 use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, Done, MakeOutputs, ReduceOp, Request};
-use smd_core::device::memory;
+use smd_core::collectives::{Beside, Communicator, Done, MakeOutputs, ReduceOp, Request};
+use smd_core::device::{add, memory};
 use smd_core::negotiation::{self, Ask, Factors, Name};
 use smd_core::session;
 use smd_core::world::monitor;
@@ -66,7 +66,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         }
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
-        communicator(first)?.run_on_device(&requests, timeout(first))
+        communicator(first)?.run_on_device(&requests, timeout(first), Beside::Computation)
     })
 }
 
@@ -91,6 +91,19 @@ pub unsafe fn clear(view: &ffi::TensorView) -> Result<(), Report> {
         let view = unsafe { tensor(view) }?;
         // SAFETY: as above.
         unsafe { memory::clear_tensor(&view) }
+    })
+}
+
+/// # Safety
+/// See the bridge.
+pub unsafe fn add_up(total: &ffi::TensorView, addend: &ffi::TensorView) -> Result<(), Report> {
+    guard(|| {
+        // SAFETY: the caller's promise, for this and the next line.
+        let total = unsafe { tensor(total) }?;
+        // SAFETY: as above.
+        let addend = unsafe { tensor(addend) }?;
+        // SAFETY: as above.
+        unsafe { add::add_up(&total, &addend) }
     })
 }
 

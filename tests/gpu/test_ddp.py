@@ -73,6 +73,8 @@ def _models(torch):
         ("static graph", Tied(), tokens, {"static_graph": True}),
         ("branches", Branches(), torch.randn(3, 32), {"find_unused_parameters": True}),
         ("sparse", Sparse(), tokens, {}),
+        # The last bucket is one tensor, and larger than what goes to peers whole.
+        ("large", nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 8)), torch.randn(4, 2048), {}),
     ]
 
 

@@ -13,7 +13,12 @@ pytestmark = [pytest.mark.timeout(280), needs_two]
 
 MODELS = ("mlp", "nested", "skip", "tied", "two_by_two", "dictionaries", "batch_norm", "in_place", "asking", "gpt2")
 #: Partitions, microbatches, schedule, several stages a rank; as many ranks as there are.
-ROWS = ((2, 4, "interleaved", False), (2, 8, "zero_bubble", True), (4, 8, "interleaved", False))
+ROWS = (
+    (1, 4, "interleaved", False),
+    (2, 4, "interleaved", False),
+    (2, 8, "zero_bubble", True),
+    (4, 8, "interleaved", False),
+)
 
 
 def _device():
@@ -111,6 +116,36 @@ def _equality_body():
 def test_pipelines_equal_one_process():
     pytest.importorskip("transformers")
     assert run_ranks(_equality_body, NUM_RANKS, timeout=240) == [[]] * NUM_RANKS
+
+
+def _sums_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({})
+    _device()
+    torch.manual_seed(1)
+    failed = []
+    for shape in ((0,), (1,), (7, 9), (1000, 1001), (4096, 513)):
+        for narrow in (torch.bfloat16, torch.float16, torch.float32):
+            whole = torch.randn(*shape, device="cuda"), torch.randn(*shape, device="cuda").to(narrow)
+            cases = {"whole": whole, "off by one": tuple(x.flatten()[1:] for x in whole)}
+            cases |= {
+                "transposed": tuple(x.mT for x in whole),
+                "of two layouts": (whole[0], whole[1].mT.contiguous().mT),
+            }
+            for name, (total, addend) in cases.items() if len(shape) > 1 else [("whole", whole)]:
+                expected, found = total.clone().add_(addend), total.clone()
+                torch.ops.smd.add_up_(found, addend)
+                if not torch.equal(found, expected):
+                    failed.append(f"{shape}, {narrow}, {name}")
+    smp.shutdown()
+    return failed
+
+
+def test_sums_of_two_types_have_the_bits_of_pytorchs():
+    assert run_ranks(_sums_body, 1, timeout=60) == [[]]
 
 
 def _offloading_body():

@@ -29,7 +29,7 @@ use super::courier::Courier;
 use super::cuda::{self, Cuda, Flying};
 use super::kernels::copy::Publisher;
 use super::window::Window;
-use super::{Group, Request, algorithms, arrival, rows};
+use super::{Beside, Group, Request, algorithms, arrival, rows};
 use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
@@ -155,7 +155,9 @@ impl Communicator {
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } if cuda::is_on_device(request) => {
                 Err(Error::Unsupported("operations on rows of CUDA tensors are submitted, not run".into()))
             }
-            _ if cuda::is_on_device(request) => self.shared.cuda.run(std::slice::from_ref(request), timeout),
+            _ if cuda::is_on_device(request) => {
+                self.shared.cuda.run(std::slice::from_ref(request), timeout, Beside::Computation)
+            }
             Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
@@ -182,12 +184,12 @@ impl Communicator {
     }
 
     /// Queues several requests on CUDA tensors as one operation: they start together, so that messages in both
-    /// directions do not wait for each other.
+    /// directions do not wait for each other. All members say the same of what is done `beside`.
     ///
     /// # Errors
     /// As [`Communicator::run`]; [`Error::InvalidArgument`] for tensors in CPU memory.
-    pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
-        self.shared.cuda.run(requests, timeout)
+    pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>, beside: Beside) -> Result<()> {
+        self.shared.cuda.run(requests, timeout, beside)
     }
 
     /// What ended the group's operations on CUDA tensors, if something did: those that were queued before it have no

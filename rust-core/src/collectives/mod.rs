@@ -38,6 +38,15 @@ pub use communicator::{Communicator, Done};
 pub use rows::MakeOutputs;
 pub use window::Window;
 
+/// What a device does while an operation runs on it, which says how much of the device the operation may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beside {
+    /// A computation.
+    Computation,
+    /// Nothing: what comes next waits for the operation.
+    Nothing,
+}
+
 /// How values of different ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u8)]

@@ -8,6 +8,7 @@
 //! | [`event`] | a place in a stream that another one waits for |
 //! | [`memory`] | memory of the device, memory of a peer's device, host memory that the device sees |
 //! | [`kernel`] | kernels compiled from source at run time, and their launch |
+//! | [`add`] | a tensor added to one of a wider type |
 //! | [`pack`] | many tensors into one flat buffer and back, with a cast |
 //!
 //! - DEV-1: nothing of CUDA is needed to build this crate or to load it. The libraries are looked for at the first
@@ -17,6 +18,7 @@
 //! - DEV-3: every call makes its device current for the calling thread and puts back what was current before.
 //! - DEV-4: nothing here waits for the device unless its name says so (`synchronize`, `read`, `write`).
 
+pub mod add;
 pub mod driver;
 pub(crate) mod ending;
 pub mod event;

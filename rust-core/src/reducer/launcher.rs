@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Communicator, ReduceOp, Request};
+use crate::collectives::{Beside, Communicator, ReduceOp, Request};
 use crate::device::pack::{Packer, Piece};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{Error, Result};
@@ -112,6 +112,8 @@ struct Job {
     /// What is reduced.
     targets: Vec<TensorView>,
     unpack: Option<Together>,
+    /// What the device does meanwhile.
+    beside: Beside,
     /// Whether the caller is told when the device is done.
     held: bool,
 }
@@ -150,12 +152,12 @@ impl Launcher {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream and has it reduced: by the launcher's thread, or at once if that thread has nothing
-    /// to do and `at_once` says that neither has this one.
+    /// Packs a bucket in its stream and has it reduced by the launcher's thread. The step's last one is reduced at once if
+    /// that thread has nothing to do, since neither has this one then, and the device has nothing to compute.
     ///
     /// # Safety
     /// The memory is valid, and nobody else writes it, until a stream that followed ([`Launcher::follow`]) gets there.
-    pub(super) unsafe fn launch(&self, bucket: &DeviceBucket<'_>, at_once: bool, launched: Launched) -> Result<()> {
+    pub(super) unsafe fn launch(&self, bucket: &DeviceBucket<'_>, is_last: bool, launched: Launched) -> Result<()> {
         let shared = &self.shared;
         let context = shared.stream.context();
         // SAFETY: the caller's promise.
@@ -174,10 +176,11 @@ impl Launcher {
             let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
             Together { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
         });
-        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, held: false };
+        let beside = if is_last { Beside::Nothing } else { Beside::Computation };
+        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, beside, held: false };
         let capturing = stream.is_capturing()?;
         let mut state = shared.state.lock();
-        if capturing || (at_once && state.queue.is_empty() && !state.busy) {
+        if capturing || (is_last && state.queue.is_empty() && !state.busy) {
             state.busy = true;
             drop(state);
             shared.carry_out(job, launched);
@@ -197,7 +200,8 @@ impl Launcher {
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(self.context(), stream) };
         let targets = together.iter().map(|together| together.flat).chain(apart).collect();
-        let job = Job { ready: shared.mark(&stream)?, pack: together.clone(), targets, unpack: together, held: true };
+        let (ready, beside) = (shared.mark(&stream)?, Beside::Computation);
+        let job = Job { ready, pack: together.clone(), targets, unpack: together, beside, held: true };
         shared.queue(shared.state.lock(), job, landed)
     }
 
@@ -312,7 +316,7 @@ impl Shared {
         Ok(packer)
     }
 
-    fn reduce(&self, Job { ready, pack, targets, unpack, .. }: Job) -> Result<()> {
+    fn reduce(&self, Job { ready, pack, targets, unpack, beside, .. }: Job) -> Result<()> {
         self.stream.wait(&ready)?;
         // A later record does not change what the stream waits for.
         self.events.lock().push(ready);
@@ -325,7 +329,7 @@ impl Shared {
                 Request::AllReduce { input: target, output: target, op: self.op }
             };
             let requests: Vec<Request> = targets.into_iter().map(reduce).collect();
-            self.communicator.run_on_device(&requests, None)?;
+            self.communicator.run_on_device(&requests, None, beside)?;
         }
         if let Some(together) = unpack {
             self.carry(Way::Unpack, &together)?;

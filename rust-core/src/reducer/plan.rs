@@ -6,18 +6,23 @@
 //! - PLAN-2: a bucket holds one element type, and its slots in the order in which gradients are expected.
 //! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger. On a device, where every
 //!   operation has a price of its own, the parameter with which a bucket reaches the cap is in it, too.
+//!   The last parameters have a bucket of their own there (PLAN-8).
 //! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
 //! - PLAN-6: a parameter that is set apart ([`Options::sets_apart`]) has a slot without room in the bucket's memory.
 //! - PLAN-7: where the core reduces buckets in slots, there is a second set of them: a tensor may outlive its step, as a
 //!   momentum does that is computed in the gradient's memory, and the next gradient needs a place. It is memory only once
 //!   it is touched.
+//! - PLAN-8: nothing is computed any more while a device's last bucket is reduced, so it holds little more than what cannot
+//!   be reduced earlier: the last gradient, and small ones before it.
 
 use super::{Options, ParamSpec, Reduction};
 use crate::buffer::DType;
 
 /// Every bucket and, as a rule, every slot starts at a multiple of this many bytes: a cache line, and the widest vector.
 pub const ALIGN: usize = 64;
+/// Most bytes of the gradients that the last bucket of a device holds beside the last one.
+const LAST_BUCKET_BYTES: usize = 1 << 20;
 /// See PLAN-7.
 pub const MAX_COPIES: usize = 2;
 
@@ -92,13 +97,15 @@ impl Plan {
         let mut open: Vec<Open> = Vec::new();
         let mut full: Vec<Open> = Vec::new();
         let align = |dtype: DType| if options.reduction == Reduction::ByCaller { dtype.size() } else { ALIGN };
-        for &param in order {
+        let tail = if options.on_device { first_of_the_last(params, order) } else { order.len() };
+        for (place, &param) in order.iter().enumerate() {
             let ParamSpec { dtype, delayed, .. } = params[param];
             let bytes = params[param].bytes().next_multiple_of(align(dtype));
             let cap = options.cap_of(full.len());
             let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
             let is_full = |bucket: &Open| match options.on_device {
-                true => bucket.bytes >= cap,
+                // PLAN-8
+                true => bucket.bytes >= cap || (place == tail && bucket.bytes >= LAST_BUCKET_BYTES),
                 false => bucket.bytes + bytes > cap,
             };
             if let Some(index) = at.filter(|&index| is_full(&open[index])) {
@@ -200,6 +207,18 @@ impl Plan {
     }
 }
 
+/// The place in `order` where the parameters of the last bucket begin, on a device (PLAN-8).
+fn first_of_the_last(params: &[ParamSpec], order: &[usize]) -> usize {
+    let last = order.iter().rposition(|&param| !params[param].delayed && params[param].elems() > 0);
+    let Some(mut first) = last else { return order.len() };
+    let mut bytes = params[order[first]].bytes();
+    while first > 0 && bytes + params[order[first - 1]].bytes() <= LAST_BUCKET_BYTES {
+        first -= 1;
+        bytes += params[order[first]].bytes();
+    }
+    first
+}
+
 /// One line a bucket, for logs and golden files: `bucket 0: float32, 1.2 MiB: fc.bias, fc.weight`.
 pub fn describe(plan: &Plan, params: &[ParamSpec]) -> String {
     use std::fmt::Write;
@@ -241,6 +260,33 @@ mod tests {
             "bucket 0: float32, 4000 bytes: fc.bias\n\
              bucket 1: float32, 2050048 bytes: fc.weight, conv.bias\n\
              bucket 2: float32, 9437184 bytes: conv.weight\n"
+        );
+    }
+
+    #[test]
+    fn on_a_device_the_last_bucket_holds_the_last_gradients_alone() {
+        let plan = |last: &[u64]| {
+            let params: Vec<ParamSpec> = [&[5, 1 << 18][..], &[1 << 20], &[1 << 20], &[1000]]
+                .into_iter()
+                .chain([last])
+                .enumerate()
+                .map(|(i, shape)| param(&format!("p{i}"), shape, DType::Float32))
+                .collect();
+            let order: Vec<usize> = (0..params.len()).collect();
+            let options = Options { on_device: true, ..options(100 << 20, 1 << 20) };
+            describe(&Plan::new(&params, &order, &options), &params)
+        };
+        assert_eq!(
+            plan(&[1 << 22]),
+            "bucket 0: float32, 5242880 bytes: p0\n\
+             bucket 1: float32, 8392608 bytes: p1, p2, p3\n\
+             bucket 2: float32, 16777216 bytes: p4\n"
+        );
+        assert_eq!(
+            plan(&[1000]),
+            "bucket 0: float32, 5242880 bytes: p0\n\
+             bucket 1: float32, 8388608 bytes: p1, p2\n\
+             bucket 2: float32, 8032 bytes: p3, p4\n"
         );
     }
 

@@ -31,8 +31,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::Request;
 use super::call::{self, Call};
+use super::{Beside, Request};
 use crate::buffer::Device;
 use crate::config;
 use crate::device::nccl::{Comm, UniqueId};
@@ -92,7 +92,7 @@ impl Cuda {
     }
 
     /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
-    pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+    pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>, beside: Beside) -> Result<()> {
         let Some((first, stream)) = self.accept_all(requests)? else { return Ok(()) };
         if let Some(copies) = queue::to_oneself(requests, self.members.me)? {
             // SAFETY: the requests' promise for their views, all of which are on this device.
@@ -114,7 +114,7 @@ impl Cuda {
             None => self.make_part(context, first)?,
         };
         let timeout = timeout.unwrap_or(self.timeout);
-        part.queue(requests, &stream, capturing, timeout, self).map_err(|error| self.explain(error, first))
+        part.queue(requests, &stream, beside, capturing, timeout, self).map_err(|error| self.explain(error, first))
     }
 
     /// As [`Cuda::run`], in the group's own stream, which begins when the views' stream has got so far.
@@ -141,7 +141,8 @@ impl Cuda {
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
         let flying = Flying::prepare(self, self.describe(first), context)?;
-        let queued = part.queue(&moved, own, false, timeout, self).map_err(|error| self.explain(error, first));
+        let queued = part.queue(&moved, own, Beside::Computation, false, timeout, self);
+        let queued = queued.map_err(|error| self.explain(error, first));
         flying.depart(queued, own)
     }
 

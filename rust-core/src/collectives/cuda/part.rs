@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::p2p::Peers;
 use super::{Cuda, is_message, queue};
-use crate::collectives::Request;
+use crate::collectives::{Beside, Request};
 use crate::device::nccl::Comm;
 use crate::device::{Event, Stream};
 use crate::error::Result;
@@ -62,6 +62,7 @@ impl Part {
         &self,
         requests: &[Request],
         stream: &Stream,
+        beside: Beside,
         capturing: bool,
         timeout: Duration,
         owner: &Cuda,
@@ -77,7 +78,7 @@ impl Part {
         let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
         if let Some(peers) = chunked {
             // SAFETY: as below.
-            let calls = unsafe { peers.queue_chunks(requests, stream) }?;
+            let calls = unsafe { peers.queue_chunks(requests, beside, stream) }?;
             peer_calls.resize(requests.len(), calls);
         } else if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
             for request in requests {

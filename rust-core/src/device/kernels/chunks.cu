@@ -27,7 +27,7 @@ constexpr int UNIT_VECTORS = 2 * WARP; // Each thread of a warp has two of a uni
 constexpr u64 CHUNK_ELEMS = (u64)UNITS * UNIT_VECTORS * LANES;
 constexpr int WARP_UNITS = UNITS / WARPS;
 // Units that a warp loads before it goes on.
-constexpr int UNROLL = 2;
+constexpr int UNROLL = 4;
 static_assert(WARP_UNITS == 8, "the marks of a warp's units are a byte");
 
 struct Slot {
@@ -157,7 +157,7 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) all_reduce_chunks(const __grid_constant__ Chunks all) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const __grid_constant__ Chunks all) {
   // By parity of the round: warps of the next one write before the last thread of this one has read.
   __shared__ union {
     Vector vector;

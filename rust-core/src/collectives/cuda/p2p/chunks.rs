@@ -3,7 +3,7 @@
 
 use super::{ALL, HEADER_BYTES, Peers, PeersArgument, Turn, op_name};
 use crate::buffer::DType;
-use crate::collectives::{ReduceOp, Request};
+use crate::collectives::{Beside, ReduceOp, Request};
 use crate::device::{Context, Grid, Kernel, Source, Stream};
 use crate::error::{Error, Result};
 
@@ -19,9 +19,17 @@ const CHUNK_ELEMS: usize = 32 << 10;
 const SLOT_BYTES: usize = 4 * CHUNK_ELEMS + 256;
 /// Members for which there are slots.
 const MEMBERS: usize = 2;
-/// Most blocks of a launch. With twice as many a call alone is up to a fourth shorter, but a training step is not, since
-/// they take more from the computation beside them.
-const CHANNELS: usize = 32;
+/// Most blocks of a launch, for which there are slots.
+const CHANNELS: usize = 64;
+
+/// Most blocks of a launch with this beside it. Half of them take up to a half longer alone, but leave more
+/// multiprocessors to a computation.
+fn channels(beside: Beside) -> usize {
+    match beside {
+        Beside::Computation => CHANNELS / 2,
+        Beside::Nothing => CHANNELS,
+    }
+}
 
 /// `Tensor` of chunks.cu.
 #[repr(C)]
@@ -66,8 +74,8 @@ fn operation(requests: &[Request]) -> Option<ReduceOp> {
 }
 
 /// The blocks for `chunks` chunks, and in how many rounds they make them.
-fn grid(chunks: usize) -> (Grid, u32) {
-    let blocks = chunks.clamp(1, CHANNELS);
+fn grid(chunks: usize, beside: Beside) -> (Grid, u32) {
+    let blocks = chunks.clamp(1, channels(beside));
     (Grid { blocks: blocks as u32, threads: THREADS }, chunks.div_ceil(blocks) as u32)
 }
 
@@ -91,25 +99,32 @@ impl Peers {
     ///
     /// # Safety
     /// As [`Peers::queue`].
-    pub unsafe fn queue_chunks(&self, requests: &[Request], stream: &Stream) -> Result<u32> {
+    pub unsafe fn queue_chunks(&self, requests: &[Request], beside: Beside, stream: &Stream) -> Result<u32> {
         let op = operation(requests)
             .ok_or_else(|| Error::Internal("an operation that does not go in chunks was to go in them".into()))?;
         let mut turn = self.turn.lock();
         let tensors: Vec<Tensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
-            unsafe { self.launch_chunks(&mut turn, tensors, op, stream)? };
+            unsafe { self.launch_chunks(&mut turn, tensors, op, beside, stream)? };
         }
         Ok(turn.calls)
     }
 
     /// # Safety
     /// As [`Peers::queue`], for the tensors.
-    unsafe fn launch_chunks(&self, turn: &mut Turn, tensors: &[Tensor], op: ReduceOp, stream: &Stream) -> Result<()> {
+    unsafe fn launch_chunks(
+        &self,
+        turn: &mut Turn,
+        tensors: &[Tensor],
+        op: ReduceOp,
+        beside: Beside,
+        stream: &Stream,
+    ) -> Result<()> {
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(CHUNK_ELEMS)).sum();
-        let (grid, rounds) = grid(chunks);
+        let (grid, rounds) = grid(chunks, beside);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
-        let call: Vec<u64> = [3, op as u64, ALL].into_iter().chain(lengths).collect();
+        let call: Vec<u64> = [3, op as u64, ALL, u64::from(grid.blocks)].into_iter().chain(lengths).collect();
         let mut argument = ChunksArgument {
             peers: self.argument(&call),
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
@@ -152,10 +167,15 @@ mod tests {
 
     #[test]
     fn rounds_have_room_for_every_chunk() {
-        for chunks in [1, 2, 31, 32, 33, 800, 100_000] {
-            let (grid, rounds) = grid(chunks);
-            let (blocks, rounds) = (grid.blocks as usize, rounds as usize);
-            assert!(blocks <= CHANNELS && (chunks..chunks + blocks).contains(&(blocks * rounds)), "{chunks} chunks");
+        for beside in [Beside::Computation, Beside::Nothing] {
+            for chunks in [1, 2, 31, 32, 33, 63, 64, 65, 800, 100_000] {
+                let (grid, rounds) = grid(chunks, beside);
+                let (blocks, rounds) = (grid.blocks as usize, rounds as usize);
+                assert!(
+                    blocks <= CHANNELS && (chunks..chunks + blocks).contains(&(blocks * rounds)),
+                    "{chunks} chunks"
+                );
+            }
         }
     }
 }

@@ -1,0 +1,218 @@
+"""The kernel of large all-reduces between two GPUs, alone and beside matrix products, as the grid and the code vary.
+
+    python benches/gpu/chunks.py
+
+One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can vary
+what a group of the library does not. Shown for 100 MiB, of all bits and of numbers that were bfloat16: microseconds
+alone, and by how much an exchange makes the products longer that run beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+KERNELS = Path(__file__).resolve().parents[2] / "rust-core/src/device/kernels"
+CHUNK_ELEMS = 32 << 10
+SLOT_BYTES = 4 * CHUNK_ELEMS + 256
+SLOTS, THREADS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 512, 128, 16, 128
+HEADER_BYTES = MAX_BLOCKS * (MAX_RANKS + 1) * 8 + 256
+
+PEERS = np.dtype([("arenas", "u8", MAX_RANKS), ("control", "u8"), ("half", "u8"), ("me", "u4"), ("fingerprint", "u4")])
+TENSOR = np.dtype([("input", "u8"), ("output", "u8"), ("elems", "u8")])
+CHUNKS = np.dtype(
+    [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
+)
+
+#: Channels of a block, units that a warp loads at once, blocks that a multiprocessor must have room for.
+CODES = {"1 a block": (1, 2, 2), "2 a block": (2, 2, 1), "1, four units": (1, 4, 1)}
+CHANNELS = (8, 16, 24, 32, 48, 64, 96, 128)
+ELEMS = 25 << 20
+
+
+cuda = ctypes.CDLL("libcuda.so.1")
+
+
+def check(answer: int, allowed: int = 0) -> None:
+    """Of CUDA's driver or of NVRTC."""
+    if answer not in (0, allowed):
+        raise RuntimeError(f"CUDA's driver or NVRTC answered {answer}")
+
+
+def compiled(defines: dict[str, object]) -> bytes:
+    """The kernel for Hopper."""
+    folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
+    library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
+    for part in library.parent.glob("libnvrtc-builtins.so.1?.?"):
+        ctypes.CDLL(str(part))
+    nvrtc = ctypes.CDLL(str(library))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    text = (KERNELS / "chunks.cu").read_bytes()
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"chunks.cu", 0, None, None))
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}"]
+    options += [f"-D{name}={value}" for name, value in defines.items()]
+    check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
+    check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    image = ctypes.create_string_buffer(size.value)
+    check(nvrtc.nvrtcGetCUBIN(program, image))
+    return image.raw
+
+
+class Exchange:
+    """The kernel on both GPUs."""
+
+    def __init__(self, code: tuple[int, int, int]) -> None:
+        self.channels_a_block, unroll, least = code
+        defines = {
+            "OP": "Sum",
+            "CHANNELS_A_BLOCK": self.channels_a_block,
+            "UNROLL": unroll,
+            "MIN_BLOCKS": least,
+        }
+        image = compiled(defines)
+        self.arenas, self.kernels, self.streams = [], [], []
+        self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
+        for device in range(2):
+            with torch.cuda.device(device):
+                size = HEADER_BYTES + MAX_BLOCKS * SLOTS * SLOT_BYTES
+                self.arenas.append(torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}"))
+                self.streams.append(torch.cuda.Stream(device, priority=-1))
+                module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+                check(cuda.cuModuleLoadData(ctypes.byref(module), image))
+                check(cuda.cuModuleGetFunction(ctypes.byref(kernel), module, b"all_reduce_chunks"))
+                self.kernels.append(kernel)
+
+    def __call__(self, tensors: list[torch.Tensor], channels: int) -> None:
+        for device, tensor in enumerate(tensors):
+            argument = np.zeros((), CHUNKS)
+            argument["peers"]["arenas"][:2] = [arena.data_ptr() for arena in self.arenas]
+            argument["peers"]["control"] = self.control.data_ptr()
+            argument["peers"]["me"], argument["peers"]["fingerprint"] = device, 7
+            argument["slots"] = HEADER_BYTES
+            chunks = -(-tensor.numel() // CHUNK_ELEMS)
+            argument["rounds"] = -(-chunks // channels)
+            argument["count"] = 1
+            argument["tensors"][0] = (tensor.data_ptr(), tensor.data_ptr(), tensor.numel())
+            blocks, threads = channels // self.channels_a_block, THREADS * self.channels_a_block
+            arguments = (ctypes.c_void_p * 1)(argument.ctypes.data)
+            stream = ctypes.c_void_p(self.streams[device].cuda_stream)
+            with torch.cuda.device(device):
+                check(
+                    cuda.cuLaunchKernel(self.kernels[device], blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+                )
+
+
+def synchronize() -> None:
+    for device in range(2):
+        torch.cuda.synchronize(device)
+
+
+def timed(exchange: Callable[..., None], tensors: list[torch.Tensor], channels: int, count: int = 8) -> float:
+    """Microseconds of an exchange."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        exchange(tensors, channels)
+    synchronize()
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def main() -> None:
+    contexts = []
+    for device in range(2):
+        with torch.cuda.device(device):
+            torch.zeros(1, device=f"cuda:{device}")
+            contexts.append(ctypes.c_void_p())
+            check(cuda.cuCtxGetCurrent(ctypes.byref(contexts[-1])))
+    already = 704
+    for device in range(2):
+        with torch.cuda.device(device):
+            torch.zeros(1, device=f"cuda:{device}")
+            check(cuda.cuCtxEnablePeerAccess(contexts[1 - device], 0), already)
+    values = {"all bits": torch.randn(ELEMS), "bfloat16": torch.randn(ELEMS).bfloat16().float()}
+    # Rows of 1.5B's feed-forward networks at batch 2, and products that fill the device for longer.
+    graphs = {}
+    for rows, inner, columns, count in ((2048, 1600, 6400, 400), (8192, 8192, 8192, 16)):
+        made = []
+        for device in range(2):
+            a = torch.randn(rows, inner, device=f"cuda:{device}", dtype=torch.bfloat16)
+            b = torch.randn(inner, columns, device=f"cuda:{device}", dtype=torch.bfloat16)
+            out = torch.empty(rows, columns, device=f"cuda:{device}", dtype=torch.bfloat16)
+            with torch.cuda.device(device):
+                torch.mm(a, b, out=out)
+                synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(count):
+                        torch.mm(a, b, out=out)
+            made.append((graph, torch.cuda.Stream(device), a, b, out))
+        graphs[f"{rows} x {inner} x {columns}"] = made
+
+    def products(made: list[tuple]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """Queues the products of both devices."""
+        events = []
+        for device, (graph, stream, *_) in enumerate(made):
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                events.append((start, end))
+        return events
+
+    def lasted(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+        """Milliseconds of the products, the slower device's."""
+        return max(start.elapsed_time(end) for start, end in events)
+
+    alone = {}
+    for name, made in graphs.items():
+        found = []
+        for _ in range(5):
+            events = products(made)
+            synchronize()
+            found.append(lasted(events))
+        alone[name] = statistics.median(found)
+    print("products alone, ms:", {name: round(value, 2) for name, value in alone.items()}, flush=True)
+    print(f"{'code':14}{'values':10}{'channels':>9}{'alone us':>10}" + "".join(f"{name:>22}" for name in graphs))
+    for code, knobs in CODES.items():
+        exchange = Exchange(knobs)
+        for kind, value in values.items():
+            fresh = [value.to(f"cuda:{device}") for device in range(2)]
+            tensors = [tensor * (device + 1) for device, tensor in enumerate(fresh)]
+            expected = (value + 2 * value).to("cuda:0")
+            exchange(tensors, 32)
+            synchronize()
+            assert all(torch.equal(tensor, expected.to(tensor.device)) for tensor in tensors), (code, kind)
+            for channels in CHANNELS:
+                # Both have the same numbers, which sums of sums double: their low halves stay what they are.
+                tensors = [tensor.clone() for tensor in fresh]
+                exchange(tensors, channels)
+                least = min(timed(exchange, tensors, channels) for _ in range(3))
+                row = []
+                for name, made in graphs.items():
+                    # As many exchanges as end before the products do.
+                    count = min(100, max(1, int(alone[name] * 1e3 * 0.5 / least)))
+                    longer = []
+                    for _ in range(3):
+                        tensors = [tensor.clone() for tensor in fresh]
+                        synchronize()
+                        events = products(made)
+                        for _ in range(count):
+                            exchange(tensors, channels)
+                        synchronize()
+                        longer.append((lasted(events) - alone[name]) * 1e3 / count)
+                    row.append(f"{statistics.median(longer):14.0f} ({count:3})  ")
+                print(
+                    f"{code:14}{kind:10}{channels:9}{least:10.0f}" + "".join(f"{cell:>22}" for cell in row), flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
