@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "adapter.h"
 #include "completion.h"
 #include "operations.h"
 #include "status.h"
@@ -27,18 +26,6 @@ struct Forms<describe> {
   // Every operation works on tensors that exist, so shapes stay as they are.
   static void shapes(Arguments...) {}
 };
-
-// PyTorch's kernel for two types takes one element at a time; the core's takes vectors.
-void add_up_(const at::Tensor& total, const at::Tensor& addend) {
-  const bool narrow = addend.scalar_type() == at::kHalf || addend.scalar_type() == at::kBFloat16;
-  const bool alike = addend.device() == total.device() && addend.sizes() == total.sizes() &&
-                     addend.strides() == total.strides() && total.is_non_overlapping_and_dense();
-  if (total.is_cuda() && total.scalar_type() == at::kFloat && narrow && alike && !addend.is_neg() && !total.is_neg()) {
-    checked([&] { add_up(describe(total), describe(addend)); });
-  } else {
-    total.add_(addend);
-  }
-}
 
 template <class Register>
 void each(Register&& add) {
@@ -71,7 +58,6 @@ TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
     m.impl(name.c_str(), TORCH_FN(F::blocking));
     m.impl((name + "_async").c_str(), TORCH_FN(F::async));
   });
-  m.impl("add_up_", TORCH_FN(add_up_));
   m.impl("rank", [] { return checked([] { return static_cast<int64_t>(rank()); }); });
   m.impl("size", [] { return checked([] { return static_cast<int64_t>(size()); }); });
   m.impl("session_id", [] { return checked([] { return static_cast<int64_t>(session_id()); }); });

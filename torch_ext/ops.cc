@@ -67,9 +67,6 @@ TORCH_LIBRARY(smd, m) {
   // A message from one member, as many elements as were sent.
   define(m, "recv_", "(Tensor(a!) tensor, int source, int tag, int group)");
 
-  // total += addend, which may be of a narrower type, on this rank alone; on a device it is queued.
-  m.def("add_up_(Tensor(a!) total, Tensor addend) -> ()");
-
   // By name, in any order, in a process set; bodies are in named.cc. Several tensors run together or not at all. The
   // name is
   // `<kind>.<name>`, and is given by the core if `name` is empty; `blocking`: this process does nothing else meanwhile.

@@ -119,6 +119,9 @@ def test_pipelines_equal_one_process():
 
 
 def _sums_body():
+    import copy
+    import itertools
+
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -127,24 +130,29 @@ def _sums_body():
     _device()
     torch.manual_seed(1)
     failed = []
-    for shape in ((0,), (1,), (7, 9), (1000, 1001), (4096, 513)):
-        for narrow in (torch.bfloat16, torch.float16, torch.float32):
-            whole = torch.randn(*shape, device="cuda"), torch.randn(*shape, device="cuda").to(narrow)
-            cases = {"whole": whole, "off by one": tuple(x.flatten()[1:] for x in whole)}
-            cases |= {
-                "transposed": tuple(x.mT for x in whole),
-                "of two layouts": (whole[0], whole[1].mT.contiguous().mT),
-            }
-            for name, (total, addend) in cases.items() if len(shape) > 1 else [("whole", whole)]:
-                expected, found = total.clone().add_(addend), total.clone()
-                torch.ops.smd.add_up_(found, addend)
-                if not torch.equal(found, expected):
-                    failed.append(f"{shape}, {narrow}, {name}")
+    for narrow in (torch.bfloat16, torch.float16):
+        # Whole vectors and not, one too small for the kernel; a weight that lies the other way round.
+        sizes = (1024, 513, 1001, 300, 2048, 8)
+        model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes))).cuda()
+        model[3].weight.data = model[3].weight.data.mT.contiguous().mT
+        models = [model, copy.deepcopy(model)]
+        inputs = [torch.randn(16, sizes[0], device="cuda") for _ in range(3)]
+        for turn, each in enumerate(models):
+            with torch.autocast("cuda", narrow):
+                outputs = [each(x) for x in inputs]
+            if turn == 0:
+                torch.ops.smd.add_up_casts(outputs[:1])
+            torch.manual_seed(2)
+            for output in outputs:
+                output.backward(torch.randn_like(output))
+        for (name, one), other in zip(model.named_parameters(), models[1].parameters(), strict=True):
+            if not torch.equal(one.grad, other.grad):
+                failed.append(f"{narrow}, {name}")
     smp.shutdown()
     return failed
 
 
-def test_sums_of_two_types_have_the_bits_of_pytorchs():
+def test_sums_of_two_types_are_those_of_pytorch():
     assert run_ranks(_sums_body, 1, timeout=60) == [[]]
 
 

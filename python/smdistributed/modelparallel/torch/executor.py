@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import offloading, structure
-from smdistributed.modelparallel.torch.accumulation import add_up_at_once
 from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Recording
@@ -104,7 +103,7 @@ class Executor:
         self._early, self._offloader = early, offloader
         #: What came out of a task of which nobody knew that.
         self.unknown: Any = None
-        #: Stages of which a backward has begun in this program.
+        #: Stages that have run in this program.
         self._known: set[int] = set()
 
     # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
@@ -148,6 +147,11 @@ class Executor:
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if not trains:
             exports = {value: tensor.detach() for value, tensor in exports.items()}
+        elif number not in self._known:
+            # The casts of later microbatches are the same nodes (EXE-4).
+            self._known.add(number)
+            if any(tasks[task].context.autocast for task in stage.tasks):
+                torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
         mb.keep(exports)
         if trains:
             mb.runs[number] = _Run(leaves, exports, kept)
@@ -253,10 +257,6 @@ class Executor:
                 gradient = gradient + part
             roots.append(root)
             gradients.append(gradient)
-        if number not in self._known:
-            self._known.add(number)
-            if any(mb.recording.tasks[task].context.autocast for task in stage.tasks):
-                add_up_at_once(roots)
         return roots, gradients
 
     def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | Entrance]) -> None:

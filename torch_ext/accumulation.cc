@@ -1,0 +1,108 @@
+// Gradients of parameters that autocast has cast, added up in one pass.
+//
+// The gradient of a cast parameter comes in the narrow type, once for each microbatch. PyTorch widens it in memory of
+// its own and adds that to `.grad`; here it is added as it is. Widening is exact, so the sum has the same bits, for
+// about half of the memory traffic, and on devices by a kernel of the core's that takes whole vectors of both types.
+//
+// - ACC-1: casts are found in the first microbatch's graph of a stage. The other microbatches have the same ones
+// (EXE-4);
+//   what is cast anew for each of them, outside of autocast or in a recomputed forward, is added up as PyTorch does.
+// - ACC-2: a parameter with hooks on its gradient keeps PyTorch's way, since a hook is to see each gradient.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "adapter.h"
+#include "status.h"
+
+namespace smd::torch_ext {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Elements from which on it pays: for smaller ones, the launches are what takes time.
+constexpr int64_t kLeastElems = 1 << 16;
+
+// Whether the core's kernel adds `addend` to `total`.
+bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
+  const auto type = addend.scalar_type();
+  return total.is_cuda() && total.scalar_type() == at::kFloat && (type == at::kHalf || type == at::kBFloat16) &&
+         addend.device() == total.device() && addend.sizes() == total.sizes() && addend.strides() == total.strides() &&
+         total.is_non_overlapping_and_dense() && !addend.is_neg() && !total.is_neg();
+}
+
+void add_to(const at::Tensor& total, const at::Tensor& addend) {
+  const at::NoGradGuard no_grad;
+  if (has_kernel(total, addend)) {
+    checked([&] { add_up(describe(total), describe(addend)); });
+    total.unsafeGetTensorImpl()->bump_version();
+  } else {
+    total.add_(addend);
+  }
+}
+
+// Runs before a cast's backward, which gets no gradient if the hook has taken it.
+class Sum final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit Sum(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    const auto& gradient = gradients.at(0);
+    const auto& total = parameter_.grad();
+    // The first one becomes `.grad`. Graphs of gradients are PyTorch's to make.
+    if (!total.defined() || !gradient.defined() || at::GradMode::is_enabled()) return gradients;
+    if (total.layout() != at::kStrided || gradient.layout() != at::kStrided) return gradients;
+    if (at::promote_types(total.scalar_type(), gradient.scalar_type()) != total.scalar_type()) return gradients;
+    add_to(total, gradient);
+    return {at::Tensor()};
+  }
+
+ private:
+  at::Tensor parameter_;
+};
+
+// The parameter that `node` casts, if its gradients are to be added up here.
+at::Tensor cast_parameter(const torch::autograd::Node& node) {
+  if (node.num_outputs() != 1) return {};
+  const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node.next_edge(0).function.get());
+  if (accumulator == nullptr || node.name() != "ToCopyBackward0") return {};
+  const auto& parameter = accumulator->variable;
+  const bool hooked = !torch::autograd::impl::hooks(parameter).empty() ||
+                      torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
+  return parameter.numel() >= kLeastElems && !hooked ? parameter : at::Tensor();
+}
+
+// From the second backward through a cast of a parameter before `roots` on, its gradients are added up in one pass.
+void add_up_casts(const std::vector<at::Tensor>& roots) {
+  std::vector<torch::autograd::Node*> stack;
+  std::unordered_set<torch::autograd::Node*> known;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && known.insert(node).second) stack.push_back(node);
+  };
+  for (const auto& root : roots) visit(root.grad_fn().get());
+  while (!stack.empty()) {
+    auto* node = stack.back();
+    stack.pop_back();
+    if (auto parameter = cast_parameter(*node); parameter.defined()) {
+      node->add_pre_hook(std::make_unique<Sum>(std::move(parameter)));
+      continue;
+    }
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("add_up_casts(Tensor[] roots) -> ()"); }
+
+TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("add_up_casts", TORCH_FN(add_up_casts)); }
+
+}  // namespace smd::torch_ext
