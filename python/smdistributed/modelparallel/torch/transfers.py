@@ -21,7 +21,10 @@ class Transfers:
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
         self._group, self._members, self._place, self._device = group, list(members), place, device
+        #: Messages from CPU memory.
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        #: The last message to each partition from a device.
+        self._latest: dict[int, dist.Work] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
@@ -56,6 +59,12 @@ class Transfers:
         if tensor.numel() == 0:
             return
         work = dist.isend(tensor, self._members[to], self._channel(self._place, to, tensor.device))
+        if tensor.is_cuda:
+            # Messages of a channel leave in order, so the last one's handle stands for all. One that goes leaves its memory
+            # to the allocator until the device is done with it: to keep handles until this process sees that would keep
+            # the more memory the farther the host is ahead.
+            self._latest[to] = work
+            return
         self._under_way.append((work, tensor))
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()[0].wait()
@@ -69,7 +78,9 @@ class Transfers:
         return Arriving(tensor, dist.irecv(tensor, self._members[source], channel))
 
     def finish(self) -> None:
-        """Returns when all that was sent has left."""
+        """Returns when all that was sent has left; on a device, when the current stream waits for that."""
+        while self._latest:
+            self._latest.popitem()[1].wait()
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
