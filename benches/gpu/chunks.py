@@ -31,8 +31,11 @@ CHUNKS = np.dtype(
     [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
 )
 
-#: Channels of a block, units that a warp loads at once, blocks that a multiprocessor must have room for.
-CODES = {"1 a block": (1, 2, 2), "2 a block": (2, 2, 1), "1, four units": (1, 4, 1)}
+#: What is changed in the kernel's text: as it is, a warp loads four units before it goes on.
+CODES = {
+    "four units": {},
+    "two units": {"constexpr int UNROLL = 4;": "constexpr int UNROLL = 2;", "(THREADS, 1)": "(THREADS, 2)"},
+}
 CHANNELS = (8, 16, 24, 32, 48, 64, 96, 128)
 ELEMS = 25 << 20
 
@@ -46,18 +49,21 @@ def check(answer: int, allowed: int = 0) -> None:
         raise RuntimeError(f"CUDA's driver or NVRTC answered {answer}")
 
 
-def compiled(defines: dict[str, object]) -> bytes:
-    """The kernel for Hopper."""
+def compiled(changes: dict[str, str]) -> bytes:
+    """The kernel for Hopper, with changes of its text."""
     folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
     library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
     for part in library.parent.glob("libnvrtc-builtins.so.1?.?"):
         ctypes.CDLL(str(part))
     nvrtc = ctypes.CDLL(str(library))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    text = (KERNELS / "chunks.cu").read_bytes()
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"chunks.cu", 0, None, None))
-    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}"]
-    options += [f"-D{name}={value}" for name, value in defines.items()]
+    text = (KERNELS / "chunks.cu").read_text()
+    for before, after in changes.items():
+        if before not in text:
+            raise ValueError(f"chunks.cu has no `{before}`")
+        text = text.replace(before, after)
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"chunks.cu", 0, None, None))
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", "-DOP=Sum"]
     check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
     check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)
@@ -68,15 +74,8 @@ def compiled(defines: dict[str, object]) -> bytes:
 class Exchange:
     """The kernel on both GPUs."""
 
-    def __init__(self, code: tuple[int, int, int]) -> None:
-        self.channels_a_block, unroll, least = code
-        defines = {
-            "OP": "Sum",
-            "CHANNELS_A_BLOCK": self.channels_a_block,
-            "UNROLL": unroll,
-            "MIN_BLOCKS": least,
-        }
-        image = compiled(defines)
+    def __init__(self, changes: dict[str, str]) -> None:
+        image = compiled(changes)
         self.arenas, self.kernels, self.streams = [], [], []
         self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
         for device in range(2):
@@ -100,12 +99,11 @@ class Exchange:
             argument["rounds"] = -(-chunks // channels)
             argument["count"] = 1
             argument["tensors"][0] = (tensor.data_ptr(), tensor.data_ptr(), tensor.numel())
-            blocks, threads = channels // self.channels_a_block, THREADS * self.channels_a_block
             arguments = (ctypes.c_void_p * 1)(argument.ctypes.data)
             stream = ctypes.c_void_p(self.streams[device].cuda_stream)
             with torch.cuda.device(device):
                 check(
-                    cuda.cuLaunchKernel(self.kernels[device], blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+                    cuda.cuLaunchKernel(self.kernels[device], channels, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
                 )
 
 
@@ -149,7 +147,7 @@ def main() -> None:
                 torch.mm(a, b, out=out)
                 synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                     for _ in range(count):
                         torch.mm(a, b, out=out)
             made.append((graph, torch.cuda.Stream(device), a, b, out))
@@ -181,8 +179,8 @@ def main() -> None:
         alone[name] = statistics.median(found)
     print("products alone, ms:", {name: round(value, 2) for name, value in alone.items()}, flush=True)
     print(f"{'code':14}{'values':10}{'channels':>9}{'alone us':>10}" + "".join(f"{name:>22}" for name in graphs))
-    for code, knobs in CODES.items():
-        exchange = Exchange(knobs)
+    for code, changes in CODES.items():
+        exchange = Exchange(changes)
         for kind, value in values.items():
             fresh = [value.to(f"cuda:{device}") for device in range(2)]
             tensors = [tensor * (device + 1) for device, tensor in enumerate(fresh)]
