@@ -83,21 +83,30 @@ knobs! {
         "Another buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect.";
 }
 
-/// Checks the settings that scripts for the original carry and that change nothing here, so that a mistake in them is
-/// not passed over.
+/// Checks the settings that nothing reads while a session begins, so that a mistake in them is not passed over: those that scripts
+/// for the original carry and that change nothing here, and switches of what may come later.
 ///
 /// # Errors
 /// [`Error::Config`] naming the variable and its value.
-pub fn check_ignored() -> Result<()> {
-    [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))
+pub fn check_unread() -> Result<()> {
+    [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))?;
+    [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES].iter().try_for_each(|knob| knob.flag().map(drop))
 }
 
 impl Knob {
     /// The text in the environment, if one of the spellings is set and not empty.
     pub fn text(&self) -> Option<String> {
-        std::iter::once(self.name)
-            .chain(self.aliases.iter().copied())
-            .find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+        self.set().map(|(_, text)| text)
+    }
+
+    fn set(&self) -> Option<(&'static str, String)> {
+        let mut names = std::iter::once(self.name).chain(self.aliases.iter().copied());
+        names.find_map(|name| Some((name, std::env::var(name).ok().filter(|value| !value.is_empty())?)))
+    }
+
+    /// The text to take, and under which name to complain of it: the one that was used.
+    fn named(&self) -> (&'static str, String) {
+        self.set().unwrap_or_else(|| (self.name, self.default.to_owned()))
     }
 
     /// The value as a duration in seconds; fractions are allowed.
@@ -105,10 +114,10 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if the text is not a positive number.
     pub fn seconds(&self) -> Result<Duration> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        let (name, text) = self.named();
         match text.parse::<f64>() {
             Ok(seconds) if seconds > 0.0 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
-            _ => Err(Error::Config(format!("`{}` is `{text}`: expected a positive number of seconds", self.name))),
+            _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a positive number of seconds"))),
         }
     }
 
@@ -117,8 +126,7 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if the text is no number, or negative.
     pub fn seconds_or_never(&self) -> Result<Option<Duration>> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
-        match text.parse::<f64>() {
+        match self.named().1.parse::<f64>() {
             Ok(0.0) => Ok(None),
             _ => self.seconds().map(Some),
         }
@@ -129,8 +137,8 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if it is no whole number.
     pub fn count(&self) -> Result<u32> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
-        text.parse().map_err(|_| Error::Config(format!("`{}` is `{text}`: expected a whole number", self.name)))
+        let (name, text) = self.named();
+        text.parse().map_err(|_| Error::Config(format!("`{name}` is `{text}`: expected a whole number")))
     }
 
     /// The value as a size in bytes that is a multiple of `grain`.
@@ -138,10 +146,10 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if it is not.
     pub fn bytes(&self, grain: u64) -> Result<u64> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        let (name, text) = self.named();
         match text.parse::<u64>() {
             Ok(bytes) if bytes > 0 && bytes.is_multiple_of(grain) => Ok(bytes),
-            _ => Err(Error::Config(format!("`{}` is `{text}`: expected a multiple of {grain} bytes", self.name))),
+            _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a multiple of {grain} bytes"))),
         }
     }
 
@@ -150,11 +158,15 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if it is none.
     pub fn flag(&self) -> Result<bool> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
+        let (name, text) = self.named();
         match text.to_lowercase().as_str() {
-            "0" | "false" | "no" | "off" => Ok(false),
-            "1" | "true" | "yes" | "on" => Ok(true),
-            _ => Err(Error::Config(format!("`{}` is `{text}`: expected 0 or 1", self.name))),
+            "false" | "no" | "off" => Ok(false),
+            "true" | "yes" | "on" => Ok(true),
+            // Some give a level.
+            number => match number.parse::<i64>() {
+                Ok(number) => Ok(number > 0),
+                Err(_) => Err(Error::Config(format!("`{name}` is `{text}`: expected 0 or 1"))),
+            },
         }
     }
 
@@ -163,8 +175,8 @@ impl Knob {
     /// # Errors
     /// [`Error::Config`] if it is no whole number.
     pub fn most_bytes(&self) -> Result<usize> {
-        let text = self.text().unwrap_or_else(|| self.default.to_owned());
-        text.parse().map_err(|_| Error::Config(format!("`{}` is `{text}`: expected a number of bytes", self.name)))
+        let (name, text) = self.named();
+        text.parse().map_err(|_| Error::Config(format!("`{name}` is `{text}`: expected a number of bytes")))
     }
 }
 
@@ -230,6 +242,6 @@ mod tests {
             let default = knob.default.parse::<f64>();
             assert!(default.is_ok_and(|seconds| seconds > 0.0 || knob.default == "0"), "{}", knob.name);
         }
-        check_ignored().unwrap();
+        check_unread().unwrap();
     }
 }

@@ -326,6 +326,30 @@ def torch_process_sets(torch, hvd, rank, size):
     assert hvd.remove_process_set(_temp_process_set_object(number))
 
 
+def torch_optimizers_in_a_set(torch, hvd, rank, size):
+    """Who is in it has the average of its members, who is not has his own; parameters that thaw later are reduced from then on."""
+    part = hvd.add_process_set(range(size - 1))
+    for process_set in (part, hvd.global_process_set):
+        net = torch.nn.Linear(2, 1)
+        torch.nn.init.zeros_(net.weight)
+        torch.nn.init.zeros_(net.bias)
+        net.bias.requires_grad_(False)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), process_set=process_set)
+        assert optimizer.process_set is process_set
+        steps = []
+        for thawed in (False, True):
+            net.bias.requires_grad_(thawed)
+            optimizer.zero_grad()
+            (net(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+            optimizer.step()
+            steps.append((-net.weight[0, 0].item(), -net.bias.item()))
+        members = [other + 1 for other in process_set.ranks]
+        mine = sum(members) / len(members) if process_set.included() else rank + 1
+        assert steps == [(mine, 0), (2 * mine, mine)], steps
+    hvd.remove_process_set(part)
+
+
 def torch_joins(torch, hvd, rank, size):
     for first in range(size):
         if rank == first:
@@ -557,7 +581,7 @@ TENSORFLOW = [
 
 TORCH = [
     torch_arguments_by_place, torch_handles, torch_raw, torch_errors, torch_duplicates, torch_gradients,
-    torch_compression, torch_optimizers, torch_states, torch_process_sets, torch_joins, torch_sparse,
+    torch_compression, torch_optimizers, torch_states, torch_process_sets, torch_optimizers_in_a_set, torch_joins, torch_sparse,
 ]  # fmt: skip
 
 

@@ -35,7 +35,8 @@ def test_output_and_exit_codes(tmp_path):
     done = horovodrun("-np", 2, sys.executable, "-c", failing)
     assert done.returncode == 1
     assert "RuntimeError: Horovod detected that one or more processes exited with non-zero status" in done.stderr
-    assert "exit with status code 7" in done.stderr
+    assert "Process 1 exit with status code 7.\n" in done.stderr
+    assert "The first process to do so was:\nProcess name: 1\nExit code: 7\n" in done.stderr
 
 
 def test_what_there_is():
@@ -74,7 +75,7 @@ def test_other_hosts_through_ssh(ssh):
     assert not any("SECRET" in call for call in calls), "values travel over the standard input"
     done = horovodrun("-np", 1, "-H", "192.0.2.1:1", sys.executable, "-c", "import sys; sys.exit(5)")
     assert done.returncode == 1
-    assert "exit with status code 5" in done.stderr
+    assert "Process 0 exit with status code 5.\n" in done.stderr
 
 
 def test_a_function_on_all_ranks():

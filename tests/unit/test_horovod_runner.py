@@ -4,10 +4,15 @@ import io
 import os
 import threading
 import time
+import warnings
 from unittest import mock
 
 import pytest
 
+from horovod.common import environment
+from horovod.common.basics import HorovodBasics
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
 from horovod.runner import _HorovodArgs, launch, mpi_run
 from horovod.runner.common.util import (
     codec,
@@ -21,6 +26,7 @@ from horovod.runner.common.util import (
     tiny_shell_exec,
 )
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
+from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
 from horovod.runner.util import streams, threads
 
 
@@ -81,6 +87,68 @@ def test_lines_that_are_refused(line):
 def test_numbers_that_are_refused(line):
     with pytest.raises(ValueError, match="must be"):
         parsed(f"-np 2 {line}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["FUSION_THRESHOLD", "CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS", "DYNAMIC_PROCESS_SETS", "TIMELINE_MARK_CYCLES"],
+)
+def test_variables_that_are_refused(name, monkeypatch):
+    """By the name that was used, which is not the core's own."""
+    monkeypatch.setenv(f"HOROVOD_{name}", "much")
+    session = HorovodBasics()
+    with pytest.raises(ValueError, match=f"Horovod initialization failed: `HOROVOD_{name}` is `much`"):
+        session.init()
+    session.shutdown()
+
+
+def test_variables_without_a_meaning(monkeypatch):
+    monkeypatch.setattr(environment, "_warned", False)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    with pytest.warns(UserWarning, match=r"no effect in OpenSMD: HOROVOD_CYCLE_TIME$"):
+        environment.check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.check()
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "ccl")
+    with pytest.raises(ValueError, match="expected gloo or mpi"):
+        environment.check()
+
+
+def test_switches_may_be_levels(monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "2")
+    session = HorovodBasics()
+    session.init()
+    session.shutdown()
+
+
+def test_command_lines_of_the_process(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "--fusion-threshold-mb", "10"])
+    args = launch.parse_args()
+    assert (args.num_proc, args.fusion_threshold_mb, args.command) == (2, 10, [])
+
+
+def test_what_drives_an_elastic_function():
+    state, reset, listener = mock.MagicMock(), mock.Mock(), mock.Mock()
+    events = [HorovodInternalError("lost"), HostsUpdatedInterrupt(True), HostsUpdatedInterrupt(False), 7]
+    assert run_fn(mock.Mock(side_effect=events, __name__="train"), reset)(state) == 7
+    assert (state.sync.call_count, state.restore.call_count, reset.call_count, state.on_reset.call_count) == (
+        3,
+        1,
+        3,
+        3,
+    )
+    # An argument that no rank could use is no reason to begin again.
+    with pytest.raises(ScalarError):
+        run_fn(mock.Mock(side_effect=ScalarError("a scalar"), __name__="train"), reset)(state)
+    manager = WorkerNotificationManager()
+    manager.init()
+    manager.register_listener(listener)
+    manager.handle_hosts_updated(1.0, HostUpdateResult.added)
+    manager.remove_listener(listener)
+    manager.handle_hosts_updated(2.0, HostUpdateResult.removed)
+    listener.on_hosts_updated.assert_called_once_with(1.0, 2)
 
 
 def test_options_win_over_the_file(tmp_path, capsys):

@@ -98,6 +98,14 @@ def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
     return _core.smdrun(["smdrun", *words], sys.executable)
 
 
+def _reasoned(words: list[str], command: Sequence[str], env: dict[str, str], settings: Any) -> tuple[int, str | None]:
+    """The launcher's exit code, and what it says about a failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        reason = Path(folder) / "reason"
+        code = _smdrun([*words, "--reason-file", str(reason), *command], env, settings)
+        return code, reason.read_text() if reason.exists() else None
+
+
 def gloo_run(settings: Any, nics: Any, env: dict[str, str], server_ip: str | None, command: Sequence[str]) -> None:
     """As :func:`launch_gloo`, as the command line calls it."""
     launch_gloo(command, None, settings, nics, env, server_ip)
@@ -127,11 +135,17 @@ def launch_gloo(
     listed = parse_hosts(settings.hosts)
     words = ["-n", str(settings.num_proc), "--no-python", "--grace", "5", *_common(settings)]
     words += ["--hosts", ",".join(f"{host.hostname}:{host.slots}" for host in listed)]
-    code = _smdrun([*words, *command], env, settings)
-    if code != 0:
-        raise RuntimeError(
-            f"{FAILED}, thus causing the job to be terminated. The first process to do so exit with status code {code}."
-        )
+    code, reason = _reasoned(words, command, env, settings)
+    if code == 0:
+        return
+    if reason is None:
+        raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: it ended with status code {code}")
+    rank, code = reason.split()
+    print(f"Process {rank} exit with status code {code}.", file=sys.stderr)
+    raise RuntimeError(
+        f"{FAILED}, thus causing the job to be terminated. The first process to do so was:\n"
+        f"Process name: {rank}\nExit code: {code}\n"
+    )
 
 
 def gloo_run_elastic(settings: Any, env: dict[str, str], command: Sequence[str]) -> None:
@@ -180,12 +194,10 @@ def launch_gloo_elastic(
         words += ["--host-discovery-script", settings.discovery.script]
         slots = settings.discovery.default_slots
         words += ["--slots-per-host", str(slots)] if slots is not None else []
-    with tempfile.TemporaryDirectory() as folder:
-        reason = Path(folder) / "reason"
-        code = _smdrun([*words, "--reason-file", str(reason), *command], env, settings)
-        if code == 0:
-            return
-        why = reason.read_text() if reason.exists() else f"it ended with status code {code}"
+    code, reason = _reasoned(words, command, env, settings)
+    if code == 0:
+        return
+    why = reason or f"it ended with status code {code}"
     if "number of resets" in why or "unable to broadcast" in why or "timed out" in why:
         raise RuntimeError(f"{why}. {FAILED}")
     raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: {why}")

@@ -61,6 +61,10 @@ pub(super) struct Args {
     #[arg(long, hide = true)]
     pub prefix_timestamp: bool,
 
+    /// Gets the rank that failed first, and its exit code
+    #[arg(long, hide = true)]
+    pub reason_file: Option<PathBuf>,
+
     /// Runs a module, as `python -m` does, instead of a script
     #[arg(short = 'm', long)]
     pub module: bool,

@@ -112,6 +112,8 @@ struct Plan {
     horovod: bool,
     /// With the time in front, where it is shown so.
     timestamp: bool,
+    /// Gets the rank that failed first, and its exit code.
+    reason_file: Option<PathBuf>,
     ssh: Ssh,
 }
 
@@ -177,9 +179,14 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
     if args.horovod {
         job.add_horovod();
     }
-    let output_dir = args.output_dir.clone();
-    let ssh = Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() };
-    let plan =
-        Plan { command, grace: args.grace, output_dir, horovod: args.horovod, timestamp: args.prefix_timestamp, ssh };
+    let plan = Plan {
+        command,
+        grace: args.grace,
+        output_dir: args.output_dir.clone(),
+        horovod: args.horovod,
+        timestamp: args.prefix_timestamp,
+        reason_file: args.reason_file.clone(),
+        ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
+    };
     Ok((plan, job))
 }

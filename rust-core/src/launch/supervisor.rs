@@ -46,7 +46,7 @@ pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     let result = Supervisor::start(plan, &job, server, warden, children_before).and_then(|mut supervisor| {
         supervisor.watch(&signals)?;
         supervisor.end_orphans()?;
-        Ok(supervisor.conclude())
+        supervisor.conclude()
     });
     process::adopt_orphans(false);
     result
@@ -323,11 +323,16 @@ impl<'a> Supervisor<'a> {
     }
 
     /// The final report and the exit code.
-    fn conclude(&mut self) -> i32 {
-        match (report::first_failure(&self.ends, &self.tails), self.stopped_by) {
+    fn conclude(&mut self) -> Result<i32> {
+        Ok(match (report::first_failure(&self.ends, &self.tails), self.stopped_by) {
             (Some(first), _) => {
                 let code = first.exit.code();
                 let text = report::failure(first, &self.ends, &self.tails);
+                if let Some(file) = &self.plan.reason_file {
+                    let reason = format!("{} {code}", first.rank);
+                    std::fs::write(file, reason)
+                        .map_err(|error| Error::io("writing the reason of the failure", error))?;
+                }
                 self.say(&text);
                 code
             }
@@ -336,7 +341,7 @@ impl<'a> Supervisor<'a> {
                 128 + signal
             }
             _ => 0,
-        }
+        })
     }
 }
 

@@ -193,7 +193,7 @@ impl Session {
         };
         log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
-        config::check_ignored()?;
+        config::check_unread()?;
         let timeout = config::TIMEOUT_SECONDS.seconds()?;
         let init_timeout = match meeting {
             Some(meeting) => meeting.timeout,

@@ -17,7 +17,7 @@ impl Session {
     /// followed by another, so this goes on until the launcher says otherwise, or sessions have failed for too long.
     pub(super) fn start_as_worker(worker: &str, variables: &env::Variables) -> Result<Arc<Self>> {
         let start = Instant::now();
-        config::check_ignored()?;
+        config::check_unread()?;
         let patience = config::ELASTIC_TIMEOUT_SECONDS.seconds()?;
         let mut failing_since = None;
         loop {

@@ -60,6 +60,8 @@ pub(super) fn run(args: &Args) -> Result<i32> {
         output_dir: args.output_dir.clone(),
         horovod: args.horovod,
         timestamp: args.prefix_timestamp,
+        // What ends such a job is more than one worker's end.
+        reason_file: None,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
     };
     let secret = environment::random_hex(32)?;
