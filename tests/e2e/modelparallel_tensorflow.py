@@ -1,85 +1,136 @@
 """The table of Keras models on partitions: each learns as in one process, whatever the partitions, microbatches and schedule.
 
-    python tests/e2e/modelparallel_tensorflow.py [--models mlp,words] [--partitions 1,2,3,4] [--microbatches 1,4,8]
-                                                 [--schedules simple,interleaved,zero_bubble] [--kinds float64,float32]
+    python tests/e2e/modelparallel_tensorflow.py [--models mlp,words] [--partitions 1,2,3,4] [--microbatches 1,4,8] [--kinds float64,float32]
+                                                 [--all]
 
-It starts one job for each number of partitions, prints a line for each case, and fails if one is off. The whole takes
-hours; `tests/multiproc/test_tensorflow_modelparallel.py` runs a sample of it.
+Rows: every model, number of partitions, number of microbatches and schedule in float64, with `get_gradients` and with a tape; with one
+microbatch, `simple` is `interleaved`. In float32, every schedule with 4 microbatches and one with the others, the ways in turns; `--all`
+has float32 in all of float64's rows. It prints a line for each model and number of partitions, and one for each case that is off, and fails
+if there is one. `tests/multiproc/test_tensorflow_modelparallel.py` runs a sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import subprocess
+import pickle
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.keras_models import NAMES, compare
+from support import Forked, run_ranks
+from support.keras_models import NAMES, alone, compare
 
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
+WAYS = ("get", "tape")
+_ENV = {
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "2",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+_TIMEOUT = 600.0
+
+#: Numbers, microbatches, schedule and way to gradients.
+Case = tuple[str, int, str, str]
 
 
-def _list(text: str) -> list[str]:
-    return text.split(",")
+def cases(kind: str, microbatches: list[int], partitions: int, everything: bool) -> Iterator[Case]:
+    """Those of one model and number of partitions."""
+    ways = itertools.cycle(WAYS if partitions % 2 else WAYS[::-1])
+    for count, schedule in itertools.product(microbatches, SCHEDULES):
+        if count == 1 and schedule == "interleaved":
+            continue
+        if kind == "float64" or everything:
+            yield from ((kind, count, schedule, way) for way in WAYS)
+        elif count == 4 or schedule == "simple":
+            yield kind, count, schedule, next(ways)
+
+
+def _references(folder: str, rows: list[tuple[str, str, int]]) -> None:
+    """What plain Keras learns, into files; ranks share the work."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 1})
+    for row in rows[smp.rank() :: smp.size()]:
+        (Path(folder) / "-".join(map(str, row))).write_bytes(pickle.dumps(alone(*row)))
+
+
+def _differences(folder: str, name: str, partitions: int, rows: list[Case]) -> list[float]:
+    """Of each case, the largest one on any rank."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    found = []
+    for kind, microbatches, schedule, way in rows:
+        plain = pickle.loads((Path(folder) / f"{name}-{kind}-{microbatches}").read_bytes())
+        difference, _ = compare(name, kind, partitions, microbatches, schedule, way, plain)
+        found.append(max(smp.allgather(difference)))
+    return found
 
 
 def _arguments() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(each) for each in text.split(",")]
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_list, default=list(NAMES))
-    parser.add_argument("--partitions", type=_list, default=["1", "2", "3", "4"])
-    parser.add_argument("--microbatches", type=_list, default=["1", "4", "8"])
-    parser.add_argument("--schedules", type=_list, default=list(SCHEDULES))
-    parser.add_argument("--kinds", type=_list, default=list(LIMITS))
-    parser.add_argument("--ways", type=_list, default=["get", "tape"])
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=names, default=list(NAMES))
+    parser.add_argument("--partitions", type=numbers, default=[1, 2, 3, 4])
+    parser.add_argument("--microbatches", type=numbers, default=[1, 4, 8])
+    parser.add_argument("--kinds", type=names, default=list(LIMITS))
+    parser.add_argument("--all", action="store_true")
     return parser.parse_args()
-
-
-def _run_rank(arguments: argparse.Namespace) -> int:
-    import smdistributed.modelparallel.tensorflow as smp
-
-    smp.init({"partitions": arguments.rank})
-    off = 0
-    cases = itertools.product(
-        arguments.models, arguments.kinds, map(int, arguments.microbatches), arguments.schedules, arguments.ways
-    )
-    for name, kind, microbatches, schedule, way in cases:
-        difference, _ = compare(name, kind, arguments.rank, microbatches, schedule, way)
-        worst = max(smp.allgather(difference))
-        verdict = "equal" if worst < LIMITS[kind] else "OFF"
-        off += verdict == "OFF"
-        if smp.rank() == 0:
-            said = f"{name} {kind} partitions={arguments.rank} microbatches={microbatches} {schedule} {way}"
-            print(f"{verdict} {worst:.1e} {said}", flush=True)
-    return off
 
 
 def main() -> int:
     """Runs the table; the exit code says whether all of it is equal."""
     arguments = _arguments()
-    if arguments.rank:
-        return int(_run_rank(arguments) > 0)
-    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_NUM_INTRAOP_THREADS": "1"}
-    codes = []
-    for partitions in arguments.partitions:
-        command = [
-            sys.executable,
-            "-m",
-            "smdistributed",
-            "-n",
-            partitions,
-            __file__,
-            *sys.argv[1:],
-            "--rank",
-            partitions,
-        ]
-        codes.append(subprocess.run(command, env=env, check=False).returncode)
-    return int(any(codes))
+    start, off, total = time.monotonic(), 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(itertools.product(arguments.models, arguments.kinds, arguments.microbatches))
+        run_ranks(_references, 2, folder, rows, launcher=Forked("tensorflow"), env=_ENV, timeout=_TIMEOUT)
+        for name, partitions in itertools.product(arguments.models, arguments.partitions):
+            mine = [
+                case
+                for kind in arguments.kinds
+                for case in cases(kind, arguments.microbatches, partitions, arguments.all)
+            ]
+            said = f"{name:12} {partitions} partitions"
+            try:
+                found = run_ranks(
+                    _differences,
+                    partitions,
+                    folder,
+                    name,
+                    partitions,
+                    mine,
+                    launcher=Forked("tensorflow"),
+                    env=_ENV,
+                    timeout=_TIMEOUT,
+                )[0]
+            except Exception as error:
+                print(f"{said}: FAILED\n{error}", flush=True)
+                found = [float("inf")] * len(mine)
+            bad = [(case, each) for case, each in zip(mine, found, strict=True) if not each < LIMITS[case[0]]]
+            worst = {
+                kind: max(each for case, each in zip(mine, found, strict=True) if case[0] == kind)
+                for kind in arguments.kinds
+            }
+            verdict = "OFF" if bad else "equal"
+            numbers = ", ".join(f"{kind} {each:.1e}" for kind, each in worst.items())
+            print(f"{said}: {verdict}, {len(mine)} cases, {numbers} ({time.monotonic() - start:.0f} s)", flush=True)
+            for case, each in bad:
+                print(f"    OFF {each:.1e} {' '.join(map(str, case))}", flush=True)
+            off, total = off + len(bad), total + len(mine)
+    print(f"{total - off} of {total} cases are equal ({time.monotonic() - start:.0f} s)")
+    return int(off > 0)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _peak(microbatches):
 
 
 def _everything(folder):
-    return _peak(2), _forms(folder), _orders(folder)
+    return _peak(2), _forms(folder), _orders(folder), _arguments(), _weights(folder)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_models_may_have_these_in_them(ranks):
         "scaling": ("SMPUnsupportedError", "LossScaleOptimizer"),
         "fit": ("SMPUnsupportedError", "smp.step"),
     }
-    for _, found, _ in ranks[1]:
+    for _, found, *_ in ranks[1]:
         assert found.pop("served") == ["output_0", "output_1"]
         assert set(found) == set(expected), found
         for name, (kind, text) in expected.items():
@@ -244,7 +244,138 @@ def _orders(folder):
 
 
 def test_effects_keep_the_order_of_the_script(ranks):
-    for _, _, noted in ranks[1]:
+    for _, _, noted, *_ in ranks[1]:
         assert len(noted) == 16
         for count in range(len(noted)):
             assert noted[:count].count("one") >= noted[:count].count("two"), noted
+
+
+def _two_layers(base):
+    import tensorflow as tf
+
+    keras = tf.keras
+
+    class Model(base):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = keras.layers.Dense(6, "tanh"), keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    return Model()
+
+
+def _arguments():
+    """How often a step is traced, by the arguments that it has from `tf.function`."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    model, x = _two_layers(smp.DistributedModel), tf.ones([8, 3])
+    smp.step(lambda x: model(x))(x)
+
+    def traces(calls, **options):
+        shapes = []
+
+        def body(x, factor):
+            shapes.append(x.shape[0])
+            if tf.reduce_sum(x) < 0.0:
+                x = -x
+            return model(x) * factor
+
+        step = smp.step(body, non_split_inputs=["factor"], **options)
+        for rows, factor in calls:
+            assert step(x[:rows], factor).merge().shape == [rows, 2]
+        return shapes
+
+    one = tf.constant(1.0)
+    sizes = [(rows, one) for rows in (2, 4, 6, 8)]
+    signature = [tf.TensorSpec([None, 3]), tf.TensorSpec([])]
+    found = {
+        "shapes": traces(sizes),
+        "input_signature": traces(sizes, input_signature=signature),
+        "reduce_retracing": traces(sizes, reduce_retracing=True),
+        "experimental_relax_shapes": traces(sizes, experimental_relax_shapes=True),
+        "numbers of Python": traces([(8, 1.0), (8, 1.0), (8, 2.0)]),
+        "tensors": traces([(8, one), (8, one + 1.0)]),
+    }
+    with pytest.warns(UserWarning, match="`jit_compile` is ignored"):
+        plain = smp.step(lambda x: model(x), autograph=False, jit_compile=True, experimental_attributes={})
+    assert plain(x).merge().shape == [8, 2]
+    with pytest.raises(TypeError, match="no_such_argument"):
+        smp.step(lambda x: model(x), no_such_argument=1)
+    return found
+
+
+def test_a_step_is_traced_as_a_function_of_tensorflow_is(ranks):
+    for *_, found, _ in ranks[1]:
+        assert found == {
+            "shapes": [1, 2, 3, 4],
+            "input_signature": [None],
+            "reduce_retracing": [1, None],
+            "experimental_relax_shapes": [1, None],
+            "numbers of Python": [4, 4],
+            "tensors": [4],
+        }
+
+
+def _weights(folder):
+    """Those of a plain Keras model, when the model has been divided; with numbers of two sizes, too."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+    x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float32)
+    found = {}
+    for policy, off in (("float32", 1e-6), ("mixed_bfloat16", 2e-2)):
+        keras.mixed_precision.set_global_policy(policy)
+        keras.utils.set_random_seed(7)
+        smp.shutdown()
+        smp.init({"partitions": 2, "microbatches": 2})
+        model, plain, other = _two_layers(smp.DistributedModel), _two_layers(keras.Model), _two_layers(keras.Model)
+        found[policy] = []
+        smp.register_post_partition_hook(lambda model=model, plain=plain: model.set_weights(plain.get_weights()))
+
+        @smp.step
+        def step(x, model=model):
+            outputs = model(x)
+            loss = tf.reduce_mean(tf.square(tf.cast(outputs, tf.float32)))
+            return tf.gradients(loss, [getattr(each, "value", each) for each in model.trainable_variables]), outputs
+
+        for source in (plain, other):
+            with tf.GradientTape() as tape:
+                expected = source(x)
+                loss = tf.reduce_mean(tf.square(tf.cast(expected, tf.float32)))
+            if source is other:
+                file = f"{folder}/{policy}-{smp.rank()}.weights.h5"
+                other.save_weights(file)
+                model.load_weights(file)
+            gradients, outputs = step(x)
+            theirs = tape.gradient(loss, source.trainable_variables)[2 * smp.rank() :][:2]
+            np.testing.assert_allclose(tf.cast(outputs.merge(), tf.float32), tf.cast(expected, tf.float32), atol=off)
+            for one, gradient in zip(gradients, theirs, strict=True):
+                assert one[0].dtype == tf.float32
+                np.testing.assert_allclose(one.reduce_mean(), gradient, atol=off)
+            found[policy] += [
+                [int(tf.size(_held(variable))) for variable in model._smp_elsewhere()],
+                len(model.get_weights()),
+            ]
+    keras.mixed_precision.set_global_policy("float32")
+    return found
+
+
+def _held(variable):
+    import tensorflow as tf
+
+    inner = getattr(variable, "value", variable)
+    return tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype)
+
+
+def test_weights_of_a_plain_model_are_taken_by_the_divided_one(ranks):
+    for *_, found in ranks[1]:
+        assert found == {policy: [[0, 0], 2, [0, 0], 2] for policy in ("float32", "mixed_bfloat16")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 ROWS, STEPS = 16, 5
@@ -281,15 +282,24 @@ def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) 
 
 
 @functools.cache
-def _alone(name: str, kind: str, microbatches: int) -> dict[str, Any]:
+def alone(name: str, kind: str, microbatches: int) -> dict[str, Any]:
     """What plain Keras learns; it has neither partitions nor schedules."""
     import tensorflow as tf
 
     return learn(tf.keras.Model, name, kind, microbatches, None)
 
 
-def compare(name: str, kind: str, partitions: int, microbatches: int, schedule: str, way: str) -> tuple[float, int]:
-    """In a rank: the largest difference between the model on all partitions and plain Keras, and how many variables are here."""
+def compare(
+    name: str,
+    kind: str,
+    partitions: int,
+    microbatches: int,
+    schedule: str,
+    way: str,
+    plain: Mapping[str, Any] | None = None,
+) -> tuple[float, int]:
+    """In a rank: the largest difference between the model on all partitions and plain Keras (what `alone` gives, if it is known), and
+    how many variables are here."""
     import numpy as np
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -297,7 +307,7 @@ def compare(name: str, kind: str, partitions: int, microbatches: int, schedule: 
     smp.shutdown()
     smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule})
     ours = learn(smp.DistributedModel, name, kind, microbatches, way)
-    plain = _alone(name, kind, microbatches)
+    plain = plain or alone(name, kind, microbatches)
     differences = [np.max(np.abs(np.subtract(ours["losses"], plain["losses"])))]
     for one, other in zip(ours["outputs"], plain["outputs"], strict=True):
         differences.append(np.max(np.abs(one - other)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -119,6 +119,31 @@ class DistributedModel(_Model):
             yield
         finally:
             self.__dict__["_smp_whole"] = before
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Takes the weights of the whole model, such as a plain Keras model's ``get_weights()``, of which this rank keeps its own; or
+        those of this rank alone, as ``get_weights()`` here gives them."""
+        with self._smp_as_whole():
+            count = len(self.weights)
+        with self._smp_filled() if self.is_partitioned and len(weights) == count else contextlib.nullcontext():
+            super().set_weights(weights)
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', from a file of the whole model; this rank keeps its own weights, when it has read all."""
+        with self._smp_filled() if self.is_partitioned else contextlib.nullcontext():
+            return super().load_weights(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _smp_filled(self) -> Iterator[None]:
+        """The whole model, for what gives all variables new values: those of other partitions take theirs for a moment."""
+        with tf.init_scope():
+            for variable in map(underlying, self._smp_elsewhere()):
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros(variable.shape, variable.dtype))
+        try:
+            with self._smp_as_whole():
+                yield
+        finally:
+            self._smp_free()
 
     # Being divided.
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import backprop
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph as func_graph_lib
+from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.tensorflow.state import state
@@ -204,13 +205,13 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _with_its_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable with its first value. Inside of a ``tf.function`` it would get one before the first run only, which is after
-    the model has been divided."""
+    """Makes a variable with its first value. The ``tf.function`` around would give it one before the first run only, which is after
+    the model has been divided, and would trace all of the step again, since it made variables."""
     value = options.get("initial_value")
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         return create(**options)  # of the graph: only a run of it makes that
     with tf.init_scope():
-        return create(**options)
+        return default_variable_creator_v2(None, **options)
 
 
 def _as_tensor(value: Any) -> Any:
