@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "adapter.h"
+#include "collective.h"
 #include "completion.h"
 #include "status.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -16,7 +17,6 @@
 namespace smd::tf_ops {
 namespace {
 
-using tensorflow::AsyncOpKernel;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
@@ -55,49 +55,6 @@ class SessionIdKernel final : public OpKernel {
                    checked([&] { output->scalar<std::int64_t>()() = static_cast<std::int64_t>(session_id()); }));
   }
 };
-
-// What all collectives share: their attributes.
-class CollectiveKernel : public AsyncOpKernel {
- public:
-  explicit CollectiveKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("group", &group_));
-    if (construction->HasAttr("op")) OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
-    if (construction->HasAttr("root")) OP_REQUIRES_OK(construction, construction->GetAttr("root", &root_));
-  }
-
- protected:
-  TensorOperation operation(OpKernelContext* context, Collective collective) const {
-    TensorOperation operation(collective, group_, place_of(context));
-    operation.core.op = op_;
-    operation.core.peer = root_;
-    return operation;
-  }
-
-  std::uint64_t group() const { return static_cast<std::uint64_t>(group_); }
-  std::int64_t root() const { return root_; }
-
-  // Fails the operation, which does not fit; names the node.
-  void refuse(OpKernelContext* context, const DoneCallback& done, const std::string& why) const {
-    holds(context, done, to_status(absl::StrCat("`", name(), "`: ", why, " [smd:invalid_argument]")));
-  }
-
-  // False if `status` says that the operation cannot go on, which it and the other members then hear.
-  bool holds(OpKernelContext* context, const DoneCallback& done, const absl::Status& status) const {
-    if (!status.ok()) smd::tf_ops::refuse(context, done, group_, status);
-    return status.ok();
-  }
-
- private:
-  std::string op_;
-  std::int64_t root_ = 0;
-  std::int64_t group_ = 0;
-};
-
-// Copies a tensor, unless it has become the other.
-absl::Status copied(const Tensor& from, const Tensor& to, const Place& place) {
-  if (from.data() == to.data()) return absl::OkStatus();
-  return checked([&] { copy(describe(from, place), describe(to, place)); });
-}
 
 class AllReduceKernel final : public CollectiveKernel {
  public:
@@ -186,56 +143,6 @@ class AllGatherKernel final : public CollectiveKernel {
     call.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
     call.core.row_elems = row_elems(input.shape());
     start_rows(context, std::move(done), std::move(call), input.shape());
-  }
-};
-
-// What collectives share that ranks call in any order. Nobody else's call waits for one that cannot be made, so there
-// is nothing to tell the others before the session ends.
-class NamedKernel : public CollectiveKernel {
- public:
-  explicit NamedKernel(OpKernelConstruction* construction) : CollectiveKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("tensor_name", &tensor_name_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("blocking", &blocking_));
-  }
-
- protected:
-  void start(OpKernelContext* context, DoneCallback done, TensorOperation call) const {
-    start_named(context, std::move(done), std::move(call), tensor_name_, context->input(0).shape(), blocking_);
-  }
-
- private:
-  std::string tensor_name_;
-  bool blocking_ = false;
-};
-
-class NamedAllReduceKernel final : public NamedKernel {
- public:
-  using NamedKernel::NamedKernel;
-
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tensor& input = context->input(0);
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
-    TensorOperation call = operation(context, Collective::AllReduce);
-    call.read(input);
-    call.write(*output);
-    start(context, std::move(done), std::move(call));
-  }
-};
-
-class NamedBroadcastKernel final : public NamedKernel {
- public:
-  using NamedKernel::NamedKernel;
-
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tensor& input = context->input(0);
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
-    TensorOperation call = operation(context, Collective::Broadcast);
-    // The core broadcasts in place. A root that is not there is an error that the core tells all ranks.
-    OP_REQUIRES_OK_ASYNC(context, copied(input, *output, call.place()), done);
-    call.write(*output);
-    start(context, std::move(done), std::move(call));
   }
 };
 
@@ -414,8 +321,6 @@ SMD_CPU_KERNEL("SmdBarrier", BarrierKernel);
 // Messages go between the memories of hosts: TensorFlow copies what is on a device.
 SMD_CPU_KERNEL("SmdSend", SendKernel);
 SMD_CPU_KERNEL("SmdRecv", RecvKernel);
-SMD_KERNEL("SmdNamedAllReduce", .HostMemory("anchors"), NamedAllReduceKernel);
-SMD_KERNEL("SmdNamedBroadcast", .HostMemory("anchors"), NamedBroadcastKernel);
 
 #undef SMD_KERNEL
 #undef SMD_CPU_KERNEL

@@ -1,4 +1,4 @@
-// The list of what exists. Bodies are in kernels.cc, under the same names.
+// The list of what exists. Bodies are in kernels.cc, and in the file of a kind (named.cc ..), under the same names.
 //
 // `group` is a communicator of the core, 0 the world; `root` is a rank inside it. Every member of a group calls the
 // same operations in the same order.

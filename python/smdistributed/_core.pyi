@@ -84,6 +84,10 @@ def report_failure(message: str) -> None:
     """Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
     session."""
 
+def interrupt() -> None:
+    """Ends every wait of this process and its part in the job, as Ctrl-C does where a thread that waits cannot hear of it. Does
+    nothing without a session."""
+
 def plan_gradients(
     graph: int,
     gradients: Sequence[tuple[str, Sequence[int], str]],
@@ -100,9 +104,9 @@ def plan_gradients(
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
 
-def timeline_stage(kind: str, stage: int, microbatch: int, start: int) -> None:
+def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
     """Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`.
+    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`; `takes` are the stages whose values it needed.
 
     # Errors
     `ValueError` for another kind."""

@@ -126,12 +126,20 @@ pub fn timeline_now() -> u64 {
 }
 
 /// Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-/// `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`.
+/// `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`; `takes` are the stages whose values it needed.
 ///
 /// # Errors
 /// `ValueError` for another kind.
 #[pyfunction]
-pub fn timeline_stage(py: Python<'_>, kind: &str, stage: u64, microbatch: u64, start: u64) -> PyResult<()> {
+#[pyo3(signature = (kind, stage, microbatch, start, takes=Vec::new()))]
+pub fn timeline_stage(
+    py: Python<'_>,
+    kind: &str,
+    stage: u64,
+    microbatch: u64,
+    start: u64,
+    takes: Vec<u64>,
+) -> PyResult<()> {
     if start == 0 {
         return Ok(());
     }
@@ -141,6 +149,10 @@ pub fn timeline_stage(py: Python<'_>, kind: &str, stage: u64, microbatch: u64, s
         let name = KINDS.into_iter().find(|name| *name == kind);
         let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is nothing that a pipeline does")))?;
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
+        for from in takes {
+            // Behind its forward, with the same start: `smdrun report` reads it as a part of that step.
+            trace::complete(trace::TAKES, Track::Stage(stage), start, start, Some((trace::TAKES_FROM, from)));
+        }
         Ok(())
     })
 }

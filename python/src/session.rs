@@ -130,6 +130,18 @@ fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
     })
 }
 
+/// Ends every wait of this process and its part in the job, as Ctrl-C does where a thread that waits cannot hear of it. Does
+/// nothing without a session.
+#[pyfunction]
+fn interrupt(py: Python<'_>) -> PyResult<()> {
+    enter(py, || {
+        if let Ok(session) = session::current("interrupt") {
+            session.interrupt();
+        }
+        Ok(())
+    })
+}
+
 /// When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
 /// or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session.
 #[pyfunction]
@@ -202,6 +214,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(measured_bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(report_failure, module)?)?;
+    module.add_function(wrap_pyfunction!(interrupt, module)?)?;
     module.add_function(wrap_pyfunction!(start_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;

@@ -70,6 +70,11 @@ impl Track {
     }
 }
 
+/// The name of a line that says from which other stage a stage of a pipeline takes values, and the number's name in it.
+pub const TAKES: &str = "takes";
+/// See [`TAKES`].
+pub const TAKES_FROM: &str = "stage";
+
 /// A number that says more about a span, such as `("bytes", 1024)`.
 pub type Arg = Option<(&'static str, u64)>;
 

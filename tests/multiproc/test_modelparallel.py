@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -95,6 +96,43 @@ def _api_body():
 @pytest.mark.timeout(300)
 def test_ranks_groups_and_objects():
     assert run_ranks(_api_body, 4, launcher=Forked("torch"), timeout=290) == [0, 1, 2, 3]
+
+
+def _keys_body(port):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"ddp": True, "ddp_port": port, "ddp_dist_backend": "nccl", "delayed_parameter_initialization": True})
+    # Without a GPU.
+    assert torch.distributed.get_backend() == "gloo"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    assert store.port == port
+    total = torch.ones(())
+    torch.distributed.all_reduce(total, group=smp.get_dp_process_group())
+    layer = torch.nn.Linear(4, 4)
+    tied = torch.nn.Linear(4, 4)
+    tied.weight = layer.weight
+    assert layer.weight.is_meta
+    assert tied.weight is layer.weight
+    assert not torch.ones(2).is_meta
+    model = smp.DistributedModel(torch.nn.Sequential(layer, tied))
+    assert torch.equal(tied.weight, layer.weight)
+    assert float(layer.weight.std()) > 0
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+    assert all(torch.equal(*pair) for pair in zip(*smp.allgather(list(model.parameters()), smp.WORLD), strict=True))
+    smp.shutdown()
+    torch.distributed.destroy_process_group()
+    return float(total)
+
+
+@pytest.mark.timeout(120)
+def test_keys_of_process_groups_and_of_delayed_parameters():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_ranks(_keys_body, 2, port, launcher=Forked("torch"), timeout=110) == [2.0, 2.0]
 
 
 def _replicas_body(pipeline):
@@ -271,8 +309,13 @@ def _features_body():
     assert math.isclose(math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP))), 0.5 * expected, rel_tol=1e-5)
     largest = max(smp.allgather(max(float(p.grad.abs().max()) for p in model.local_parameters()), smp.PP_GROUP))
     assert math.isclose(smp.clip_grad_norm_(model.parameters(), 1e9, math.inf), largest)
+    assert model.module.module.module[0] is model.module[0]
+    assert not hasattr(model.module.module.module, "module")
 
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer._global_grad_norm is None
+    norm = smp.clip_grad_norm_(model.parameters(), 1e9)
+    assert optimizer._global_grad_norm is norm
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scaler = smp.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.zero_grad()

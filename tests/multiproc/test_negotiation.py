@@ -10,6 +10,7 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -192,6 +193,51 @@ def test_any_order_and_disagreements(size, runs):
     print(seconds)
     # Within 2 s where the machine has time for it; here it may be busy, and a hang would last until the job's deadline.
     assert max(seconds.values()) < 30, seconds
+
+
+def interrupted(in_a_graph):
+    """Ctrl-C on rank 0 while TensorFlow waits for an operation that the others do not call."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    from smdistributed import _core
+    from smdistributed._common.errors import PeerFailedError
+
+    sdp.init()
+    assert sdp.oob_allreduce(tf.constant(1), op=sdp.ReduceOp.SUM).numpy() == 2
+    if sdp.rank() != 0:
+        while not (Path(os.environ["SMD_TEST_FOLDER"]) / "event.interrupted").exists():
+            time.sleep(0.02)
+        with pytest.raises(PeerFailedError, match="rank 0"):
+            _core.barrier()
+        return 0.0
+    wait = tf.function(sdp.oob_allreduce) if in_a_graph else sdp.oob_allreduce
+    sent = []
+
+    def interrupt():
+        # Once the main thread waits.
+        time.sleep(2)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises((KeyboardInterrupt, RuntimeError)) as raised:
+            wait(tf.ones(3))
+        took = time.monotonic() - sent[0]
+    finally:
+        announce("interrupted")
+    # Where a graph waits, it may come inside of pybind11's own error.
+    assert "KeyboardInterrupt" in repr(raised.value)
+    assert in_a_graph or raised.type is KeyboardInterrupt
+    return took
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_an_interrupt_ends_a_wait_of_tensorflow(in_a_graph):
+    took, _ = run_ranks(interrupted, 2, in_a_graph, launcher=Forked("tensorflow"), env=ENV, timeout=110)
+    # A second and what the machine takes; without it, until the time limit.
+    assert took < 30
 
 
 LIMIT = {"SMD_STALL_WARNING_SECONDS": "1", "SMD_STALL_SHUTDOWN_SECONDS": "3"}

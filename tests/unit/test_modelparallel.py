@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel.torch.spellings import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
 from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
 
@@ -134,3 +137,33 @@ def test_what_belongs_to_master_weights_is_refused(monkeypatch):
         smp.DistributedOptimizer(plain, loss_scale=4.0)
     with pytest.raises(NotImplementedError, match=r"`smp\.clip_grad_norm_` clips"):
         smp.DistributedOptimizer(plain).clip_master_grads(1.0)
+
+
+class _Base(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class _Derived(_Base):
+    def forward(self, x):
+        return 2 * super()._orig_forward(x)
+
+
+def test_documented_spellings_reach_the_model():
+    model = torch.nn.Sequential(_Derived(), torch.nn.Linear(2, 2))
+    names = list(model.state_dict())
+    documented_spellings(model)
+    inner = model.module.module
+    assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 4.0))
+    assert isinstance(inner, torch.nn.Sequential)
+    assert (inner[1], len(inner), list(inner)) == (model[1], 2, list(model))
+    assert torch.equal(inner(torch.ones(2)), model(torch.ones(2)))
+    inner.word = "kept"
+    assert model.word == "kept"
+    assert not hasattr(inner, "module")
+    assert list(model.state_dict()) == names
+    assert list(copy.deepcopy(model).module.module.state_dict()) == names
+    own = torch.nn.Module()
+    own.module = torch.nn.Linear(2, 2)
+    documented_spellings(own)
+    assert type(own.module) is torch.nn.Linear

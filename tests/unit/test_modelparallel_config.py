@@ -73,7 +73,6 @@ def test_bad_values_are_named(given, text):
         {"shard_optimizer_state": True},
         {"bf16": True},
         {"horovod": True},
-        {"delayed_parameter_initialization": True},
     ],
 )
 def test_what_is_not_there_yet_says_so(given):

@@ -11,6 +11,7 @@ from multiprocessing import util as mp_util
 from types import TracebackType
 
 from smdistributed import _core
+from smdistributed._common import interrupts
 
 _exported: dict[str, str] = {}
 _hooked = False
@@ -27,6 +28,8 @@ def init() -> None:
     _core.init()
     export_environment()
     watch()
+    if "tensorflow" in sys.modules:
+        interrupts.watch()
 
 
 def shutdown() -> None:

@@ -95,7 +95,7 @@ KEYS: dict[str, Key] = {
     "ddp_port": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
     "load_partition": _flag(None),
     "partition_file": Key(None, lambda value: isinstance(value, str), "a str"),
-    "delayed_parameter_initialization": _flag(only=False),
+    "delayed_parameter_initialization": _flag(only=False, but_for="torch"),
     "static_mode": _flag(),
     "fast_mode": _flag(),
 }
@@ -202,7 +202,7 @@ def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, 
         if limited and value != key.only and framework != key.but_for:
             raise SMPUnsupportedError(
                 f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
-                "parallelism, 16-bit master weights, delayed parameters by key, Horovod for torch, and offloading and bounds of "
+                "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds of "
                 "activations for TensorFlow are not there yet"
             )
         values[name] = value

@@ -1,7 +1,7 @@
 //! `smdrun report`: a pipeline as it ran, beside what the same programs would have taken if each task always took its mean
 //! time and transfers none.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
@@ -9,6 +9,7 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, Costs, Edge, Graph, Kind, Link, Program, Span, Stage, Timeline, grid, simulate, svg};
+use crate::trace::{TAKES, TAKES_FROM};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
@@ -58,7 +59,27 @@ struct Task {
 }
 
 /// What one rank computed in one step.
-type Step = Vec<Task>;
+#[derive(Default)]
+struct Step {
+    tasks: Vec<Task>,
+    /// From which stage values come to which.
+    edges: BTreeSet<(u64, u64)>,
+}
+
+/// What a line says of a stage.
+enum Said {
+    Ran(Task),
+    Takes { from: u64, at: u64 },
+}
+
+impl Said {
+    fn start(&self) -> u64 {
+        match self {
+            Said::Ran(task) => task.start,
+            Said::Takes { at, .. } => *at,
+        }
+    }
+}
 
 /// What `smdrun report` prints.
 pub(super) fn show(args: &Args) -> Result<String> {
@@ -66,7 +87,8 @@ pub(super) fn show(args: &Args) -> Result<String> {
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
     let ranks = one_pipeline(steps(&text), &args.trace)?;
     let count = ranks.values().map(Vec::len).min().unwrap_or(0);
-    let trains = |step: usize| ranks.values().any(|steps| steps[step].iter().any(|task| task.kind != Kind::Forward));
+    let trains =
+        |step: usize| ranks.values().any(|steps| steps[step].tasks.iter().any(|task| task.kind != Kind::Forward));
     let step = args.step.or_else(|| (0..count).rev().find(|&step| trains(step))).unwrap_or(count.saturating_sub(1));
     if step >= count {
         return Err(Error::InvalidArgument(format!(
@@ -74,9 +96,9 @@ pub(super) fn show(args: &Args) -> Result<String> {
             args.trace.display()
         )));
     }
-    let tasks: Vec<&Step> = ranks.values().map(|steps| &steps[step]).collect();
-    let measured = measured(&tasks);
-    let simulated = simulated(&tasks)?;
+    let step_of: Vec<&Step> = ranks.values().map(|steps| &steps[step]).collect();
+    let measured = measured(&step_of);
+    let simulated = simulated(&step_of)?;
     let mut text = format!("step {step} of {count}, ranks {:?}\n", ranks.keys().collect::<Vec<_>>());
     for (what, timeline) in [("measured", &measured), ("simulated from mean times", &simulated)] {
         let milliseconds = timeline.step_time as f64 / 1e6;
@@ -93,7 +115,7 @@ pub(super) fn show(args: &Args) -> Result<String> {
 /// For each rank its steps. A step ends where a rank does the same again.
 fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
     let mut stages: HashMap<(usize, u64), u64> = HashMap::new();
-    let mut tasks: BTreeMap<usize, Vec<(u64, Task)>> = BTreeMap::new();
+    let mut said: BTreeMap<usize, Vec<(u64, Said)>> = BTreeMap::new();
     for line in text.lines() {
         // Lines of a rank that was killed may be anything; the first is `[`.
         let Ok(line) = serde_json::from_str::<Line>(line.trim().trim_end_matches(',')) else { continue };
@@ -104,6 +126,11 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
                 stages.insert((line.pid, line.tid), stage);
             }
         }
+        let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
+        let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
+        if let (TAKES, Some(from)) = (line.name.as_str(), number(TAKES_FROM)) {
+            said.entry(line.pid).or_default().push((line.tid, Said::Takes { from, at: start }));
+        }
         let kind = match line.name.as_str() {
             "forward" => Kind::Forward,
             "backward" => Kind::Backward,
@@ -111,25 +138,31 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
             "weight" => Kind::Weight,
             _ => continue,
         };
-        let Some(microbatch) = line.args.get("microbatch").and_then(serde_json::Value::as_u64) else { continue };
-        if line.ph == "X" {
-            let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
-            tasks.entry(line.pid).or_default().push((line.tid, Task { kind, stage: 0, microbatch, start, end }));
+        if let ("X", Some(microbatch)) = (line.ph.as_str(), number("microbatch")) {
+            let task = Task { kind, stage: 0, microbatch, start, end };
+            said.entry(line.pid).or_default().push((line.tid, Said::Ran(task)));
         }
     }
     let mut ranks = BTreeMap::new();
-    for (rank, mut list) in tasks {
-        list.sort_by_key(|(_, task)| task.start);
-        let mut steps: Vec<Step> = vec![Vec::new()];
+    for (rank, mut list) in said {
+        // What a forward takes stands behind it, with its start.
+        list.sort_by_key(|(_, said)| said.start());
+        let mut steps = vec![Step::default()];
         let mut seen = HashSet::new();
-        for (track, mut task) in list {
+        for (track, said) in list {
             let Some(&stage) = stages.get(&(rank, track)) else { continue };
-            task.stage = stage;
-            if !seen.insert((task.kind, stage, task.microbatch)) {
-                steps.push(Vec::new());
-                seen = HashSet::from([(task.kind, stage, task.microbatch)]);
+            match said {
+                Said::Ran(task) => {
+                    if !seen.insert((task.kind, stage, task.microbatch)) {
+                        steps.push(Step::default());
+                        seen = HashSet::from([(task.kind, stage, task.microbatch)]);
+                    }
+                    steps.last_mut().expect("it begins with one").tasks.push(Task { stage, ..task });
+                }
+                Said::Takes { from, .. } => {
+                    steps.last_mut().expect("it begins with one").edges.insert((from, stage));
+                }
             }
-            steps.last_mut().expect("it begins with one").push(task);
         }
         ranks.insert(rank, steps);
     }
@@ -141,7 +174,7 @@ fn one_pipeline(ranks: BTreeMap<usize, Vec<Step>>, path: &Path) -> Result<BTreeM
     let mut taken: HashSet<u64> = HashSet::new();
     let mut chosen = BTreeMap::new();
     for (rank, steps) in ranks {
-        let stages: HashSet<u64> = steps.iter().flatten().map(|task| task.stage).collect();
+        let stages: HashSet<u64> = steps.iter().flat_map(|step| &step.tasks).map(|task| task.stage).collect();
         if !stages.is_empty() && stages.is_disjoint(&taken) {
             taken.extend(stages);
             chosen.insert(rank, steps);
@@ -153,14 +186,18 @@ fn one_pipeline(ranks: BTreeMap<usize, Vec<Step>>, path: &Path) -> Result<BTreeM
     Ok(chosen)
 }
 
+fn tasks<'a>(ranks: &'a [&Step]) -> impl Iterator<Item = &'a Task> {
+    ranks.iter().flat_map(|step| &step.tasks)
+}
+
 fn measured(ranks: &[&Step]) -> Timeline {
-    let all = || ranks.iter().copied().flatten();
+    let all = || tasks(ranks);
     let (start, end) = (all().map(|task| task.start).min().unwrap_or(0), all().map(|task| task.end).max().unwrap_or(0));
     let span = |task: &Task| Span { action: action(task), start: task.start - start, end: task.end - start };
     Timeline {
-        spans: ranks.iter().map(|step| step.iter().map(span).collect()).collect(),
+        spans: ranks.iter().map(|step| step.tasks.iter().map(span).collect()).collect(),
         step_time: end - start,
-        busy: ranks.iter().map(|step| step.iter().map(|task| task.end - task.start).sum()).collect(),
+        busy: ranks.iter().map(|step| step.tasks.iter().map(|task| task.end - task.start).sum()).collect(),
         peak_bytes: vec![0; ranks.len()],
         active_microbatches: vec![0; ranks.len()],
     }
@@ -170,24 +207,33 @@ fn action(task: &Task) -> Action {
     Action::compute(task.kind, task.stage as usize, task.microbatch as usize)
 }
 
-/// The same lists, each task at the mean time of its stage; stages follow one another.
+/// The same lists, each task at the mean time of its stage. If the trace does not say what stages take, they follow one
+/// another.
 fn simulated(ranks: &[&Step]) -> Result<Timeline> {
-    let count = ranks.iter().copied().flatten().map(|task| task.stage as usize + 1).max().unwrap_or(0);
-    let microbatches = ranks.iter().copied().flatten().map(|task| task.microbatch as usize + 1).max().unwrap_or(0);
+    let count = tasks(ranks).map(|task| task.stage as usize + 1).max().unwrap_or(0);
+    let microbatches = tasks(ranks).map(|task| task.microbatch as usize + 1).max().unwrap_or(0);
+    let mut edges: BTreeSet<(u64, u64)> = ranks.iter().flat_map(|step| step.edges.iter().copied()).collect();
+    if edges.is_empty() {
+        edges = (1..count as u64).map(|stage| (stage - 1, stage)).collect();
+    }
     let mut stages: Vec<Stage> = Vec::with_capacity(count);
     for stage in 0..count {
         let of = |kinds: &'static [Kind]| {
-            let tasks = ranks.iter().copied().flatten().filter(move |task| task.stage as usize == stage);
-            let times: Vec<u64> =
-                tasks.filter(|task| kinds.contains(&task.kind)).map(|task| task.end - task.start).collect();
+            let times: Vec<u64> = tasks(ranks)
+                .filter(|task| task.stage as usize == stage && kinds.contains(&task.kind))
+                .map(|task| task.end - task.start)
+                .collect();
             times.iter().sum::<u64>().checked_div(times.len() as u64)
         };
-        let Some(rank) = ranks.iter().position(|step| step.iter().any(|task| task.stage as usize == stage)) else {
+        let Some(rank) = ranks.iter().position(|step| step.tasks.iter().any(|task| task.stage as usize == stage))
+        else {
             return Err(Error::InvalidArgument(format!("nobody ran stage {stage} in this step")));
         };
         let back = of(&[Kind::Backward, Kind::Input]);
         // A stage whose values want no gradient hands on none: an edge from one with a backward would ask for it.
-        let from = stage.checked_sub(1).filter(|&from| back.is_some() || !stages[from].backward);
+        let hands_on = |from: &usize| *from < stage && (back.is_some() || !stages[*from].backward);
+        let takes = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
+        let inputs = takes.map(|from| Edge { from, bytes: 0 }).collect();
         stages.push(Stage {
             rank,
             costs: Costs {
@@ -196,17 +242,26 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
                 weight: of(&[Kind::Weight]).unwrap_or(0),
             },
             activation_bytes: 0,
-            inputs: from.map(|from| Edge { from, bytes: 0 }).into_iter().collect(),
+            inputs,
             backward: back.is_some(),
         });
     }
     let graph = Graph::new(ranks.len(), microbatches, stages, Link::default())?;
-    simulate(&graph, &Program::new(ranks.iter().map(|step| step.iter().map(action).collect()).collect()))
+    simulate(&graph, &Program::new(ranks.iter().map(|step| step.tasks.iter().map(action).collect()).collect()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn shown(text: &str, name: &str, words: &[&str]) -> Result<String> {
+        let path = std::env::temp_dir().join(format!("smd-report-{}-{name}.json", std::process::id()));
+        std::fs::write(&path, text).unwrap();
+        let args = Args::try_parse_from(["report", path.to_str().unwrap()].iter().chain(words));
+        let result = show(&args.expect("the line is valid"));
+        std::fs::remove_file(&path).unwrap();
+        result
+    }
 
     /// Two ranks of a pipeline, and their replicas, through two steps of GPipe with two microbatches.
     fn trace() -> String {
@@ -236,18 +291,38 @@ mod tests {
 
     #[test]
     fn a_step_is_shown_beside_its_simulation() {
-        let path = std::env::temp_dir().join(format!("smd-report-{}.json", std::process::id()));
-        std::fs::write(&path, trace()).unwrap();
-        let args = |words: &[&str]| {
-            Args::try_parse_from(["report", path.to_str().unwrap()].iter().chain(words)).expect("the line is valid")
-        };
-        let text = show(&args(&["--width", "9"])).unwrap();
-        let missing = show(&args(&["--step", "2"])).unwrap_err().to_string();
-        std::fs::remove_file(&path).unwrap();
+        let text = shown(&trace(), "chain", &["--width", "9"]).unwrap();
+        let missing = shown(&trace(), "missing", &["--step", "2"]).unwrap_err().to_string();
         let expected = "step 1 of 2, ranks [0, 1]\n\
                         measured: 0.090 ms, bubble 33.3 %\n0 01...AABB\n1 .01AABB..\n\
                         simulated from mean times: 0.090 ms, bubble 33.3 %\n0 01...AABB\n1 .01AABB..\n";
         assert_eq!(text, expected);
         assert!(missing.ends_with("has 2 steps, and no step 2"), "{missing}");
+    }
+
+    /// Three ranks, one stage each, one microbatch: 1 and 2 both take what 0 makes, and run beside each other.
+    #[test]
+    fn stages_wait_for_those_whose_values_they_take() {
+        let mut text = String::from("[\n");
+        let mut line = |rank: usize, rest: &str| text += &format!("{{\"pid\":{rank},\"tid\":{rank},{rest}}},\n");
+        for rank in 0..3 {
+            let name = format!("\"args\":{{\"name\":\"stage {rank} of the pipeline\"}}");
+            line(rank, &format!("\"name\":\"thread_name\",\"ph\":\"M\",{name}"));
+            for step in 0..2 {
+                let start = step * 100 + if rank == 0 { 0 } else { 10 };
+                let span = |name: &str, duration: u32, args: &str| {
+                    format!("\"name\":\"{name}\",\"ph\":\"X\",\"ts\":{start},\"dur\":{duration},\"args\":{{{args}}}")
+                };
+                line(rank, &span("forward", 10, "\"microbatch\":0"));
+                if rank > 0 {
+                    line(rank, &span(TAKES, 0, &format!("\"{TAKES_FROM}\":0")));
+                }
+            }
+        }
+        let beside = shown(&text, "beside", &["--width", "2"]).unwrap();
+        assert!(beside.ends_with("simulated from mean times: 0.020 ms, bubble 50.0 %\n0 0.\n1 .0\n2 .0\n"), "{beside}");
+        let chain: String = text.lines().filter(|line| !line.contains(TAKES)).map(|line| format!("{line}\n")).collect();
+        let chain = shown(&chain, "unsaid", &["--width", "3"]).unwrap();
+        assert!(chain.contains("simulated from mean times: 0.030 ms"), "{chain}");
     }
 }

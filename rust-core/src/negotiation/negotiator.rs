@@ -51,7 +51,7 @@ const DRIVE: Duration = Duration::from_millis(50);
 /// Naps of a caller while another one drives.
 const TURN_NAP: Duration = Duration::from_millis(1);
 /// Naps of a thread that nobody waits for.
-const LONG_NAP: Duration = Duration::from_millis(500);
+pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
 
 /// Runs collectives by name; see the module's text.
 pub struct Negotiator {

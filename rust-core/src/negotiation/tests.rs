@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use super::factors::Factors;
-use super::negotiator::{Ask, Asked, Name, Negotiator, Options};
+use super::negotiator::{Ask, Asked, LONG_NAP, Name, Negotiator, Options};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::error::{Code, Error, Result};
@@ -315,12 +315,22 @@ fn callers_that_wait_drive(make: Make) {
                 }
             });
         });
-        // A call that nobody drives is found nevertheless.
+    }
+}
+
+fn calls_that_nobody_drives_wake_the_thread(make: Make) {
+    const CALLS: u32 = 40;
+    let job = job(make, 2, OPTIONS);
+    let start = Instant::now();
+    for _ in 0..CALLS {
         on_all(&job, |rank| {
-            let (pending, _) = Pending::ask(rank, "left alone", vec![rank.me as f32 + 1.0]);
-            assert_eq!(pending.wait().expect("all ranks agree"), [expected]);
+            let (pending, asked) = Pending::ask(rank, "left alone", vec![rank.me as f32 + 1.0]);
+            drop(asked);
+            assert_eq!(pending.wait().expect("all ranks agree"), [3.0]);
         });
     }
+    // Without, each would wait for the thread's next look.
+    assert!(start.elapsed() < LONG_NAP * CALLS / 2, "{:?}", start.elapsed());
 }
 
 fn whoever_drives_hears_of_an_end(make: Make) {
@@ -394,8 +404,8 @@ macro_rules! contract {
 contract! {
     shm: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
     mock: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
 }

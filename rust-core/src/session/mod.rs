@@ -387,6 +387,14 @@ impl Session {
     pub fn world(&self) -> Arc<Communicator> {
         self.groups.get(groups::WORLD).expect("a session is made with its world")
     }
+    /// Ends every wait of this process, whose user has asked for its end; the others hear that it failed.
+    pub fn interrupt(&self) {
+        self.report_failure("interrupted");
+        let reason = "the process was interrupted";
+        self.monitor.close(reason);
+        self.groups.close(reason);
+    }
+
     /// Tells the job that this rank failed with `message` (an uncaught exception); waits of others end with it.
     pub fn report_failure(&self, message: &str) {
         serve::note_failure();

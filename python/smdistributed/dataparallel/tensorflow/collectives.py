@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smdistributed._common import errors, shims
+from smdistributed._common import errors, interrupts, shims
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
 
@@ -231,3 +231,6 @@ def call(op: Any, /, **arguments: Any) -> Any:
         if translation is None:
             raise
         raise translation from None
+    except RuntimeError as error:
+        interrupts.raise_what_replaced(error)
+        raise

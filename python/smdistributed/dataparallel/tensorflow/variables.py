@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -11,9 +11,6 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.collectives import broadcast
 from smdistributed.dataparallel.tensorflow.job import size
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-
-# Smaller variables travel together: one operation costs more than a copy of this many bytes.
-_TOGETHER_BYTES = 1 << 20
 
 
 @tf.autograph.experimental.do_not_convert
@@ -38,16 +35,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
         variables = [variables]
     # One that is named twice is sent once.
     distinct = {id(variable): variable for variable in map(_sendable, variables)}
-    assignments: list[Any] = []
-    sent: list[tf.Tensor] = []
-    ordered = not _is_tf1_graph()
-    for together in _packs(distinct.values()):
-        # Graphs of TF1 have no order but the one that they are told.
-        with tf.control_dependencies([] if ordered else sent[-1:]):
-            values = _joined(together)
-            sent.append(broadcast(values, root_rank))
-        assignments += _assign(together, sent[-1])
-    return None if ordered else tf.group(*assignments)
+    # By name, so in a graph all of them are under way at once, and the core packs the small ones.
+    assignments = [variable.assign(broadcast(variable, root_rank)) for variable in distinct.values()]
+    return tf.group(*assignments) if _is_tf1_graph() else None
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation | None:
@@ -91,37 +81,3 @@ def _sendable(variable: Any) -> tf.Variable:
     if not (inner.dtype.is_numeric or inner.dtype.is_bool):
         raise TypeError(f"variable `{inner.name}` is of {inner.dtype.name}, which cannot be sent")
     return inner
-
-
-def _packs(variables: Iterable[tf.Variable]) -> Iterator[list[tf.Variable]]:
-    """What is sent together: small variables of one type; the order is the same on all ranks."""
-    small: dict[tf.DType, list[tf.Variable]] = {}
-    for variable in variables:
-        elements = variable.shape.num_elements()
-        if elements is None or elements * variable.dtype.size >= _TOGETHER_BYTES:
-            yield [variable]
-        else:
-            small.setdefault(variable.dtype.base_dtype, []).append(variable)
-    for together in small.values():
-        first = 0
-        total = 0
-        for index, variable in enumerate(together):
-            total += variable.shape.num_elements() * variable.dtype.size
-            if total >= _TOGETHER_BYTES:
-                yield together[first : index + 1]
-                first, total = index + 1, 0
-        if together[first:]:
-            yield together[first:]
-
-
-def _joined(together: list[tf.Variable]) -> tf.Tensor:
-    if len(together) == 1:
-        return tf.convert_to_tensor(together[0])
-    return tf.concat([tf.reshape(variable, [-1]) for variable in together], 0)
-
-
-def _assign(together: list[tf.Variable], values: tf.Tensor) -> list[Any]:
-    if len(together) == 1:
-        return [together[0].assign(values)]
-    parts = tf.split(values, [variable.shape.num_elements() for variable in together])
-    return [variable.assign(tf.reshape(part, variable.shape)) for variable, part in zip(together, parts, strict=True)]

@@ -160,7 +160,9 @@ class Executor:
         for maker in stage.takes:
             if layout.stages[maker].rank == self._rank:
                 mb.taken(maker)
-        _core.timeline_stage("forward", number, mb.recording.microbatch, start)
+        # All microbatches take the same.
+        takes = [list(stage.takes)] if start and mb.recording.microbatch == 0 else []
+        _core.timeline_stage("forward", number, mb.recording.microbatch, start, *takes)
 
     def _run_task(self, task: Task, env: dict[int, torch.Tensor], stage: Stage, inputs: Container[int]) -> None:
         place = -1

@@ -7,6 +7,7 @@ the reduction of gradients move tensors, those of the communication API, and, wi
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPU
 from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.topology import GROUPS, Topology
+from smdistributed.modelparallel.torch.materialize import delay_parameters
 from smdistributed.modelparallel.torch.state import state
 
 ranks = Ranks(lambda: state.groups)
@@ -31,7 +33,7 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
     def __init__(self, cfg: configuration.Config) -> None:
         super().__init__(cfg)
-        self._process_groups: dict[str, Any] = _process_groups(self.topology, self.rank) if cfg.ddp else {}
+        self._process_groups: dict[str, Any] = _process_groups(cfg, self.topology, self.rank) if cfg.ddp else {}
 
     def new_group(self, members: list[int]) -> dist.ProcessGroup:
         """The core's group of these ranks."""
@@ -52,12 +54,24 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         return self._process_groups[name]
 
 
-def _process_groups(topology: Topology, rank: int) -> dict[str, Any]:
+def _init_torch_distributed(cfg: configuration.Config, topology: Topology, rank: int) -> None:
+    """The default group: its backend is what `ddp_dist_backend` says, its store where `ddp_port` does."""
     # Registers the backend `smddp`.
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 
+    nccl = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = nccl if cfg.ddp_dist_backend == "nccl" else "smddp"
+    if not cfg.ddp_port:
+        torch.distributed.init_process_group(backend)
+        return
+    # Not by an address: torchrun's processes would take its own store for the one there.
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], cfg.ddp_port, topology.size, rank == 0)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=topology.size)
+
+
+def _process_groups(cfg: configuration.Config, topology: Topology, rank: int) -> dict[str, Any]:
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("smddp")
+        _init_torch_distributed(cfg, topology, rank)
     elif (torch.distributed.get_rank(), torch.distributed.get_world_size()) != (rank, topology.size):
         raise SMPConfigError(
             f"`torch.distributed` was initialized as rank {torch.distributed.get_rank()} of "
@@ -93,6 +107,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         if not _core.is_initialized():
             lifecycle.init()
         state.enter(cfg, TorchGroups(cfg))
+    if cfg.delayed_parameter_initialization:
+        state.delay = delay_parameters()
 
 
 def shutdown() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPPartitionError
@@ -131,3 +133,15 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         return
     with torch.device("meta"):
         yield
+
+
+def delay_parameters() -> RemovableHandle:
+    """The same for all parameters that modules get from now on until the handle is removed; other tensors are left alone."""
+
+    def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        del module, name
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    return register_module_parameter_registration_hook(delayed)

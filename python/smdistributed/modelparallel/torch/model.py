@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.pipeline import Pipeline
 from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.randomness import Randomness
 from smdistributed.modelparallel.torch.recording import Recording
+from smdistributed.modelparallel.torch.spellings import documented_spellings
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tasks import Value
 
@@ -98,12 +99,14 @@ class DistributedModel(nn.Module):
             )
         if trace_device not in ("cpu", "gpu"):
             raise SMPValidationError(f"`trace_device` is {trace_device!r}: expected 'cpu' or 'gpu'")
-        if trace_execution_times and trace_device == "cpu" and torch.cuda.is_available():
+        if trace_execution_times and trace_device == "cpu":
             raise SMPValidationError(
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
         del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
         self.module = module
+        state.end_delay()
+        documented_spellings(module)
         self._trace_execution_times = trace_execution_times
         self.post_partition_hooks: list[Callable[..., Any]] = []
         self.pipeline: Pipeline | None = None

@@ -43,6 +43,8 @@ def clip_grad_norm_(
         with errors.translated(CLASSES):
             dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, state.groups.pipe)
     norm = total if infinite else total ** (1.0 / norm_type)
+    if state.optimizer is not None:
+        state.optimizer._global_grad_norm = norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype if gradient.is_floating_point() else total.dtype))

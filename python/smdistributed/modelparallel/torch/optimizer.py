@@ -30,6 +30,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: The wrapped one.
         overflow: Whether the last step was skipped; of FP16.
         fp16_groups: Of FP16.
+        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` found last; scripts of the original print it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["optimizer"] = optimizer
         self.overflow = False
         self.fp16_groups: list[Any] = []
+        self._global_grad_norm: torch.Tensor | None = None
         state.optimizer = self
         if state.model is not None and state.model.is_partitioned:
             self.localize({})

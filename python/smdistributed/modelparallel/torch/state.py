@@ -8,6 +8,8 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from smdistributed.modelparallel.torch.groups import TorchGroups
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
@@ -21,6 +23,7 @@ class State:
         model: The wrapped model, if there is one.
         optimizer: The wrapped optimizer, if there is one.
         tracing: Whether the model is being looked at to divide it.
+        delay: Undoes what delays parameters until there is a model, if the configuration has it so.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,7 @@ class State:
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
         self.tracing = False
+        self.delay: RemovableHandle | None = None
         self._cfg: Config | None = None
         self._groups: TorchGroups | None = None
 
@@ -37,7 +41,14 @@ class State:
 
     def leave(self) -> None:
         """From now on, there is no job."""
+        self.end_delay()
         self.__init__()  # type: ignore[misc]
+
+    def end_delay(self) -> None:
+        """From now on, parameters take memory when they are created."""
+        if self.delay is not None:
+            self.delay.remove()
+            self.delay = None
 
     @property
     def cfg(self) -> Config:

@@ -2,6 +2,8 @@
 //! to be done comes out. So it runs the same in the thread of a [`super::Negotiator`] and in a simulation of thousands of
 //! ranks.
 
+mod answers;
+
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,11 +13,10 @@ use super::End;
 use super::bits::{Bits, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
-use super::message::{Announcement, Answer, Down, Limits, MAX_VARIANTS, Message, Outcome, Up, Variant, Verdict};
-use super::stall::{Patience, REPORT_AFTER, Stall, Waits};
+use super::message::{Announcement, Down, Limits, MAX_VARIANTS, Message, Up, Variant};
+use super::stall::{Patience, Stall, Waits};
 use super::tree::Tree;
 use super::tune::{Trial, Tuner};
-use crate::collectives::Kind;
 use crate::error::{Error, Result};
 
 /// A submission of this member, by the number that its owner gave it.
@@ -470,231 +471,6 @@ impl Machine {
         }
     }
 
-    /// The root's answer to what is ready, if anything is.
-    fn decide(&mut self) -> Option<Down> {
-        let (mut ready, mut lent) = self.complete();
-        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it)).collect();
-        for position in lent.clone().iter() {
-            let Some(slot) = self.cache.slot(position) else { continue };
-            if let Some(reason) = refuse_lent(&slot.description) {
-                ready.take(position);
-                lent.take(position);
-                named.push(Answer { name: slot.name.to_string(), outcome: Outcome::Refused(reason) });
-            }
-        }
-        let joined = self.all_joined();
-        if ready.is_empty() && named.is_empty() && joined.is_none() {
-            return None;
-        }
-        let joined = joined.map(|rank| self.ranks[rank as usize] as u32);
-        Some(Down { ready, lent, named, joined, ..self.next() })
-    }
-
-    fn next(&mut self) -> Down {
-        let fusion = self.next_fusion.take();
-        let fusion_bytes = fusion.unwrap_or(self.limits.fusion_bytes);
-        let limits = (self.number == 0 || fusion.is_some()).then_some(Limits { fusion_bytes, ..self.limits });
-        Down { number: self.number, limits, ..Down::default() }
-    }
-
-    fn answer(&self, announcement: Announcement) -> Answer {
-        let Announcement { name, mut variants, lent } = announcement;
-        let first = &variants[0].description;
-        let refusal = match variants.len() {
-            1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
-            1 if lent => refuse_lent(first),
-            1 => None,
-            _ => {
-                let says = |variant: &Variant| {
-                    let plural = if variant.ranks.is_one() { "asks" } else { "ask" };
-                    format!("{} {plural} for {}", variant.ranks.text(&self.ranks), variant.description)
-                };
-                let all: Vec<String> = variants.iter().map(says).collect();
-                Some(format!("{}: {}", first.difference(&variants[1].description), all.join(", ")))
-            }
-        };
-        let outcome = match refusal {
-            Some(reason) => Outcome::Refused(reason),
-            None => Outcome::Agreed { description: variants.swap_remove(0).description, lent },
-        };
-        Answer { name, outcome }
-    }
-
-    /// Does what an answer says; the same on all members.
-    fn apply(&mut self, down: Down, now: Duration, actions: &mut Vec<Action>) {
-        if let Some(limits) = down.limits {
-            self.limits = limits;
-            self.cache.set_capacity(limits.cache as usize);
-        }
-        actions.push(Action::Down(down.clone()));
-        let mut parts: Vec<(u64, u64, Part)> = Vec::new();
-        let mut next = Offers::new();
-        for source in &mut self.sources {
-            source.ready.remove(&down.ready);
-            source.lent.remove(&down.ready);
-        }
-        self.sent.remove(&down.ready);
-        for position in down.ready.iter() {
-            let Some(slot) = self.cache.slot(position) else { continue };
-            let (name, description) = (slot.name.clone(), slot.description.clone());
-            self.note_run(&name, &description, now, actions);
-            self.take_part(&name, description, &mut parts, &mut next);
-        }
-        self.cache.touch(&down.ready);
-        for Answer { name, outcome } in down.named {
-            let name = self.known_name(name);
-            self.named.remove(&name);
-            if let Some(position) = self.cache.position(&name) {
-                self.sent.take(position);
-                for source in &mut self.sources {
-                    source.ready.take(position);
-                    source.lent.take(position);
-                }
-            }
-            match outcome {
-                Outcome::Agreed { description, lent: _ } => {
-                    let description = Arc::new(description);
-                    self.note_run(&name, &description, now, actions);
-                    self.take_part(&name, description.clone(), &mut parts, &mut next);
-                    if let Some(old) = self.cache.insert(&name, description) {
-                        self.evict(old);
-                    }
-                }
-                Outcome::Refused(detail) => {
-                    let error = Error::Mismatch { during: format!("`{name}`"), detail };
-                    if let Some(ticket) = self.pop(&name, &mut next) {
-                        actions.push(Action::Fail(ticket, error));
-                    }
-                }
-            }
-        }
-        self.number += 1;
-        self.run(parts, actions);
-        if let Some(last) = down.joined {
-            self.sources.iter_mut().for_each(|source| source.joined = false);
-            self.told_joined = false;
-            if std::mem::take(&mut self.joining) {
-                actions.push(Action::Joined(last as usize));
-            }
-        }
-        if let Some(verdict) = down.verdict {
-            next = self.void(&verdict, now, actions);
-        }
-        self.stall.answered(now);
-        next.into_iter().for_each(|(name, description)| self.offer(&name, &description));
-    }
-
-    fn note_run(&mut self, name: &Arc<str>, description: &Description, now: Duration, actions: &mut Vec<Action>) {
-        let Some(tuner) = &mut self.tuner else { return };
-        if let Some((trials, fusion_bytes)) = tuner.ran(name, description.all_bytes(), now) {
-            self.next_fusion = Some(fusion_bytes);
-            if trials.iter().any(|trial| trial.is_last) {
-                self.tuner = None;
-            }
-            actions.extend(trials.into_iter().map(Action::Tried));
-        }
-    }
-
-    fn take_part(
-        &mut self,
-        name: &Arc<str>,
-        description: Arc<Description>,
-        parts: &mut Vec<(u64, u64, Part)>,
-        next: &mut Offers,
-    ) {
-        let (class, bytes) = (description.class(), description.all_bytes());
-        let part = match self.pop(name, next) {
-            Some(ticket) => Part::Own(ticket),
-            None => Part::Neutral(description),
-        };
-        parts.push((class, bytes, part));
-    }
-
-    /// The call of this name that was negotiated is answered; the one behind it is next.
-    fn pop(&mut self, name: &Arc<str>, next: &mut Offers) -> Option<Ticket> {
-        let queue = self.pending.get_mut(name)?;
-        self.stall.pending(queue.first.blocking, -1);
-        let ticket = queue.first.ticket;
-        match queue.behind.pop_front() {
-            Some(first) => {
-                next.push((name.clone(), first.description.clone()));
-                queue.first = first;
-            }
-            None => {
-                self.pending.remove(name);
-            }
-        }
-        Some(ticket)
-    }
-
-    /// Makes operations of what was agreed on, alike on all members: the same classes beside each other, as many as fit.
-    fn run(&self, mut parts: Vec<(u64, u64, Part)>, actions: &mut Vec<Action>) {
-        parts.sort_by_key(|(class, ..)| *class);
-        let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
-        for (class, more, part) in parts {
-            let on_device = class >> 56 != 0;
-            if !batch.is_empty() && (bytes + more > self.limits.fusion_bytes || device != on_device) {
-                actions.push(Action::Run(std::mem::take(&mut batch)));
-                bytes = 0;
-            }
-            batch.push(part);
-            bytes += more;
-            device = on_device;
-        }
-        if !batch.is_empty() {
-            actions.push(Action::Run(batch));
-        }
-    }
-
-    /// A name lost its position: who said it by that has said it in words from now on.
-    fn evict(&mut self, old: Evicted) {
-        for at in 0..self.sources.len() {
-            if self.sources[at].ready.take(old.position) {
-                let lent = self.sources[at].lent.take(old.position);
-                self.put_in_words(at, &old.name, &old.description, lent);
-            }
-        }
-        if self.sent.take(old.position)
-            && let Some(named) = self.named.get_mut(&old.name)
-        {
-            named.sent = true;
-        }
-        if self.sources.len() > 1 {
-            self.evictions.push((self.number, old));
-        }
-    }
-
-    /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
-    /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
-    fn void(&mut self, verdict: &Verdict, now: Duration, actions: &mut Vec<Action>) -> Offers {
-        self.void_before = self.number;
-        self.named.clear();
-        self.fresh.clear();
-        self.sent.clear();
-        for source in &mut self.sources {
-            source.ready.clear();
-            source.lent.clear();
-        }
-        self.stall.forget();
-        let is_young = |queue: &Queue| {
-            matches!(verdict, Verdict::Stalled { .. }) && now.saturating_sub(queue.first.since) < REPORT_AFTER
-        };
-        let (young, old) = std::mem::take(&mut self.pending).into_iter().partition(|(_, queue)| is_young(queue));
-        self.pending = old;
-        for (name, ticket) in self.drain() {
-            actions.push(Action::Fail(ticket, verdict.error(&name)));
-        }
-        self.pending = young;
-        if let Verdict::Stuck { detail, steps } = verdict
-            && !steps.is_empty()
-        {
-            let detail = format!("every rank waits, and not all for the same: {detail}");
-            actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
-        }
-        let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());
-        self.pending.iter().map(again).collect()
-    }
-
     /// Takes out all calls of this member that have no answer.
     pub(super) fn drain(&mut self) -> Vec<(Arc<str>, Ticket)> {
         let mut all: Vec<(Arc<str>, Ticket)> = Vec::new();
@@ -734,19 +510,4 @@ impl Machine {
         let oldest = self.pending.iter().min_by_key(|(_, queue)| queue.first.since)?;
         Some((oldest.0.clone(), now.saturating_sub(oldest.1.first.since)))
     }
-}
-
-/// Why ranks that have joined cannot be done without.
-fn refuse_lent(description: &Description) -> Option<String> {
-    let supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum) && !one.on_device;
-    let one = description.each().find(|one| !supported(one))?;
-    let (name, title) = (one.kind.name(), one.kind.title());
-    Some(match one.on_device {
-        true => format!("{title} is not supported with Join on devices: some ranks have called `join()`"),
-        false => {
-            format!(
-                "{title} is not supported with Join: some ranks have called `join()`, and `{name}` needs every rank"
-            )
-        }
-    })
 }

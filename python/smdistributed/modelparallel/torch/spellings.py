@@ -1,0 +1,81 @@
+"""Names of the original's on the model of a script, which had more wrappers around it and replaced ``forward`` of its classes.
+
+- ``model.module.module``, and one ``.module`` more: the original wrapped the model for replicas, and again for 16-bit
+  weights, so its scripts reach the model through as many levels as their configuration made.
+- ``super()._orig_forward()``: what ``super().forward()`` is here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+#: Wrappers of the original's below ``smp.DistributedModel``.
+_LEVELS = 2
+
+
+class _Level:
+    """The model once more, seen from one wrapper further inside.
+
+    Not the model itself: what unwraps until there is no ``.module`` left would never end.
+    """
+
+    __slots__ = ("_depth", "_model")
+
+    def __init__(self, model: nn.Module, depth: int) -> None:
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_depth", depth)
+
+    @property
+    def __class__(self) -> type:
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "module":
+            return getattr(self._model, name)
+        if self._depth == 1:
+            raise AttributeError(f"`{type(self._model).__name__}` has no attribute `module`")
+        return _Level(self._model, self._depth - 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    # What containers of modules have.
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]  # type: ignore[index]
+
+    def __iter__(self) -> Any:
+        return iter(self._model)  # type: ignore[call-overload]
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._model)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._model)
+
+    def __repr__(self) -> str:
+        return repr(self._model)
+
+    def __reduce__(self) -> tuple[type, tuple[nn.Module, int]]:
+        return _Level, (self._model, self._depth)
+
+
+def documented_spellings(model: nn.Module) -> None:
+    """Makes the names above work for ``model``; a ``module`` of its own stays."""
+    if not hasattr(model, "module"):
+        # Not an entry of the module's tables: nothing that walks through modules sees it.
+        vars(model)["module"] = _Level(model, _LEVELS)
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}:
+        if "forward" in vars(cls):
+            cls._orig_forward = vars(cls)["forward"]
