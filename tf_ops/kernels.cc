@@ -1,7 +1,6 @@
 // Bodies of the ops: describe the tensors, call the core, complete.
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -233,63 +232,6 @@ class AllToAllKernel final : public CollectiveKernel {
   }
 };
 
-// What messages share: their attributes.
-class MessageKernel : public CollectiveKernel {
- public:
-  explicit MessageKernel(OpKernelConstruction* construction) : CollectiveKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("peer", &peer_));
-    std::int64_t tag = 0;
-    OP_REQUIRES_OK(construction, construction->GetAttr("tag", &tag));
-    OP_REQUIRES(construction, tag >= 0 && tag <= std::numeric_limits<std::uint32_t>::max(),
-                to_status(absl::StrCat("`", name(), "`: ", tag, " is no tag [smd:invalid_argument]")));
-    tag_ = static_cast<std::uint32_t>(tag);
-  }
-
- protected:
-  TensorOperation message(OpKernelContext* context, Collective collective) const {
-    TensorOperation message = operation(context, collective);
-    message.core.peer = peer_;
-    message.core.tag = tag_;
-    return message;
-  }
-
- private:
-  std::int64_t peer_ = 0;
-  std::uint32_t tag_ = 0;
-};
-
-class SendKernel final : public MessageKernel {
- public:
-  using MessageKernel::MessageKernel;
-
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tensor& input = context->input(0);
-    // The other member knows as much.
-    if (input.NumElements() == 0) return done();
-    TensorOperation call = message(context, Collective::Send);
-    call.read(input);
-    start(context, std::move(done), std::move(call));
-  }
-};
-
-class RecvKernel final : public MessageKernel {
- public:
-  using MessageKernel::MessageKernel;
-
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    TensorShape shape;
-    Tensor* output = nullptr;
-    const auto sizes = context->input(0).flat<std::int32_t>();
-    const absl::Span<const std::int32_t> span(sizes.data(), static_cast<std::size_t>(sizes.size()));
-    if (!holds(context, done, tensorflow::TensorShapeUtils::MakeShape(span, &shape))) return;
-    if (!holds(context, done, context->allocate_output(0, shape, &output))) return;
-    if (shape.num_elements() == 0) return done();
-    TensorOperation call = message(context, Collective::Recv);
-    call.write(*output);
-    start(context, std::move(done), std::move(call));
-  }
-};
-
 class BarrierKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -318,9 +260,6 @@ SMD_KERNEL("SmdAllGather", .HostMemory("rows"), AllGatherKernel);
 SMD_KERNEL("SmdReduceScatter", .HostMemory("rows"), ReduceScatterKernel);
 SMD_KERNEL("SmdAllToAll", .HostMemory("splits").HostMemory("received"), AllToAllKernel);
 SMD_CPU_KERNEL("SmdBarrier", BarrierKernel);
-// Messages go between the memories of hosts: TensorFlow copies what is on a device.
-SMD_CPU_KERNEL("SmdSend", SendKernel);
-SMD_CPU_KERNEL("SmdRecv", RecvKernel);
 
 #undef SMD_KERNEL
 #undef SMD_CPU_KERNEL

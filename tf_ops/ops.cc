@@ -300,15 +300,25 @@ REGISTER_OP("SmdSend")
     .Attr("tag: int")
     .Attr("group: int = 0")
     .Input("tensor: T")
+    .Output("message: variant")
     .SetIsStateful()
     .SetIsDistributedCommunication()
-    .SetShapeFn(NoOutputs)
+    .SetShapeFn(ScalarShape)
     .Doc(R"(
-Gives the tensor to another member; completes when it has it.
+Begins to give the tensor to another member.
 
+message: What `SmdSent` waits for.
 peer: Rank inside the group.
 tag: As the other member receives it.
 )");
+
+REGISTER_OP("SmdSent")
+    .Attr("N: int >= 1")
+    .Input("messages: N * variant")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(NoOutputs)
+    .Doc("Completes when the other members have what was sent.");
 
 REGISTER_OP("SmdRecv")
     .Attr(kType)

@@ -6,7 +6,7 @@
 
 The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how much larger a rank
 becomes by them and by steps; microbatches have the same size however many there are. ``pipelining`` compares a step with one of plain Keras in one process, over
-as many microbatches, in rounds that take turns; every process computes in one thread.
+as many microbatches, in rounds that take turns; every process computes in one thread. With GPUs, each process uses one (`--threads 0`).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def memory(arguments: argparse.Namespace) -> None:
 
 def pipelining(arguments: argparse.Namespace) -> None:
     """See the module's text."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
     shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
     ranks = smp.size()
     smp.shutdown()
@@ -149,6 +149,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="interleaved", choices=("simple", "interleaved", "zero_bubble"))
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of `pipelining`, in each process; 0: TensorFlow's own choice"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="in a round")
     arguments = parser.parse_args()

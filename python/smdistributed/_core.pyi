@@ -211,14 +211,28 @@ class StepPlacement:
         schedule: str,
         active_microbatches: int,
     ) -> tuple[
-        list[tuple[str, int | None, int, bool, bool, list[int], list[tuple[int, int]], list[tuple[int, int]]]],
+        list[
+            tuple[
+                str,
+                int | None,
+                int,
+                bool,
+                bool,
+                list[int],
+                list[tuple[int, int]],
+                list[tuple[int, int]],
+                list[tuple[int, int]],
+            ]
+        ],
         list[tuple[int, int]],
-        list[tuple[tuple[int, int], int, list[int]]],
+        list[tuple[tuple[int, int], tuple[int, list[int]]]],
+        list[tuple[int, int]],
+        list[tuple[int, tuple[int, list[int]]]],
         list[str],
     ]:
-        """Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones
-        (segment and microbatch), what passes between ranks (result, from, to), and a line for everything that must be the same on
-        all ranks."""
+        """Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
+        and microbatch), results that pass between ranks, which of them anchored segments make and in which order (number and
+        microbatch), segments whose effects others are told of, and a line for everything that must be the same on all ranks."""
 
 class PipelineLayout:
     """The stages of a microbatch: tasks that one rank does without waiting for another."""

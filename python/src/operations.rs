@@ -145,8 +145,8 @@ impl StepPlacement {
     }
 
     /// Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
-    /// and microbatch), results that pass between ranks, segments whose effects others are told of, and a line for everything that must
-    /// be the same on all ranks.
+    /// and microbatch), results that pass between ranks, which of them anchored segments make and in which order (number and
+    /// microbatch), segments whose effects others are told of, and a line for everything that must be the same on all ranks.
     #[expect(clippy::type_complexity, reason = "Python unpacks it")]
     fn cut(
         &self,
@@ -156,7 +156,14 @@ impl StepPlacement {
         microbatches: usize,
         schedule: &str,
         active_microbatches: usize,
-    ) -> PyResult<(Vec<SegmentRow>, Vec<(usize, usize)>, Vec<(OutputRow, Way)>, Vec<(usize, Way)>, Vec<String>)> {
+    ) -> PyResult<(
+        Vec<SegmentRow>,
+        Vec<(usize, usize)>,
+        Vec<(OutputRow, Way)>,
+        Vec<(usize, usize)>,
+        Vec<(usize, Way)>,
+        Vec<String>,
+    )> {
         let operations = &self.of.get().operations;
         let wanted: Vec<Vec<Output>> =
             wanted.into_iter().map(|outputs| outputs.into_iter().map(output).collect()).collect();
@@ -165,11 +172,12 @@ impl StepPlacement {
             let halves = schedule == Schedule::ZeroBubble;
             let mut segments = Segments::cut(operations, &self.placement, &wanted, halves)?;
             let mut orders = segments.plan(microbatches, schedule, active_microbatches)?;
-            let lines = segments.lines(&orders);
+            let (lines, messages) = (segments.lines(&orders), segments.messages(&orders));
             let found = (0..segments.all().len()).map(|number| segment(&segments, number, rank)).collect();
             let own = orders.get_mut(rank).map(std::mem::take).unwrap_or_default();
             let transfers = segments.transfers().iter().map(transfer).collect();
-            Ok((found, own, transfers, segments.signals().iter().map(signal).collect(), lines))
+            let signals = segments.signals().iter().map(signal).collect();
+            Ok((found, own, transfers, messages, signals, lines))
         })
     }
 }

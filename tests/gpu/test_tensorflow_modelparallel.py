@@ -190,5 +190,6 @@ def test_partitions_on_gpus():
     ranks = run_ranks(everything, 2, env=_ENV, timeout=270)
     for failures, reached in ranks:
         assert failures == [], "\n".join(failures)
-        # Tensors pass between them in host memory, which takes longer than the computation.
-        assert len(reached) == 2
+        # By way of the hosts, tensors would take longer than the computation.
+        assert len(reached) == 2, reached
+        assert min(reached.values()) > 0.5, reached

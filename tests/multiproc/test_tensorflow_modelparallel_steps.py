@@ -40,6 +40,23 @@ def ranks(tmp_path_factory):
     return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=env, timeout=280)
 
 
+def _in_channels():
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.tensorflow import channels
+    from support.keras_models import compare
+
+    channels.device = lambda: "/device:CPU:0"
+    difference, _ = compare("mlp", "float64", 2, 4, "zero_bubble", "tape")
+    return difference, sorted(smp.state.groups.channels)
+
+
+def test_tensors_in_channels_come_in_the_order_in_which_they_are_made():
+    """As between GPUs, on CPUs: what a device needs of the order, messages between hosts do not."""
+    for difference, channels in run_ranks(_in_channels, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=280):
+        assert difference < 1e-10
+        assert channels == [(0, 1), (1, 0)]
+
+
 def test_each_rank_has_its_part(ranks):
     for (part, _), *_ in ranks[1]:
         assert part == 0.5

@@ -41,7 +41,8 @@ def _unpacked(message: np.ndarray) -> Any:
 
 
 def _send(values: np.ndarray, rank: int, tag: int) -> None:
-    call(core_ops.smd_send, tensor=tf.constant(values), peer=rank, tag=tag, group=_world())
+    message = call(core_ops.smd_send, tensor=tf.constant(values), peer=rank, tag=tag, group=_world())
+    call(core_ops.smd_sent, messages=[message])
 
 
 def _recv(size: int, kind: tf.DType, rank: int, tag: int) -> np.ndarray:

@@ -22,7 +22,15 @@ ranks = Ranks(lambda: state.groups)
 
 
 class TensorFlowGroups(Groups[int]):
-    """Groups of the core are their numbers."""
+    """Groups of the core are their numbers.
+
+    Attributes:
+        channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see ``channels``.
+    """
+
+    def __init__(self, cfg: configuration.Config) -> None:
+        super().__init__(cfg)
+        self.channels: dict[tuple[int, int], int] = {}
 
     def new_group(self, members: list[int]) -> int:
         """The core's group of these ranks."""
@@ -31,6 +39,12 @@ class TensorFlowGroups(Groups[int]):
     def number(self, group: int) -> int:
         """Itself."""
         return group
+
+    def close(self) -> None:
+        """Forgets the core's groups."""
+        for channel in self.channels.values():
+            _core.remove_group(channel)
+        super().close()
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:

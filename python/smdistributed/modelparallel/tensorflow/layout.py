@@ -46,11 +46,13 @@ class Transfer:
     """A message between ranks: a tensor, or the signal that a segment has been computed.
 
     Attributes:
+        tensor: In the graph of the trace; ``None`` for a signal.
         number: The same on all ranks.
         source: The partition that sends it.
         targets: Those that get it.
     """
 
+    tensor: tf.Tensor | None
     number: int
     source: int
     targets: list[int]
@@ -65,6 +67,8 @@ class Layout:
         of: The segment of an operation, by its name.
         transfers: Tensors that pass between ranks, by name.
         signals: Segments that other ranks wait for.
+        messages: Names of those that anchored segments make, with their microbatches: rank after rank, in the order in which
+            each makes them.
         free: Names of operations that are computed wherever they are needed.
         wanted: What the step returns here.
         lines: What must be the same on all ranks.
@@ -79,7 +83,7 @@ class Layout:
             SMPUnsupportedError: a tensor cannot pass between ranks, or the schedule contradicts what depends on what.
         """
         with errors.translated(_CLASSES):
-            segments, order, transfers, signals, self.lines = placement.cut(
+            segments, order, transfers, messages, signals, self.lines = placement.cut(
                 [[operations.output(tensor) for tensor in tensors] for tensors in wanted],
                 rank,
                 microbatches=config.microbatches,
@@ -109,8 +113,10 @@ class Layout:
         self.transfers: dict[str, Transfer] = {}
         for number, (output, (source, targets)) in enumerate(transfers):
             (tensor,) = tensors([output])
-            self.transfers[tensor.name] = Transfer(number, source, targets)
+            self.transfers[tensor.name] = Transfer(tensor, number, source, targets)
+        names = list(self.transfers)
+        self.messages = [(names[number], mb) for number, mb in messages]
         self.signals: dict[Segment, Transfer] = {
-            self.segments[segment]: Transfer(number, source, targets)
+            self.segments[segment]: Transfer(None, number, source, targets)
             for number, (segment, (source, targets)) in enumerate(signals, len(transfers))
         }

@@ -2,9 +2,9 @@
 
 - PROG-1: calls of anchored segments come in the order of the schedule; a control edge leads from each to the next.
   All others, and all messages, run when their operands are there.
-- PROG-2: a message has a number of its own in a step, as both sides count them in the same layout. So a receive may be
-  posted at any time. What anchored calls alone take is posted two calls ahead, so that no more memory than that waits;
-  anything else at once, since others may wait for what comes of it.
+- PROG-2: what anchored calls alone take is received two calls ahead, so that no more memory than that waits; anything else
+  at once, since others may wait for what comes of it. What an anchored call has made for others is on its way before the
+  next one begins: where one thread runs all operations, it would take the longer one first.
 - PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
   again when the last call that takes it has ended.
 - PROG-4: gradients are added up as they come, and the next backward waits for that: two of a variable are held at a
@@ -28,7 +28,9 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication, timeline
-from smdistributed.modelparallel.tensorflow.layout import Layout, Segment, Transfer
+from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
+from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
+from smdistributed.modelparallel.tensorflow.messages import Messages
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
@@ -72,7 +74,7 @@ class Program:
         trace: What is run.
         layout: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
-        group: Of the pipeline; ``None`` for a rank that is alone.
+        groups: The pipeline.
         to_sum: Names of tensors that the step returns here, whose sums over the microbatches are wanted.
 
     Attributes:
@@ -84,11 +86,11 @@ class Program:
         trace: Trace,
         layout: Layout,
         given: Sequence[Sequence[tf.Tensor]],
-        group: int | None,
+        groups: TensorFlowGroups,
         to_sum: Collection[str],
     ) -> None:
         self.sums: dict[str, tf.Tensor] = {}
-        self._trace, self._layout, self._group = trace, layout, group
+        self._trace, self._layout, self._groups = trace, layout, groups
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
         captures = {inner.name: outer for outer, inner in trace.graph.captures}
@@ -102,9 +104,12 @@ class Program:
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
+        self._messages: Messages | None = None
         self._clock = timeline.Clock(self._runs_by_itself)
         # When the last anchored call ended.
         self._idle: list[tf.Operation] = []
+        # What the next anchored call waits for: that messages have begun, and, with a timeline, that clocks were read.
+        self._begun: list[tf.Operation] = []
         self._to_sum = set(to_sum)
         # Additions of the last anchored call.
         self._adding: list[tf.Operation] = []
@@ -114,8 +119,10 @@ class Program:
     def build(self) -> list[dict[str, tf.Tensor]]:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
         layout = self._layout
-        if self._group is not None:
-            self._start = [self._compare()]
+        if self._groups.pipe is not None:
+            start = self._compare()
+            self._start = [start]
+            self._messages = Messages(layout, self._groups, self._microbatches, start, self._runs_by_itself)
         # A tape around the step has nothing to record in it.
         with record.stop_recording():
             for segment, mb in layout.order:
@@ -146,74 +153,31 @@ class Program:
         elif tensor.op.name in self._layout.free:
             copy_ops([tensor.op], values)
         else:
-            values[tensor.name] = self._receive(tensor, self._layout.transfers[tensor.name].source, mb, stage)
+            values[tensor.name] = self._receive(tensor, mb, stage)
         return values[tensor.name]
 
-    def _tag(self, transfer: Transfer, mb: int) -> int:
-        return 2 * (transfer.number * self._microbatches + mb)
-
-    def _receive(self, tensor: tf.Tensor, source: int, mb: int, stage: int | None) -> tf.Tensor:
-        tag = self._tag(self._layout.transfers[tensor.name], mb)
-        before = list(self._start)
-        if tensor.name not in self._taken_at_once:
-            before += self._anchors[-2:-1]
-        posted = [] if stage is None else self._clock.read(before)
-        with tf.control_dependencies([*before, *posted]), tf.device("/device:CPU:0"):
-            if tensor.shape.is_fully_defined():
-                shape = tf.constant(tensor.shape.as_list(), tf.int32)
-            else:
-                shape = core_ops.smd_recv(
-                    shape=tf.constant([tensor.shape.rank]), T=tf.int32, peer=source, tag=tag + 1, group=self._group
-                )
-                self._runs_by_itself(shape.op)
-            value = core_ops.smd_recv(shape=shape, T=tensor.dtype, peer=source, tag=tag, group=self._group)
-        self._runs_by_itself(value.op)
-        value.set_shape(tensor.shape)
+    def _receive(self, tensor: tf.Tensor, mb: int, stage: int | None) -> tf.Tensor:
+        before = [] if tensor.name in self._taken_at_once else self._anchors[-2:-1]
+        posted = [] if stage is None else self._clock.read([*self._start, *before])
+        value = self._messages.receive(tensor, mb, [*before, *posted])
         if stage is not None:
             self._clock.note("receive", stage, mb, posted, [value.op])
         return value
 
     def _send(self, segment: Segment, tensor: tf.Tensor, value: tf.Tensor, mb: int) -> None:
-        transfer = self._layout.transfers[tensor.name]
-        tag = self._tag(transfer, mb)
         ready = self._clock.read([value.op]) if segment.anchored else []
-        sent = []
-        with tf.control_dependencies(ready), tf.device("/device:CPU:0"):
-            for target in transfer.targets:
-                if not tensor.shape.is_fully_defined():
-                    shape = tf.shape(value)
-                    sent.append(core_ops.smd_send(tensor=shape, peer=target, tag=tag + 1, group=self._group))
-                sent.append(core_ops.smd_send(tensor=value, peer=target, tag=tag, group=self._group))
-        for op in sent:
-            self._runs_by_itself(op)
-        self._clock.note("send", segment.stage, mb, ready, sent)
+        begun, sent = self._messages.send(tensor, value, mb, ready)
+        if segment.anchored:
+            self._begun += begun
+        self._clock.note("send", segment.stage, mb, ready, [sent])
 
     def _has_been_called(self, segment: Segment, mb: int) -> tf.Operation:
         """What ends after a segment's call for a microbatch, on whatever rank it is."""
         if segment.ops:
             self._call(segment, mb)
         elif (segment, mb) not in self._calls:
-            signal = self._layout.signals[segment]
-            with tf.control_dependencies(self._start), tf.device("/device:CPU:0"):
-                received = core_ops.smd_recv(
-                    shape=tf.constant([1]),
-                    T=tf.int32,
-                    peer=signal.source,
-                    tag=self._tag(signal, mb),
-                    group=self._group,
-                )
-            self._runs_by_itself(received.op)
-            self._calls[segment, mb] = received.op
+            self._calls[segment, mb] = self._messages.signalled(segment, mb)
         return self._calls[segment, mb]
-
-    def _signal(self, segment: Segment, mb: int) -> None:
-        """Tells other ranks of a segment's call."""
-        signal = self._layout.signals[segment]
-        with tf.control_dependencies([self._calls[segment, mb]]), tf.device("/device:CPU:0"):
-            for target in signal.targets:
-                tag = self._tag(signal, mb)
-                sent = core_ops.smd_send(tensor=tf.constant([mb]), peer=target, tag=tag, group=self._group)
-                self._runs_by_itself(sent)
 
     def _runs_by_itself(self, op: tf.Operation) -> None:
         """It must run, but TensorFlow puts it into no order with others: what it has to wait for, it is told here."""
@@ -232,7 +196,8 @@ class Program:
         before = list(self._start) if not arguments else []
         before += [self._has_been_called(other, mb - back) for other, back in segment.after if mb >= back]
         if segment.anchored:
-            before += self._anchors[-1:]
+            before += self._anchors[-1:] + self._begun
+            self._begun = []
             if segment.phase != "F":
                 before, self._adding = before + self._adding, []
         elif mb > 0:
@@ -250,16 +215,21 @@ class Program:
         if segment.anchored:
             self._anchors.append(call)
             self._clock.note("wait", segment.stage, mb, self._idle, ready)
-            self._clock.note(timeline.PHASES[segment.phase], segment.stage, mb, ready, [call])
+            self._begun += self._clock.note(timeline.PHASES[segment.phase], segment.stage, mb, ready, [call])
             self._idle = self._clock.read([call])
+            self._begun += self._idle
         for tensor, value in zip(segment.gives, results[1:], strict=True):
             self._values[mb][tensor.name] = value
             if tensor.name in self._to_sum:
                 self._adding += self._add(tensor.name, value)
-            if segment.alone and tensor.name in self._layout.transfers:
-                self._send(segment, tensor, value, mb)
+        if segment.alone:
+            transfers = self._layout.transfers
+            sent = [tensor for tensor in segment.gives if tensor.name in transfers]
+            # MSG-2.
+            for tensor in sorted(sent, key=lambda each: transfers[each.name].number):
+                self._send(segment, tensor, self._values[mb][tensor.name], mb)
         if segment.alone and segment in self._layout.signals:
-            self._signal(segment, mb)
+            self._messages.signal(segment, mb, call)
 
     def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
         """Adds a microbatch's value; returns the operation, if there is one."""
@@ -301,7 +271,7 @@ class Program:
         """An operation that fails unless all ranks run the same step."""
         lines = self._layout.lines
         digest = zlib.crc32("\n".join(lines).encode())
-        everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=self._group).output
+        everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=self._groups.pipe).output
         differ = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
 
         def tell(_: Any) -> int:

@@ -15,7 +15,7 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
-from smdistributed.modelparallel.tensorflow import gradients, layers, placement
+from smdistributed.modelparallel.tensorflow import channels, gradients, layers, placement
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.output import StepOutput
@@ -117,8 +117,10 @@ class StepFunction:
         layout = Layout(operations, places, wanted, rank, cfg)
         if is_first:
             model._smp_divide(homes)
+            if groups.pipe is not None:
+                channels.open_between(groups, layout)
         rows = [given, *(_tensors(each) for each in calls[1:])]
-        program = Program(traced, layout, rows, groups.pipe, _to_sum(template[rank]))
+        program = Program(traced, layout, rows, groups, _to_sum(template[rank]))
         return _filled(template[rank], program.build(), program.sums)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

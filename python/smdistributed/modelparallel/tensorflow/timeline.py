@@ -31,16 +31,16 @@ class Clock:
 
     def note(
         self, kind: str, stage: int, mb: int, start: Sequence[tf.Operation], after: Sequence[tf.Operation]
-    ) -> None:
-        """Notes what lasted from ``start`` until ``after`` have ended."""
+    ) -> list[tf.Operation]:
+        """Notes what lasted from ``start`` until ``after`` have ended; returns the operation that does, if there is one."""
         if not start:
-            return
+            return []
 
         def write(begin: Any) -> int:
             _core.timeline_stage(kind, stage, mb, int(begin))
             return 0
 
-        self._call(write, (start[0].outputs[0],), after)
+        return [self._call(write, (start[0].outputs[0],), after)]
 
     def _call(self, function: Callable[..., int], arguments: Sequence[tf.Tensor], after: Any) -> tf.Operation:
         with tf.control_dependencies(list(after)), tf.device("/device:CPU:0"):

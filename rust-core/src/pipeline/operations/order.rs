@@ -48,6 +48,19 @@ impl Segments<'_> {
         Ok(orders)
     }
 
+    /// What anchored segments make for other ranks, as numbers of transfers with microbatches: rank after rank, in the order in
+    /// which each makes it.
+    pub fn messages(&self, orders: &[Vec<Node>]) -> Vec<(usize, usize)> {
+        let mut made: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (number, transfer) in self.transfers().iter().enumerate() {
+            if let Some(segment) = self.of[transfer.output.operation] {
+                made.entry(segment).or_default().push(number);
+            }
+        }
+        let of = |&(segment, mb): &Node| made.get(&segment).into_iter().flatten().map(move |&number| (number, mb));
+        orders.iter().flatten().flat_map(of).collect()
+    }
+
     /// What schedules are made for: the stages, and the loss, if it waits for several of them.
     fn scheduled(&self) -> Vec<Stage> {
         let mut rows: Vec<Stage> = Vec::with_capacity(self.stages.len() + 1);

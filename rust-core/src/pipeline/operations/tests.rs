@@ -155,8 +155,10 @@ fn segments_are_cut_and_ordered_by_the_schedule() {
     let mut order = |schedule| segments.plan(3, schedule, 3).unwrap();
     assert_eq!(order(Schedule::Simple)[1], [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2)]);
     assert_eq!(order(Schedule::Interleaved)[1], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]);
-    assert_eq!(order(Schedule::Interleaved)[0], [(0, 0), (0, 1), (4, 0), (4, 1), (0, 2), (4, 2)]);
-    let orders = order(Schedule::Simple);
+    let (orders, in_turns) = (order(Schedule::Simple), order(Schedule::Interleaved));
+    assert_eq!(in_turns[0], [(0, 0), (0, 1), (4, 0), (4, 1), (0, 2), (4, 2)]);
+    let messages = segments.messages(&in_turns);
+    assert_eq!(messages, [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)]);
     let lines = segments.lines(&orders);
     assert_eq!(lines[3], "%3: two(%2:0) -> float32[1024] on 1");
     assert_eq!(lines[10], "returned on 0: %5:0, %9:0");
