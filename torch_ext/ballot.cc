@@ -20,12 +20,13 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
     return std::vector<int64_t>(ranks.begin(), ranks.end());
   });
   m.class_<Ballot>("Ballot")
-      // Without a reducer: for names, or to make one for `what`.
-      .def(torch::init([](int64_t process_set, const std::string& name, const std::string& what, bool would_make) {
-        return c10::make_intrusive<Ballot>(
-            checked([&] { return cast_ballot(process_set_group(process_set), name, what, would_make); }));
+      // Without a reducer for `what`; `standing` is the bridge's.
+      .def(torch::init([](int64_t process_set, const std::string& name, const std::string& what, int64_t standing) {
+        return c10::make_intrusive<Ballot>(checked(
+            [&] { return cast_ballot(process_set_group(process_set), name, what, static_cast<Standing>(standing)); }));
       }))
-      .def("verdict", &Ballot::verdict);
+      .def("verdict", &Ballot::verdict)
+      .def("token", &Ballot::token);
 }
 
 }  // namespace smd::torch_ext

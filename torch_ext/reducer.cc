@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "adapter.h"
+#include "making.h"
 #include "operations.h"
 #include "status.h"
 
@@ -27,7 +28,17 @@ bool is_packed(const at::Tensor& tensor) {
   return tensor.nbytes() < kPackBytes || !tensor.is_non_overlapping_and_dense();
 }
 
-ReducerOptions options_from(const std::vector<int64_t>& bucket_bytes, const Reducer::Settings& settings) {
+}  // namespace
+
+Reducer::Parameters Reducer::named(std::vector<at::Tensor> tensors, std::vector<std::string> names) {
+  TORCH_CHECK_VALUE(tensors.size() == names.size(), "every parameter needs a name");
+  Parameters named;
+  for (std::size_t i = 0; i < tensors.size(); ++i) named.push_back({std::move(tensors[i]), std::move(names[i])});
+  return named;
+}
+
+ReducerOptions Reducer::options(const std::vector<int64_t>& bucket_bytes, const Settings& settings,
+                                const Parameters& parameters) {
   ReducerOptions options;
   for (const auto bytes : bucket_bytes) options.bucket_bytes.push_back(static_cast<std::size_t>(bytes));
   options.find_unused_parameters = settings.at("find_unused_parameters") != 0;
@@ -36,53 +47,54 @@ ReducerOptions options_from(const std::vector<int64_t>& bucket_bytes, const Redu
   options.sum = settings.contains("sum") && settings.at("sum") != 0;
   options.reduction =
       settings.at("comm_hook") >= 0 ? Reduction::ByCaller : static_cast<Reduction>(settings.at("reduction"));
+  options.on_device = !parameters.empty() && parameters[0].tensor.is_cuda();
   return options;
 }
 
-}  // namespace
+std::vector<Param> Reducer::describe_all(const Parameters& parameters, const std::vector<int64_t>& delayed) {
+  std::vector<Param> described;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [tensor, name, sparse] = parameters[i];
+    const auto& first = parameters[0];
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "parameter `", name, "` is not dense but of layout ",
+                     tensor.layout());
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu() || tensor.device().is_cuda(), "parameter `", name, "` is on ",
+                                tensor.device(), ": expected the CPU or a CUDA device");
+    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == first.tensor.device(), "parameter `", name, "` is on ",
+                                tensor.device(), " and `", first.name, "` on ", first.tensor.device(),
+                                ": expected all of them on one device");
+    Param param;
+    param.name = name;
+    for (const auto size : tensor.sizes()) param.shape.push_back(static_cast<std::uint64_t>(size));
+    param.dtype = describe(at::empty({0}, tensor.options())).dtype;
+    param.sparse = sparse;
+    param.delayed = std::find(delayed.begin(), delayed.end(), static_cast<int64_t>(i)) != delayed.end();
+    described.push_back(std::move(param));
+  }
+  return described;
+}
+
+c10::intrusive_ptr<Reducer> Reducer::over(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core,
+                                          const Settings& settings) {
+  auto reducer = c10::make_intrusive<Reducer>(std::move(parameters), std::move(frozen), std::move(core), settings);
+  for (std::size_t i = 0; i < reducer->watched_.size(); ++i) reducer->add_hook(i);
+  return reducer;
+}
 
 c10::intrusive_ptr<Reducer> Reducer::make(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                           const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
                                           std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
                                           const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
                                           const Settings& settings) {
-  TORCH_CHECK_VALUE(parameters.size() == names.size() && frozen.size() == frozen_names.size(),
-                    "every parameter needs a name");
-  Parameters named;
-  Parameters named_frozen;
-  for (std::size_t i = 0; i < frozen.size(); ++i) named_frozen.push_back({frozen[i], std::move(frozen_names[i])});
-  std::vector<Param> described;
-  const auto holds = [](const std::vector<int64_t>& places, std::size_t place) {
-    return std::find(places.begin(), places.end(), static_cast<int64_t>(place)) != places.end();
-  };
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto& tensor = parameters[i];
-    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "parameter `", names[i], "` is not dense but of layout ",
-                     tensor.layout());
-    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu() || tensor.device().is_cuda(), "parameter `", names[i],
-                                "` is on ", tensor.device(), ": expected the CPU or a CUDA device");
-    TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == parameters[0].device(), "parameter `", names[i], "` is on ",
-                                tensor.device(), " and `", named[0].name, "` on ", parameters[0].device(),
-                                ": expected all of them on one device");
-    Param param;
-    param.name = names[i];
-    for (const auto size : tensor.sizes()) param.shape.push_back(static_cast<std::uint64_t>(size));
-    param.dtype = describe(at::empty({0}, tensor.options())).dtype;
-    param.sparse = holds(sparse, i);
-    param.delayed = holds(delayed, i);
-    named.push_back({tensor, std::move(names[i]), param.sparse});
-    described.push_back(std::move(param));
-  }
+  auto named_parameters = named(std::move(parameters), std::move(names));
+  for (const auto place : sparse) named_parameters.at(static_cast<std::size_t>(place)).sparse = true;
+  auto named_frozen = named(std::move(frozen), std::move(frozen_names));
+  const auto described = describe_all(named_parameters, delayed);
   const std::vector<std::size_t> members(ranks.begin(), ranks.end());
-  auto options = options_from(bucket_bytes, settings);
-  options.on_device = !named.empty() && named[0].tensor.is_cuda();
+  const auto chosen = options(bucket_bytes, settings, named_parameters);
   auto core = checked(
-      [&] { return new_reducer({members.data(), members.size()}, {described.data(), described.size()}, options); });
-  auto reducer = c10::make_intrusive<Reducer>(std::move(named), std::move(named_frozen), std::move(core), settings);
-  for (std::size_t i = 0; i < reducer->watched_.size(); ++i) {
-    reducer->add_hook(i);
-  }
-  return reducer;
+      [&] { return new_reducer({members.data(), members.size()}, {described.data(), described.size()}, chosen); });
+  return over(std::move(named_parameters), std::move(named_frozen), std::move(core), settings);
 }
 
 Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core, const Settings& settings)
@@ -113,7 +125,11 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
   device_buckets_ = std::make_unique<DeviceBuckets>(core_, watched_[0].options.device(), std::move(layouts));
 }
 
-Reducer::~Reducer() { remove_hooks(); }
+Reducer::~Reducer() {
+  // Gradients may be gone after this.
+  cancel();
+  remove_hooks();
+}
 
 void Reducer::remove_hooks() {
   const std::lock_guard lock(mutex_);
@@ -123,9 +139,9 @@ void Reducer::remove_hooks() {
 
 void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings& settings) {
   const std::lock_guard lock(mutex_);
-  auto options = options_from(bucket_bytes, settings);
-  options.on_device = device_buckets_ != nullptr;
-  checked([&] { (*core_)->configure(options); });
+  auto chosen = options(bucket_bytes, settings, {});
+  chosen.on_device = device_buckets_ != nullptr;
+  checked([&] { (*core_)->configure(chosen); });
   comm_hook_ = settings.at("comm_hook");
   static_graph_ = settings.at("static_graph") != 0;
   may_leave_unused_ = settings.at("find_unused_parameters") != 0 && !static_graph_;
@@ -229,6 +245,7 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def("open_by_vote", &Reducer::open_by_vote)
       .def("announce", &Reducer::announce)
       .def("ready", &Reducer::ready)
+      .def("missing", &Reducer::missing)
       .def("close", &Reducer::close)
       .def("cancel", &Reducer::cancel)
       .def("fits", &Reducer::fits)
@@ -238,6 +255,16 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def("statistics", &Reducer::statistics)
       .def("last_order", &Reducer::last_order)
       .def("set_sample_rate", &Reducer::set_sample_rate);
+  // Here, since it returns reducers: a class comes before what mentions it.
+  m.class_<Making>("Making")
+      .def(torch::init([](int64_t token, std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
+                          const Reducer::Settings& settings, const std::vector<int64_t>& order) {
+        return c10::make_intrusive<Making>(token, std::move(parameters), std::move(names), ranks, bucket_bytes,
+                                           settings, order);
+      }))
+      .def("is_done", &Making::is_done)
+      .def("take", &Making::take);
 }
 
 }  // namespace smd::torch_ext

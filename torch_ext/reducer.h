@@ -8,6 +8,7 @@
 #include <torch/custom_class.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -51,6 +52,14 @@ class Reducer : public torch::CustomClassHolder {
                                           const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
                                           const Settings& settings);
 
+  // Its parts, for whoever has the core's part made elsewhere.
+  static Parameters named(std::vector<at::Tensor> tensors, std::vector<std::string> names);
+  static std::vector<Param> describe_all(const Parameters& parameters, const std::vector<int64_t>& delayed);
+  static ReducerOptions options(const std::vector<int64_t>& bucket_bytes, const Settings& settings,
+                                const Parameters& parameters);
+  static c10::intrusive_ptr<Reducer> over(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core,
+                                          const Settings& settings);
+
   Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reducer> core, const Settings& settings);
   ~Reducer() override;
 
@@ -89,7 +98,10 @@ class Reducer : public torch::CustomClassHolder {
   void announce(int64_t index);
   // These parameters have gradients, which are complete.
   void ready(const std::vector<int64_t>& indices);
-  // Ends a round: waits until everything is reduced. Parameters that were not ready count as zero.
+  // Parameters of the round that are not ready.
+  std::vector<int64_t> missing() const;
+  // Ends a round: waits until everything is reduced. Parameters that were not ready count as zero. What failed in the
+  // round is thrown here, never by backward.
   void close();
   void cancel();
   // Whether rounds may go on: all parameters require gradients and are what they were, and so is the session.
@@ -145,6 +157,8 @@ class Reducer : public torch::CustomClassHolder {
   // Until the backward that runs on this thread ends.
   void lend_in_backward();
   void start_round();
+  // Places the gradients of these parameters in the round; what fails ends it.
+  void place_part(const std::vector<std::size_t>& indices, const at::Tensor& incoming);
   static void make_dense(at::Tensor& gradient);
   void finish();
   void leave(bool finished);
@@ -194,6 +208,8 @@ class Reducer : public torch::CustomClassHolder {
   // Of a round: parameters whose gradients are complete with what is being accumulated, and the gradients that are
   // ready, which the script could let go of.
   std::vector<bool> announced_;
+  // Why the round has ended before its caller does it.
+  std::exception_ptr failure_;
   std::vector<at::Tensor> held_;
   bool lends_ = false;
   StepTimes times_;

@@ -4,8 +4,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "reducer.h"
 #include "status.h"
@@ -30,12 +32,14 @@ c10::intrusive_ptr<Ballot> Reducer::open_by_vote(int64_t process_set, const std:
 
 void Reducer::start_round() {
   mode_ = Mode::Reduced;
+  failure_ = nullptr;
   if (comm_hook_ >= 0) gradients_.resize(watched_.size());
   if (device_buckets_) device_gradients_.assign(watched_.size(), std::nullopt);
 }
 
 void Reducer::announce(int64_t index) {
   const std::lock_guard lock(mutex_);
+  if (failure_) return;
   TORCH_CHECK(mode_ == Mode::Reduced, "a gradient was announced outside a round");
   announced_.at(static_cast<std::size_t>(index)) = true;
 }
@@ -59,40 +63,39 @@ void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& i
   lend_in_backward();
   if (!announced_[index]) return;
   announced_[index] = false;
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto& gradient = watched_[index].parameter.tensor.mutable_grad();
   // Who takes a gradient away takes no part in it.
-  if (!gradient.defined()) return;
-  try {
-    make_dense(gradient);
-    place(index, gradient, incoming[0], true);
-    reduce_on_device();
-    run_comm_hooks();
-  } catch (...) {
-    // The others' round ends, too.
-    leave(false);
-    throw;
-  }
+  if (watched_[index].parameter.tensor.grad().defined()) place_part({index}, incoming[0]);
 }
 
 void Reducer::ready(const std::vector<int64_t>& indices) {
   const std::lock_guard lock(mutex_);
+  if (failure_) return;
   TORCH_CHECK(mode_ == Mode::Reduced, "gradients are ready outside a round");
-  {
-    const at::NoGradGuard no_grad;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (const auto index : indices) {
-      const auto place_of = static_cast<std::size_t>(index);
-      const auto& parameter = watched_.at(place_of).parameter;
-      auto& gradient = parameter.tensor.mutable_grad();
-      TORCH_CHECK(gradient.defined(), "`", parameter.name, "` has no gradient that could be reduced");
-      make_dense(gradient);
-      place(place_of, gradient, at::Tensor(), true);
-    }
-    reduce_on_device();
+  for (const auto index : indices) {
+    const auto& parameter = watched_.at(static_cast<std::size_t>(index)).parameter;
+    TORCH_CHECK(parameter.tensor.grad().defined(), "`", parameter.name, "` has no gradient that could be reduced");
   }
-  run_comm_hooks();
+  place_part({indices.begin(), indices.end()}, at::Tensor());
+}
+
+void Reducer::place_part(const std::vector<std::size_t>& indices, const at::Tensor& incoming) {
+  try {
+    {
+      const at::NoGradGuard no_grad;
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      for (const auto index : indices) {
+        auto& gradient = watched_[index].parameter.tensor.mutable_grad();
+        make_dense(gradient);
+        place(index, gradient, incoming, true);
+      }
+      reduce_on_device();
+    }
+    run_comm_hooks();
+  } catch (...) {
+    failure_ = std::current_exception();
+    // The others' round ends, too.
+    leave(false);
+  }
 }
 
 // One gradient of a parameter whose others are dense: a plan has room for it all the same.
@@ -100,8 +103,14 @@ void Reducer::make_dense(at::Tensor& gradient) {
   if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
 }
 
+std::vector<int64_t> Reducer::missing() const {
+  const auto missing = (*core_)->missing();
+  return {missing.begin(), missing.end()};
+}
+
 void Reducer::close() {
   const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   TORCH_CHECK(mode_ == Mode::Reduced, "a round ended that had not begun");
   const auto end = std::shared_ptr<bool>(new bool(false), [this](const bool* finished) {
     leave(*finished);
@@ -114,7 +123,8 @@ void Reducer::close() {
 
 void Reducer::cancel() {
   const std::lock_guard lock(mutex_);
-  if (mode_ == Mode::Reduced) leave(false);
+  failure_ = nullptr;
+  if (has_rounds_ && mode_ == Mode::Reduced) leave(false);
 }
 
 bool Reducer::fits() const {

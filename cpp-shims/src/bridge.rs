@@ -9,7 +9,7 @@ use crate::calls::{
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
-use crate::reducer::{Arena, Ballot, Reducer, SlotLease, cast_ballot, new_reducer};
+use crate::reducer::{Arena, Ballot, Making, Reducer, SlotLease, cast_ballot, new_reducer, start_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -152,6 +152,14 @@ mod ffi {
         reduction: Reduction,
         sum: bool,
         on_device: bool,
+    }
+
+    /// Of `smd_core::reducer::ballot::Standing`, what a rank without a reducer may bring.
+    #[derive(Debug)]
+    enum Standing {
+        ByName,
+        Without,
+        Making,
     }
 
     /// `smd_core::reducer::ballot::Verdict`.
@@ -437,10 +445,25 @@ mod ffi {
         fn abandon(self: &Reducer, message: &str, more_follows: bool);
         /// A vote on how a round of gradients is reduced (`smd_core::reducer::ballot`).
         type Ballot;
-        /// Votes under `name`, without a reducer: for names, or, if `would_make`, for a reducer for `what`.
-        fn cast_ballot(group: u64, name: &str, what: &str, would_make: bool) -> Result<Box<Ballot>>;
+        /// Votes under `name`, without a reducer for `what`.
+        fn cast_ballot(group: u64, name: &str, what: &str, standing: Standing) -> Result<Box<Ballot>>;
         /// Waits for what all ranks do.
         fn verdict(self: &Ballot) -> Result<Verdict>;
+        /// After the verdict `Make`: what `start_reducer` takes.
+        fn token(self: &Ballot) -> u64;
+        /// A reducer that a thread of the core makes (`smd_core::session::making`).
+        type Making;
+        /// As `new_reducer`, for rounds; waits for nobody. `order` is that in which gradients came.
+        fn start_reducer(
+            token: u64,
+            ranks: &[usize],
+            params: &[Param],
+            options: &ReducerOptions,
+            order: &[usize],
+        ) -> Result<Box<Making>>;
+        fn is_done(self: &Making) -> bool;
+        /// Once it is done.
+        fn take(self: &Making) -> Result<Box<Reducer>>;
         /// What the last reduced step did.
         fn record(self: &Reducer) -> StepRecord;
         /// The buckets, one a line.

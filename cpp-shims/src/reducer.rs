@@ -28,10 +28,17 @@ pub struct Arena(Option<Arc<reducer::Arena>>);
 /// A vote that was cast.
 pub struct Ballot(ballot::Ballot);
 
-pub fn cast_ballot(group: u64, name: &str, what: &str, would_make: bool) -> Result<Box<Ballot>, Report> {
+/// A reducer that is being made.
+pub struct Making(session::making::Making);
+
+pub fn cast_ballot(group: u64, name: &str, what: &str, standing: ffi::Standing) -> Result<Box<Ballot>, Report> {
     guard(|| {
         let session = session::current("DistributedOptimizer")?;
-        let standing = if would_make { Standing::Without } else { Standing::ByName };
+        let standing = match standing {
+            ffi::Standing::Without => Standing::Without,
+            ffi::Standing::Making => Standing::Making,
+            _ => Standing::ByName,
+        };
         let (negotiator, group) = (session.negotiator(group)?, session.communicator(group)?);
         Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, standing, |_| ())?)))
     })
@@ -48,6 +55,34 @@ impl Ballot {
             })
         })
     }
+
+    pub fn token(&self) -> u64 {
+        self.0.token()
+    }
+}
+
+pub fn start_reducer(
+    token: u64,
+    ranks: &[usize],
+    params: &[ffi::Param],
+    options: &ffi::ReducerOptions,
+    order: &[usize],
+) -> Result<Box<Making>, Report> {
+    guard(|| {
+        let session = session::current("DistributedOptimizer")?;
+        let (params, options) = (read_params(params)?, read_options(options)?);
+        Ok(Box::new(Making(session.start_reducer(token, ranks.to_vec(), params, options, order.to_vec())?)))
+    })
+}
+
+impl Making {
+    pub fn is_done(&self) -> bool {
+        self.0.is_done()
+    }
+
+    pub fn take(&self) -> Result<Box<Reducer>, Report> {
+        guard(|| Ok(Box::new(Reducer { inner: self.0.take()?, session: Arc::clone(self.0.session()) })))
+    }
 }
 
 pub fn new_reducer(
@@ -57,18 +92,7 @@ pub fn new_reducer(
 ) -> Result<Box<Reducer>, Report> {
     guard(|| {
         let session = session::current("DistributedDataParallel")?;
-        let params = params
-            .iter()
-            .map(|param| {
-                Ok(ParamSpec {
-                    name: param.name.clone(),
-                    shape: param.shape.clone(),
-                    dtype: dtype(param.dtype)?,
-                    sparse: param.sparse,
-                    delayed: param.delayed,
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let params = read_params(params)?;
         let all = session.communicator(0)?.members().ranks.clone();
         let own = session.new_group(if ranks.is_empty() { &all } else { ranks })?;
         match read_options(options).and_then(|options| reducer::Reducer::new(Arc::clone(&own), params, options)) {
@@ -80,6 +104,19 @@ pub fn new_reducer(
             }
         }
     })
+}
+
+fn read_params(params: &[ffi::Param]) -> Result<Vec<ParamSpec>> {
+    let read = |param: &ffi::Param| {
+        Ok(ParamSpec {
+            name: param.name.clone(),
+            shape: param.shape.clone(),
+            dtype: dtype(param.dtype)?,
+            sparse: param.sparse,
+            delayed: param.delayed,
+        })
+    };
+    params.iter().map(read).collect()
 }
 
 fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+import time
 
 import pytest
 
@@ -14,6 +15,10 @@ from support import Forked, run_ranks, start_ranks
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+
+
+# `horovod.torch.rounds.PLANNED`, which only ranks can import.
+PLANNED = 0
 
 
 def start():
@@ -50,7 +55,19 @@ class Pair:
         self.count = 0
 
     def is_planned(self):
-        return self.optimizer._rounds._reducer is not None
+        """Whether the last step was reduced by plan."""
+        return self.optimizer._rounds.verdict == PLANNED
+
+    def plan(self, steps=3):
+        """Steps until a plan is made, and `steps` that are reduced by it."""
+        for _ in range(500):
+            self.step()
+            if self.is_planned():
+                break
+            time.sleep(0.01)
+        for _ in range(steps):
+            self.step()
+            assert self.is_planned()
 
     def backward(self, layers=slice(None)):
         for _ in range(self.passes):
@@ -86,19 +103,17 @@ def equal_to_names():
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
         for op, passes in ((hvd.Average, 1), (hvd.Sum, 3)):
             pair = Pair(torch, hvd, passes, compression, op)
-            for step in range(5):
-                assert pair.is_planned() == (step > 0)
-                pair.step()
+            pair.step()
+            assert not pair.is_planned()
+            pair.plan()
     # Groups are a wish for what a plan does anyway; a factor of its own is left to names.
-    pair = Pair(torch, hvd, groups=2)
-    for _ in range(3):
-        pair.step()
-    assert pair.is_planned()
+    Pair(torch, hvd, groups=2).plan()
     # Some ranks do not use all layers, other ones in each step.
     pair = Pair(torch, hvd)
+    pair.plan()
     for step in range(6):
         pair.step(slice(0, 1) if step % size == rank else slice(None))
-    assert pair.is_planned()
+        assert pair.is_planned()
     # A step with nothing at all before it.
     pair.compare()
 
@@ -106,37 +121,30 @@ def equal_to_names():
 def plans_that_cease_to_hold():
     torch, hvd, rank, size = start()
     pair = Pair(torch, hvd)
-    for _ in range(2):
-        pair.step()
-    first = pair.optimizer._rounds._reducer
+    pair.plan()
     # Frozen everywhere, and thawed again: other plans.
-    pair.net[2].weight.requires_grad_(False)
-    for _ in range(3):
+    for is_thawed in (False, True):
+        pair.net[2].weight.requires_grad_(is_thawed)
         pair.step()
-    assert pair.is_planned()
-    assert pair.optimizer._rounds._reducer is not first
-    pair.net[2].weight.requires_grad_(True)
-    for _ in range(3):
-        pair.step()
-    assert pair.is_planned()
+        assert not pair.is_planned()
+        pair.plan()
     # Another type.
     for net in (pair.net, pair.twin):
         net.double()
     torch.set_default_dtype(torch.float64)
-    for _ in range(3):
-        pair.step()
+    pair.plan()
     torch.set_default_dtype(torch.float32)
-    assert pair.is_planned()
     # One rank makes a new optimizer: the others' plan is given up, and made again.
     pair = Pair(torch, hvd)
-    for step in range(6):
-        if step == 3 and rank == size - 1:
-            for hook in pair.optimizer._hooks:
-                hook.remove()
-            inner = torch.optim.SGD(pair.net.parameters(), lr=0.0)
-            pair.optimizer = hvd.DistributedOptimizer(inner, pair.net.named_parameters())
-        pair.step()
-    assert pair.is_planned()
+    pair.plan()
+    if rank == size - 1:
+        for hook in pair.optimizer._hooks:
+            hook.remove()
+        inner = torch.optim.SGD(pair.net.parameters(), lr=0.0)
+        pair.optimizer = hvd.DistributedOptimizer(inner, pair.net.named_parameters())
+    pair.step()
+    assert not pair.is_planned()
+    pair.plan()
     # What a script may not do is refused as ever, and what it gives up ends.
     pair.backward()
     with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward"):
@@ -148,9 +156,6 @@ def plans_that_cease_to_hold():
     pair.twin.zero_grad()
     pair.step()
     # A timeline shows gradients by their names.
-    for _ in range(2):
-        pair.step()
-    assert pair.is_planned()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "timeline.json")
         hvd.start_timeline(path)
@@ -161,46 +166,84 @@ def plans_that_cease_to_hold():
                 assert "0.weight" in file.read()
     pair.step()
     assert pair.is_planned()
-    # An embedding goes by name beside the plan of the rest.
-    table = torch.nn.Embedding(4, 6, sparse=True)
-    torch.nn.init.ones_(table.weight)
-    net = torch.nn.Sequential(table, torch.nn.Linear(6, 1))
-    torch.nn.init.ones_(net[1].weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
-    for _ in range(4):
-        optimizer.zero_grad()
-        net(torch.tensor([rank % 4])).sum().backward()
-        optimizer.step()
-        used = torch.zeros(4)
-        for other in range(size):
-            used[other % 4] += 1 / size
-        assert torch.allclose(table.weight.grad.to_dense()[:, 0], used)
-        assert torch.allclose(net[1].weight.grad, torch.ones(1, 6))
-    assert optimizer._rounds._reducer is not None
     # A part of the ranks.
     if size > 2:
         part = hvd.add_process_set([0, size - 1])
         if part.included():
-            pair = Pair(torch, hvd, process_set=part)
-            for _ in range(3):
-                pair.step()
-            assert pair.is_planned()
+            Pair(torch, hvd, process_set=part).plan()
         hvd.barrier()
     # Ranks run out of data one after the other: those that go on do it by name.
     net = make_net(torch)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
-    for step in range(3 + 2 * rank):
+    for step in range(20 + 2 * rank):
         optimizer.zero_grad()
         net(torch.full((1, 6), 0.1)).sum().backward()
         optimizer.step()
-        left = sum(step < 3 + 2 * other for other in range(size))
+        left = sum(step < 20 + 2 * other for other in range(size))
         assert abs(net[3].bias.grad.item() - left / size) < 1e-6
     assert hvd.join() == size - 1
+
+
+def what_has_no_plan_goes_beside_it():
+    torch, hvd, rank, size = start()
+    # An embedding goes by name, also where it is in a group.
+    for groups in (None, 1):
+        table = torch.nn.Embedding(4, 6, sparse=True)
+        net = torch.nn.Sequential(table, torch.nn.Linear(6, 1))
+        torch.nn.init.ones_(net[1].weight)
+        inner = torch.optim.SGD(net.parameters(), lr=0.0)
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), op=hvd.Sum, groups=groups)
+        used = torch.zeros(4)
+        for other in range(size):
+            used[other % 4] += 1
+        planned = 0
+        while planned < 3:
+            optimizer.zero_grad()
+            net(torch.tensor([rank % 4])).sum().backward()
+            optimizer.step()
+            planned += optimizer._rounds.verdict == PLANNED
+            assert torch.equal(table.weight.grad.to_dense()[:, 0], used)
+            assert torch.equal(net[1].bias.grad, torch.full((1,), float(size)))
+    # A hook of the script's takes a gradient away, on one rank: it counts as zero there.
+    pair = Pair(torch, hvd, op=hvd.Sum)
+    pair.plan()
+
+    def take_away(parameter):
+        parameter.grad = None
+
+    if rank == 1:
+        pair.net[3].bias.register_post_accumulate_grad_hook(take_away)
+    pair.backward()
+    pair.optimizer.synchronize()
+    assert pair.is_planned()
+    assert not torch.equal(pair.net[3].bias.grad, pair.net[3].bias.grad * 0)
+
+
+def ranks_meet_elsewhere():
+    """What ranks do besides, in another order on each, goes on in every round: no rank waits for another to make a plan."""
+    torch, hvd, rank, _ = start()
+    pair = Pair(torch, hvd)
+    planned = 0
+    for step in range(500):
+        pair.backward()
+        for then in ("look", "step") if rank == 1 else ("step", "look"):
+            if then == "look":
+                hvd.allreduce(torch.ones(3), name=f"loss.{step}")
+            else:
+                pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        planned += pair.is_planned()
+        if planned == 3:
+            return
+        time.sleep(0.01)
+    raise AssertionError("there was no plan")
 
 
 def everything():
     """All in one job, since ranks take long to start."""
     equal_to_names()
+    what_has_no_plan_goes_beside_it()
+    ranks_meet_elsewhere()
     plans_that_cease_to_hold()
 
 
@@ -210,20 +253,31 @@ def test_rounds(size):
     run_ranks(everything, size, launcher=Forked("torch"), env=ENV, timeout=100)
 
 
+def _large_net(torch):
+    """Of more than one bucket."""
+    return torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
+
+
+def _planned_optimizer(torch, hvd, net):
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    while optimizer._rounds.verdict != PLANNED:
+        net(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
 def _dies_in_a_round():
     torch, hvd, rank, _ = start()
-    pair = Pair(torch, hvd)
-    for step in range(50):
-        if step == 3 and rank == 1:
-            pair.net[0].weight.register_hook(lambda gradient: os._exit(9))
-        pair.backward()
-        try:
-            pair.optimizer.synchronize()
-        except hvd.HorovodInternalError as error:
-            return str(error)
-        with pair.optimizer.skip_synchronize():
-            pair.optimizer.step()
-        pair.optimizer.zero_grad()
+    net = _large_net(torch)
+    optimizer = _planned_optimizer(torch, hvd, net)
+    # The others' last gradient comes when they know of the death: that is told by `step`, not by `backward`.
+    net[0].weight.register_hook(lambda gradient: os._exit(9) if rank == 1 else time.sleep(1))
+    net(torch.ones(1, 600)).sum().backward()
+    try:
+        optimizer.step()
+    except hvd.HorovodInternalError as error:
+        return str(error)
     return None
 
 
@@ -233,3 +287,26 @@ def test_a_death_in_a_round_is_told():
         outcome = job.wait()
     for rank in (0, 2):
         assert "rank 1 died" in (outcome.ranks[rank].value or ""), outcome.describe()
+
+
+def _is_late_for_a_round():
+    torch, hvd, rank, _ = start()
+    net = _large_net(torch)
+    optimizer = _planned_optimizer(torch, hvd, net)
+    if rank == 1:
+        net[0].weight.register_hook(lambda gradient: time.sleep(5))
+    net(torch.ones(1, 600)).sum().backward()
+    try:
+        optimizer.step()
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.timeout(90)
+def test_a_round_that_stalls_ends():
+    env = ENV | {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    with start_ranks(_is_late_for_a_round, 2, launcher=Forked("torch"), env=env, timeout=60) as job:
+        outcome = job.wait()
+    # The late one comes to it in the end: only by the limit has it failed before.
+    assert "round.end" in (outcome.ranks[0].value or ""), outcome.describe()

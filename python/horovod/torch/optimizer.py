@@ -134,7 +134,6 @@ class _DistributedOptimizer:
         arrived = self._arrived[number]
         arrived.add(parameter)
         if len(arrived) == len(self._groups[number]):
-            arrived.clear()
             self._reduce_group(number)
 
     def _factors(self) -> tuple[int, float, float]:
@@ -177,13 +176,14 @@ class _DistributedOptimizer:
         return lambda: _write(parameter, self._compression.decompress(synchronize(handle), ctx))
 
     def _reduce_group(self, number: int) -> None:
+        """Reduces what has arrived of a group together: the others are frozen, or go by plan."""
+        arrived = self._arrived[number]
+        members = [parameter for parameter in self._groups[number] if parameter in arrived]
+        arrived.clear()
         op, prescale, postscale = self._factors()
         dense, small, ctxs = [], [], []
         with torch.no_grad():
-            for parameter in self._groups[number]:
-                if not parameter.requires_grad:
-                    # It is frozen, and keeps whatever gradient it has.
-                    continue
+            for parameter in members:
                 grad = self._gradient(parameter)
                 if grad.is_sparse:
                     # Its size is not known to the others.
@@ -254,8 +254,6 @@ class _DistributedOptimizer:
             self._start_by_name(parameter)
         for number, arrived in self._arrived.items():
             if arrived:
-                # Some of the group are frozen.
-                arrived.clear()
                 self._reduce_group(number)
 
     def _reset(self) -> None:

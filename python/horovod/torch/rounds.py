@@ -17,9 +17,12 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 
-# The core's numbers for what a bucket's reduction is, and for the verdict of a vote.
+# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the verdict.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
-_PLANNED, _BY_NAME, _MAKE, _FORGET = range(4)
+_STANDS_BY_NAME, _WITHOUT, _MAKING = range(3)
+PLANNED, BY_NAME, MAKE, FORGET = range(4)
+# What a compression leaves as it is; other half types it casts, which a plan does not do.
+_KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
 class Rounds:
@@ -37,16 +40,22 @@ class Rounds:
         self, names: dict[torch.Tensor, str], op: int, factor: float, compression: Any, process_set: ProcessSet
     ) -> None:
         self._names, self._op, self._process_set = names, op, process_set
+        self._compression = compression
         self._reduction = _REDUCTIONS.get(compression)
         # Ranks agree on this as they do on arguments.
         self._votes = self._reduction is not None and op in (Average, Sum) and factor == 1.0
         #: Parameters whose gradients have turned out to be sparse: they go by name.
         self.sparse: set[torch.Tensor] = set()
+        #: What came of the last round's vote.
+        self.verdict = BY_NAME
         self._can_plan = True
+        # A plan that changes with every round is not worth a reducer.
+        self._is_settled = False
         self._planned: list[torch.Tensor] = []
         self._index: dict[torch.Tensor, int] = {}
         self._name = self._what = ""
         self._reducer: Any = None
+        self._making: Any = None
         self._reset()
 
     def _reset(self) -> None:
@@ -55,6 +64,8 @@ class Rounds:
         # Whether the reducer has a round that waits for the verdict, or has it.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
+        # Places of planned parameters in the order in which their gradients came.
+        self._order: list[int] = []
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """A gradient of the optimizer is complete: the first one begins a round."""
@@ -62,41 +73,70 @@ class Rounds:
             return
         self._begun = True
         # A parameter gets its name in `synchronize` if it came later.
-        self._follow([each for each in parameters if each in self._names])
+        parameters = [each for each in parameters if each in self._names]
+        if all(each.device.type != "cpu" for each in parameters):
+            return
+        self._follow(parameters)
         try:
             number = self._process_set.process_set_id
             if self._reducer is not None:
                 self._ballot = self._reducer.open_by_vote(number, self._name, self._what)
                 self._is_open = True
             else:
-                would_make = self._can_plan and all(each.device.type == "cpu" for each in self._planned)
-                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, would_make)
+                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, self._standing())
         except (RuntimeError, ValueError):
             # What is wrong is told by the collectives that follow.
             self._ballot = None
+
+    def _standing(self) -> int:
+        if self._making is not None:
+            return _MAKING
+        return _WITHOUT if self._planned and self._can_plan and self._is_settled else _STANDS_BY_NAME
 
     def _follow(self, parameters: list[torch.Tensor]) -> None:
         """Plans for these parameters."""
         planned = [each for each in parameters if self._may_be_planned(each)]
         if self._reducer is not None and not self._reducer.fits():
-            self._reducer = None
-        if len(planned) == len(self._planned) and all(map(_is, planned, self._planned)) and self._reducer is not None:
+            self._reducer, self._planned = None, []
+        same = len(planned) == len(self._planned) and all(map(_is, planned, self._planned))
+        self._is_settled = same or not self._planned
+        if same and self._what:
             return
-        self._reducer, self._planned = None, planned
+        self._reducer, self._making, self._planned = None, None, planned
         self._index = {parameter: index for index, parameter in enumerate(planned)}
-        # No two optimizers that are at work at the same time have it in common.
+        # Optimizers that are at work at the same time must not have it in common, as they must not have names of parameters.
         self._name = f"{min(map(self._names.__getitem__, parameters))}.round"
         described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
         self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
 
     def _may_be_planned(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad and parameter.dtype.is_floating_point and parameter not in self.sparse
+        return (
+            parameter.requires_grad
+            and parameter.device.type == "cpu"
+            and parameter.dtype.is_floating_point
+            and parameter not in self.sparse
+            and (parameter.dtype.itemsize > 2 or parameter.dtype is _KEPT.get(self._compression, parameter.dtype))
+        )
+
+    def _take_made(self) -> None:
+        """Has the reducer that a thread of the core has made. Between backwards, since it adds hooks."""
+        if self._making is None or not self._making.is_done():
+            return
+        try:
+            self._reducer = self._making.take()
+        except (RuntimeError, ValueError) as error:
+            # If others are gone, whatever comes next says so.
+            self._can_plan = may_pass(error)
+        self._making = None
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
         """Whether a complete gradient goes by plan, if by the verdict any does. `accumulating` says that autograd is about to
         let go of it."""
-        index = self._index.get(parameter) if self._is_open else None
+        index = self._index.get(parameter)
         if index is None:
+            return False
+        self._order.append(index)
+        if not self._is_open:
             return False
         self._taken[parameter] = None
         if accumulating:
@@ -118,19 +158,19 @@ class Rounds:
             HorovodInternalError: The reduction failed.
         """
         try:
-            verdict = _BY_NAME if self._ballot is None else self._ballot.verdict()
-            if verdict == _PLANNED:
-                late = [each for each in self._planned if each not in self._taken]
-                for parameter in late:
-                    gradient_of(parameter)
-                self._reducer.ready([self._index[each] for each in late])
+            self.verdict = BY_NAME if self._ballot is None else self._ballot.verdict()
+            if self.verdict == PLANNED:
+                late = self._reducer.missing()
+                for index in late:
+                    gradient_of(self._planned[index])
+                self._reducer.ready(late)
                 self._reducer.close()
                 self._is_open = False
                 return []
             taken = list(self._taken)
-            if verdict == _MAKE:
+            if self.verdict == MAKE:
                 self._make()
-            elif verdict == _FORGET:
+            elif self.verdict == FORGET:
                 self._let_go()
             return taken
         except (RuntimeError, ValueError) as error:
@@ -139,6 +179,7 @@ class Rounds:
         finally:
             if self._is_open:
                 self._reducer.cancel()
+            self._take_made()
             self._reset()
 
     def _let_go(self) -> None:
@@ -148,7 +189,7 @@ class Rounds:
         self._reducer = None
 
     def _make(self) -> None:
-        """Makes the reducer. Collective."""
+        """Has the reducer made."""
         settings = {
             "rounds": 1,
             "sum": int(self._op == Sum),
@@ -161,11 +202,9 @@ class Rounds:
         ranks = torch.ops.smd.process_set_members(self._process_set.process_set_id)
         names = [self._names[each] for each in self._planned]
         sizes = _core.bucket_sizes(bucket_bytes(None))
-        try:
-            self._reducer = torch.classes.smd.Reducer(self._planned, names, [], [], [], [], ranks, sizes, settings)
-        except (RuntimeError, ValueError) as error:
-            # If others are gone, whatever comes next says so.
-            self._can_plan = may_pass(error)
+        self._making = torch.classes.smd.Making(
+            self._ballot.token(), self._planned, names, ranks, sizes, settings, self._order
+        )
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,7 +8,10 @@
 //!
 //! - VOTE-1: a vote is an all-reduce by name to which each rank adds a number in a place of its own, and a rank that has
 //!   joined adds nothing. So all that vote see the same numbers, and come to the same [`Verdict`].
-//! - VOTE-2: a vote that fails is one for names: what failed it is told by whatever fails next.
+//! - VOTE-2: nothing waits for a member that has voted but does not come to the end of its round, or that has not made
+//!   its reducer yet, except in sight of the negotiation: reducers are made by a thread of the core
+//!   ([`crate::session::making`]) while rounds go by name, and each member asks by name for the end of its round, so
+//!   that stalls are told.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +36,8 @@ pub enum Standing {
     ByName,
     /// It has no reducer for its parameters, and would make one.
     Without,
+    /// One is being made.
+    Making,
     /// It has one.
     Ready,
 }
@@ -44,7 +49,7 @@ pub enum Verdict {
     Planned,
     /// It is reduced by name.
     ByName,
-    /// The same, and then all make reducers.
+    /// The same, and all have reducers made ([`Ballot::token`]).
     Make,
     /// The same, and who has a reducer gives it up, since others have none.
     Forget,
@@ -58,14 +63,21 @@ pub struct Ballot {
 
 #[derive(Default)]
 struct Outcome {
-    verdict: Mutex<Option<Verdict>>,
+    /// The verdict, and a number that nobody else has.
+    told: Mutex<Option<Result<(Verdict, u64)>>>,
     decided: Condvar,
+}
+
+/// How a round began, and how its end is asked for.
+pub(super) struct Vote {
+    negotiator: Arc<Negotiator>,
+    name: String,
 }
 
 impl Ballot {
     /// Votes in the group of `negotiator`, whose operations `group` runs, under `name`, which no other vote has at the
     /// same time. `what` tells what would be planned: ranks reduce by plan only if it is the same for all. `decided` is
-    /// called with the verdict, by whatever thread learns of it; not after an error.
+    /// called with the verdict, by whatever thread learns of it, which is for names after an error; not if this returns one.
     ///
     /// # Errors
     /// What this rank cannot ask for ([`Negotiator::ask`]).
@@ -80,51 +92,89 @@ impl Ballot {
         let members = group.members();
         // A timeline shows gradients by their names.
         let standing = if timeline::enabled() { Standing::ByName } else { standing };
-        let mut votes = vec![0_u64; members.size()];
+        // Of the first member, the last place is a number that nobody else has.
+        let mut votes = vec![0_u64; members.size() + 1];
         votes[members.me] = number(what, standing);
-        // SAFETY: the completion owns the numbers, which lie on the heap, and nobody else touches them before it is called.
-        let view = unsafe { TensorView::new(votes.as_mut_ptr().cast(), votes.len(), DType::Int64, Device::Cpu, 0) }?;
-        let shape = Some(vec![votes.len() as u64]);
+        if members.me == 0 {
+            votes[members.size()] =
+                getrandom::u64().map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
+        }
         let outcome = Arc::new(Outcome::default());
-        let told = Arc::clone(&outcome);
-        let done = move |result: Result<Option<usize>>| {
-            let verdict = result.map_or(Verdict::ByName, |_| verdict(&votes));
-            decided(verdict);
-            *told.verdict.lock() = Some(verdict);
-            told.decided.notify_all();
+        let learned = Arc::clone(&outcome);
+        let done = move |result: Result<Vec<u64>>| {
+            let told = result.map(|mut votes| {
+                let token = votes.pop().expect("there is a place behind the votes");
+                (verdict(&votes), token)
+            });
+            decided(told.as_ref().map_or(Verdict::ByName, |(verdict, _)| *verdict));
+            *learned.told.lock() = Some(told);
+            learned.decided.notify_all();
         };
-        let asked = negotiator.ask(
-            Ask {
-                name: Name::Given(name.to_owned()),
-                tensors: vec![(Request::AllReduce { input: view, output: view, op: ReduceOp::Sum }, shape)],
-                factors: Factors::default(),
-                blocking: false,
-            },
-            || Box::new(done),
-        )?;
-        Ok(Self { outcome, asked })
+        Ok(Self { outcome, asked: add_up(negotiator, Name::Given(name.to_owned()), votes, done)? })
     }
 
     /// Waits for it.
     ///
     /// # Errors
-    /// [`Error::Interrupted`].
+    /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not voted for too long.
     pub fn verdict(&self) -> Result<Verdict> {
         loop {
-            if let Some(verdict) = *self.outcome.verdict.lock() {
-                return Ok(verdict);
+            if let Some(told) = &*self.outcome.told.lock() {
+                return told.clone().map(|(verdict, _)| verdict);
             }
             if !self.asked.drive() {
-                let mut verdict = self.outcome.verdict.lock();
-                if verdict.is_none() {
-                    self.outcome.decided.wait_for(&mut verdict, LOOK_FOR_SIGNALS);
+                let mut told = self.outcome.told.lock();
+                if told.is_none() {
+                    self.outcome.decided.wait_for(&mut told, LOOK_FOR_SIGNALS);
                 }
             }
-            if self.outcome.verdict.lock().is_none() && interrupt_pending() {
+            if self.outcome.told.lock().is_none() && interrupt_pending() {
                 return Err(Error::Interrupted { during: "the vote on a round of gradients".to_owned() });
             }
         }
     }
+}
+
+impl Ballot {
+    /// After the verdict: a number that all who voted have, and no other vote; 0 before.
+    pub fn token(&self) -> u64 {
+        self.outcome.told.lock().as_ref().and_then(|told| told.as_ref().ok()).map_or(0, |(_, token)| *token)
+    }
+}
+
+impl Vote {
+    /// Says that this member waits for the end of its round. `failed` is called if the others do not come to theirs in time.
+    ///
+    /// # Errors
+    /// As [`Negotiator::ask`].
+    pub(super) fn ask_for_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
+        let done = |result: Result<Vec<u64>>| drop(result.map_err(failed));
+        // The last round's may not be answered yet.
+        let name = Name::Shared(format!("{}.end", self.name));
+        add_up(&self.negotiator, name, vec![0], done).map(drop)
+    }
+}
+
+/// Adds up these numbers over the members, as integers that wrap around.
+fn add_up(
+    negotiator: &Negotiator,
+    name: Name,
+    mut numbers: Vec<u64>,
+    told: impl FnOnce(Result<Vec<u64>>) + Send + 'static,
+) -> Result<Asked> {
+    // SAFETY: the completion owns the numbers, which lie on the heap, and nobody else touches them before it is called.
+    let view = unsafe { TensorView::new(numbers.as_mut_ptr().cast(), numbers.len(), DType::Int64, Device::Cpu, 0) }?;
+    let shape = Some(vec![numbers.len() as u64]);
+    let done = move |result: Result<Option<usize>>| told(result.map(|_| numbers));
+    negotiator.ask(
+        Ask {
+            name,
+            tensors: vec![(Request::AllReduce { input: view, output: view, op: ReduceOp::Sum }, shape)],
+            factors: Factors::default(),
+            blocking: false,
+        },
+        || Box::new(done),
+    )
 }
 
 impl Reducer {
@@ -135,12 +185,12 @@ impl Reducer {
     /// [`Error::InvalidArgument`] if a round is under way; what this rank cannot ask for.
     pub fn begin_by_vote(
         self: &Arc<Self>,
-        negotiator: &Negotiator,
+        negotiator: &Arc<Negotiator>,
         group: &Communicator,
         name: &str,
         what: &str,
     ) -> Result<Ballot> {
-        let round = self.begin_held()?;
+        let round = self.begin_held(Some(Vote { negotiator: Arc::clone(negotiator), name: name.to_owned() }))?;
         let reducer = Arc::clone(self);
         let decided = move |verdict| match verdict {
             Verdict::Planned => reducer.release(round),
@@ -153,21 +203,22 @@ impl Reducer {
     }
 }
 
-/// A vote as a number, never 0: 61 bits of a digest, and the standing.
+/// A vote as a number, never 0: 60 bits of a digest, and the standing.
 fn number(what: &str, standing: Standing) -> u64 {
     let digest = Sha256::digest(what);
     let digest = u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"));
-    digest >> 3 << 2 | (standing as u64 + 1)
+    digest >> 4 << 3 | (standing as u64 + 1)
 }
 
 fn verdict(votes: &[u64]) -> Verdict {
-    let is = |standing: Standing| votes.iter().all(|vote| vote & 3 == standing as u64 + 1);
-    let by_name = |vote: &u64| *vote == 0 || vote & 3 == Standing::ByName as u64 + 1;
-    let same = votes.iter().all(|vote| vote >> 2 == votes[0] >> 2);
+    let has = |vote: u64, standing: Standing| vote & 7 == standing as u64 + 1;
+    let all = |standing| votes.iter().all(|&vote| has(vote, standing));
+    let any = |standing| votes.iter().any(|&vote| has(vote, standing));
+    let same = votes.iter().all(|vote| *vote != 0 && vote >> 3 == votes[0] >> 3);
     match () {
-        () if !same || votes.iter().any(by_name) => Verdict::ByName,
-        () if is(Standing::Ready) => Verdict::Planned,
-        () if is(Standing::Without) => Verdict::Make,
+        () if !same || any(Standing::ByName) || any(Standing::Making) => Verdict::ByName,
+        () if all(Standing::Ready) => Verdict::Planned,
+        () if all(Standing::Without) => Verdict::Make,
         () => Verdict::Forget,
     }
 }
@@ -178,7 +229,7 @@ mod tests {
 
     #[test]
     fn ranks_reduce_by_plan_only_if_all_have_the_same() {
-        use Standing::{ByName, Ready, Without};
+        use Standing::{ByName, Making, Ready, Without};
         let of = |votes: &[(&str, Standing)]| {
             verdict(&votes.iter().map(|(what, standing)| number(what, *standing)).collect::<Vec<_>>())
         };
@@ -187,6 +238,8 @@ mod tests {
         assert_eq!(of(&[("a", Ready), ("a", Without), ("a", Ready)]), Verdict::Forget);
         assert_eq!(of(&[("a", Ready), ("a", ByName)]), Verdict::ByName);
         assert_eq!(of(&[("a", Ready), ("b", Ready)]), Verdict::ByName);
+        assert_eq!(of(&[("a", Ready), ("a", Making)]), Verdict::ByName);
+        assert_eq!(of(&[("a", Without), ("a", Making)]), Verdict::ByName);
         assert_eq!(of(&[("a", Without), ("b", Ready)]), Verdict::ByName);
         // One has joined.
         assert_eq!(verdict(&[number("a", Ready), 0]), Verdict::ByName);

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::ballot::Vote;
 use super::copy::{self, Move};
 use super::fingerprint::{self, Description, view};
 use super::history::{History, Part};
@@ -131,6 +132,10 @@ struct Active {
     held: bool,
     /// Whether it is known that they do not: gradients may still come, and count for nothing.
     refused: bool,
+    /// Of a round that began with a vote, until this member waits for its end.
+    vote: Option<Vote>,
+    /// Why its end is not waited for any longer, whatever is under way.
+    called_off: Option<Error>,
     /// From the first bucket that was full to the last one that was reduced.
     communication: Range<u64>,
     times: Vec<BucketTimes>,
@@ -283,7 +288,7 @@ impl Reducer {
             return Ok(false);
         }
         state.accumulated = 0;
-        self.open(&mut state, false);
+        self.open(&mut state, false, None);
         Ok(true)
     }
 
@@ -292,9 +297,9 @@ impl Reducer {
     ///
     /// # Errors
     /// As [`Reducer::begin`].
-    pub(super) fn begin_held(&self) -> Result<u64> {
+    pub(super) fn begin_held(&self, vote: Option<Vote>) -> Result<u64> {
         let mut state = self.settle()?;
-        self.open(&mut state, true);
+        self.open(&mut state, true, vote);
         Ok(state.steps)
     }
 
@@ -333,7 +338,25 @@ impl Reducer {
         self.perform(action);
     }
 
-    fn open(&self, state: &mut State, held: bool) {
+    /// The end of a round that began with a vote has failed by name: its caller waits no longer, and gives it up.
+    fn call_off(&self, round: u64, error: Error) {
+        if let Some(active) = self.state.lock().active.as_mut().filter(|active| active.id == round) {
+            active.called_off = Some(error);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Tells the others by name that this member waits for the end of its round, if that began with a vote.
+    fn ask_for_end(self: &Arc<Self>) -> Result<()> {
+        let (vote, round) = match self.state.lock().active.as_mut() {
+            Some(active) => (active.vote.take(), active.id),
+            None => (None, 0),
+        };
+        let reducer = Arc::clone(self);
+        vote.map_or(Ok(()), |vote| vote.ask_for_end(move |error| reducer.call_off(round, error)))
+    }
+
+    fn open(&self, state: &mut State, held: bool, vote: Option<Vote>) {
         state.steps += 1;
         state.untold = None;
         if let Some(history) = &mut state.history {
@@ -355,6 +378,8 @@ impl Reducer {
             abandoned: false,
             held,
             refused: false,
+            vote,
+            called_off: None,
             communication: 0..0,
             times: vec![BucketTimes::default(); plan.buckets().len()],
         });
@@ -820,13 +845,15 @@ impl Reducer {
     /// they need not get one, and nothing otherwise.
     ///
     /// # Errors
-    /// What the communicator reports.
+    /// What the communicator reports; of a round that began with a vote, also that others do not come to its end.
+    /// [`Reducer::abandon`] follows.
     pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
         let missing = self.missing();
         if !missing.is_empty() {
             // The caller has not asked for `stand_ins`: the wait would not end.
             return Err(self.give_up(self.unused_message(&missing, &[])));
         }
+        self.ask_for_end()?;
         let state = &mut self.state.lock();
         let mut interrupted = false;
         let (result, layout, order) = loop {
@@ -839,6 +866,10 @@ impl Reducer {
             );
             if let Some(result) = ended {
                 break (result, state.layout.clone(), active.step.observed_order());
+            }
+            if let Some(error) = &active.called_off {
+                // What is under way is settled by `abandon`.
+                return Err(error.clone());
             }
             // To look for signals may take the lock of an interpreter: not while others may need this one.
             if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
@@ -889,6 +920,19 @@ impl Reducer {
             .map(|(_, param)| param.bytes())
             .sum();
         Ok(used)
+    }
+
+    /// Makes the plan anew for gradients that come in the order of the first member, instead of after the first step. Those that
+    /// `order` does not have come last. Between steps; collective.
+    ///
+    /// # Errors
+    /// What the communicator reports.
+    pub fn follow_order(&self, mut order: Vec<usize>) -> Result<()> {
+        let layout = self.settle()?.layout.clone();
+        let mut rest: Vec<bool> = vec![true; self.params.len()];
+        order.retain(|&param| rest.get_mut(param).is_some_and(std::mem::take));
+        order.extend((0..rest.len()).filter(|&param| rest[param]));
+        self.rebuild(&layout, order)
     }
 
     fn used_anywhere(&self, mut used: Vec<u8>) -> Result<Vec<bool>> {

@@ -144,13 +144,13 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
             }
         };
         // Nobody takes part: what was ready stays as it was, and the next round may begin.
-        let round = reducer.begin_held().unwrap();
-        assert_eq!(reducer.begin_held().unwrap_err().code(), Code::InvalidArgument);
+        let round = reducer.begin_held(None).unwrap();
+        assert_eq!(reducer.begin_held(None).unwrap_err().code(), Code::InvalidArgument);
         mark(0, 4);
         reducer.cancel(round);
         mark(4, PARAMS);
         reducer.abandon("never told: nobody takes part", false);
-        let round = reducer.begin_held().unwrap();
+        let round = reducer.begin_held(None).unwrap();
         reducer.release(round - 1);
         mark(0, 4);
         reducer.release(round);
@@ -158,7 +158,7 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         reducer.finish().unwrap();
         let firsts = gradients.iter().map(|gradient| gradient[0]).collect::<Vec<_>>();
         // One rank gives up before it knows whether all take part.
-        let round = reducer.begin_held().unwrap();
+        let round = reducer.begin_held(None).unwrap();
         let outcome = if me == 1 {
             reducer.abandon("rank 1 had enough", true);
             reducer.release(round);

@@ -27,6 +27,7 @@ const NEWS_TIME: Duration = Duration::from_secs(1);
 enum Use {
     Caller,
     Plan,
+    Round,
 }
 
 /// Groups by id, and how many were made.
@@ -185,6 +186,11 @@ impl Session {
     /// Makes the group with an id of [`Session::next_plan_group`].
     pub(super) fn make_plan_group(&self, id: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
         self.make_group(id, ranks, self.groups.timeout)
+    }
+
+    /// Makes a group for which all `ranks` have the same `token`, and no other has it.
+    pub(super) fn make_round_group(&self, token: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
+        self.make_group(group_id(Use::Round, ranks, token), ranks, self.groups.timeout)
     }
 
     fn make_group(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {

@@ -12,6 +12,7 @@
 mod groups;
 mod hosts;
 pub(crate) mod log;
+pub mod making;
 pub mod meeting;
 pub mod membership;
 mod plans;
