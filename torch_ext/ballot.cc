@@ -13,6 +13,8 @@ int64_t Ballot::verdict() const {
   return static_cast<int64_t>(checked([&] { return core_->verdict(); }));
 }
 
+int64_t Ballot::verdict_so_far() const { return core_->is_decided() ? verdict() : -1; }
+
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   // The ranks of a process set in the job, as reducers are told them.
   m.def("process_set_members(int process_set) -> int[]", [](int64_t process_set) {
@@ -26,6 +28,7 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
             [&] { return cast_ballot(process_set_group(process_set), name, what, static_cast<Standing>(standing)); }));
       }))
       .def("verdict", &Ballot::verdict)
+      .def("verdict_so_far", &Ballot::verdict_so_far)
       .def("token", &Ballot::token);
 }
 

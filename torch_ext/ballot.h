@@ -17,6 +17,8 @@ class Ballot : public torch::CustomClassHolder {
 
   // Waits for what all ranks do: a `Verdict`. Takes no Python lock.
   int64_t verdict() const;
+  // The same without a wait; -1 if it is not known yet.
+  int64_t verdict_so_far() const;
   // After the verdict to make reducers: what `Making` takes.
   int64_t token() const { return static_cast<int64_t>(core_->token()); }
 

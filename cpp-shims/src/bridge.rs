@@ -449,6 +449,8 @@ mod ffi {
         fn cast_ballot(group: u64, name: &str, what: &str, standing: Standing) -> Result<Box<Ballot>>;
         /// Waits for what all ranks do.
         fn verdict(self: &Ballot) -> Result<Verdict>;
+        /// Whether `verdict` waits no longer.
+        fn is_decided(self: &Ballot) -> bool;
         /// After the verdict `Make`: what `start_reducer` takes.
         fn token(self: &Ballot) -> u64;
         /// A reducer that a thread of the core makes (`smd_core::session::making`).

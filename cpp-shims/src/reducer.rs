@@ -56,6 +56,10 @@ impl Ballot {
         })
     }
 
+    pub fn is_decided(&self) -> bool {
+        self.0.is_decided()
+    }
+
     pub fn token(&self) -> u64 {
         self.0.token()
     }

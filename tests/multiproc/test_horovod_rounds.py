@@ -164,8 +164,7 @@ def plans_that_cease_to_hold():
         if rank == 0:
             with open(path) as file:
                 assert "0.weight" in file.read()
-    pair.step()
-    assert pair.is_planned()
+    pair.plan()
     # A part of the ranks.
     if size > 2:
         part = hvd.add_process_set([0, size - 1])
@@ -310,3 +309,21 @@ def test_a_round_that_stalls_ends():
         outcome = job.wait()
     # The late one comes to it in the end: only by the limit has it failed before.
     assert "round.end" in (outcome.ranks[0].value or ""), outcome.describe()
+
+
+def _leaves_before_the_others_step():
+    torch, hvd, rank, _ = start()
+    net = _large_net(torch)
+    optimizer = _planned_optimizer(torch, hvd, net)
+    net(torch.ones(1, 600)).sum().backward()
+    if rank == 1:
+        time.sleep(2)
+    optimizer.step()
+    verdict = optimizer._rounds.verdict
+    hvd.shutdown()
+    return verdict
+
+
+@pytest.mark.timeout(90)
+def test_who_has_all_gradients_needs_nobody_to_step():
+    assert run_ranks(_leaves_before_the_others_step, 2, launcher=Forked("torch"), env=ENV) == [PLANNED, PLANNED]

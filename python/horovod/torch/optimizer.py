@@ -120,6 +120,8 @@ class _DistributedOptimizer:
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """The gradient is complete, once autograd is done with it if it is `accumulating`."""
         self._rounds.begin(self._parameters())
+        for earlier in self._rounds.given_back():
+            self._start_by_name(earlier)
         if self._rounds.take(parameter, accumulating):
             self._handles[parameter] = None
         else:

@@ -20,6 +20,7 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 # The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the verdict.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _STANDS_BY_NAME, _WITHOUT, _MAKING = range(3)
+UNKNOWN = -1
 PLANNED, BY_NAME, MAKE, FORGET = range(4)
 # What a compression leaves as it is; other half types it casts, which a plan does not do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
@@ -105,7 +106,7 @@ class Rounds:
         self._reducer, self._making, self._planned = None, None, planned
         self._index = {parameter: index for index, parameter in enumerate(planned)}
         # Optimizers that are at work at the same time must not have it in common, as they must not have names of parameters.
-        self._name = f"{min(map(self._names.__getitem__, parameters))}.round"
+        self._name = min(map(self._names.__getitem__, parameters))
         described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
         self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
 
@@ -145,6 +146,20 @@ class Rounds:
             self._reducer.ready([index])
         return True
 
+    def given_back(self) -> list[torch.Tensor]:
+        """Parameters that were taken, once it is known that they go by name."""
+        try:
+            if not self._is_open or self._ballot.verdict_so_far() in (UNKNOWN, PLANNED):
+                return []
+        except RuntimeError:
+            # `end` tells it.
+            return []
+        self._is_open = False
+        self._reducer.cancel()
+        taken = list(self._taken)
+        self._taken.clear()
+        return taken
+
     def end(self, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         """Ends the round, if there is one.
 
@@ -170,7 +185,8 @@ class Rounds:
             taken = list(self._taken)
             if self.verdict == MAKE:
                 self._make()
-            elif self.verdict == FORGET:
+            else:
+                # Whoever has a reducer keeps gradients till the verdict; without one they go at once.
                 self._let_go()
             return taken
         except (RuntimeError, ValueError) as error:

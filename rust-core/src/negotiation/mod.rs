@@ -48,6 +48,7 @@ mod work;
 pub use factors::Factors;
 pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
 pub use tune::Tuning;
+pub(crate) use tune::{VOTE, VOTE_END};
 
 /// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each
 /// is told.

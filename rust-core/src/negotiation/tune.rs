@@ -13,6 +13,12 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 
 const MIB: u64 = 1 << 20;
+/// What names of votes on rounds of gradients end in ([`crate::reducer::ballot`]): they say nothing of sizes.
+pub(crate) const VOTE: &str = ".round";
+/// What the ends of these rounds are asked for by.
+pub(crate) const VOTE_END: &str = ".round.end";
+/// A step has no more names than this, which may be new ones for ever.
+const MOST_NAMES: usize = 1 << 16;
 /// What is tried.
 const SIZES: [u64; 9] = [0, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB];
 /// The median of so many samples is a size's score.
@@ -81,7 +87,10 @@ impl Tuner {
 
     /// A name is going to run. What was found out by that, and the size from the next answer on.
     pub(super) fn ran(&mut self, name: &Arc<str>, bytes: u64, now: Duration) -> Option<(Vec<Trial>, u64)> {
-        if self.names.contains(name) {
+        if name.ends_with(VOTE) || name.ends_with(VOTE_END) {
+            return None;
+        }
+        if self.names.contains(name) || self.names.len() >= MOST_NAMES {
             self.names.clear();
             self.steps += 1;
         }

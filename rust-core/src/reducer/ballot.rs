@@ -23,7 +23,7 @@ use super::Reducer;
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::error::{Error, Result};
-use crate::negotiation::{Ask, Asked, Factors, Name, Negotiator, timeline};
+use crate::negotiation::{Ask, Asked, Factors, Name, Negotiator, VOTE, VOTE_END, timeline};
 use crate::world::monitor::interrupt_pending;
 
 /// A wait without anything to do looks for signals so often.
@@ -75,7 +75,7 @@ pub(super) struct Vote {
 }
 
 impl Ballot {
-    /// Votes in the group of `negotiator`, whose operations `group` runs, under `name`, which no other vote has at the
+    /// Votes in the group of `negotiator`, whose operations `group` runs, for the round `name`, which no other vote has at the
     /// same time. `what` tells what would be planned: ranks reduce by plan only if it is the same for all. `decided` is
     /// called with the verdict, by whatever thread learns of it, which is for names after an error; not if this returns one.
     ///
@@ -110,7 +110,7 @@ impl Ballot {
             *learned.told.lock() = Some(told);
             learned.decided.notify_all();
         };
-        Ok(Self { outcome, asked: add_up(negotiator, Name::Given(name.to_owned()), votes, done)? })
+        Ok(Self { outcome, asked: add_up(negotiator, Name::Given(format!("{name}{VOTE}")), votes, done)? })
     }
 
     /// Waits for it.
@@ -136,6 +136,11 @@ impl Ballot {
 }
 
 impl Ballot {
+    /// Whether [`Ballot::verdict`] waits no longer.
+    pub fn is_decided(&self) -> bool {
+        self.outcome.told.lock().is_some()
+    }
+
     /// After the verdict: a number that all who voted have, and no other vote; 0 before.
     pub fn token(&self) -> u64 {
         self.outcome.told.lock().as_ref().and_then(|told| told.as_ref().ok()).map_or(0, |(_, token)| *token)
@@ -143,14 +148,14 @@ impl Ballot {
 }
 
 impl Vote {
-    /// Says that this member waits for the end of its round. `failed` is called if the others do not come to theirs in time.
+    /// Says that this member has come to the end of its round. `failed` is called if the others do not come to theirs in time.
     ///
     /// # Errors
     /// As [`Negotiator::ask`].
     pub(super) fn ask_for_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
         let done = |result: Result<Vec<u64>>| drop(result.map_err(failed));
         // The last round's may not be answered yet.
-        let name = Name::Shared(format!("{}.end", self.name));
+        let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
         add_up(&self.negotiator, name, vec![0], done).map(drop)
     }
 }

@@ -336,6 +336,9 @@ impl Reducer {
             action
         };
         self.perform(action);
+        if !cancel && self.state.lock().active.as_ref().is_some_and(|active| active.id == round && active.abandoned) {
+            self.ask_for_end();
+        }
     }
 
     /// The end of a round that began with a vote has failed by name: its caller waits no longer, and gives it up.
@@ -346,14 +349,17 @@ impl Reducer {
         }
     }
 
-    /// Tells the others by name that this member waits for the end of its round, if that began with a vote.
-    fn ask_for_end(self: &Arc<Self>) -> Result<()> {
-        let (vote, round) = match self.state.lock().active.as_mut() {
-            Some(active) => (active.vote.take(), active.id),
-            None => (None, 0),
+    /// Tells the others by name that this member has come to the end of its round, if that began with a vote and takes place.
+    fn ask_for_end(self: &Arc<Self>) {
+        let (vote, round) = match &mut self.state.lock().active {
+            Some(active) if !active.held && !active.refused => (active.vote.take(), active.id),
+            _ => return,
         };
+        let Some(vote) = vote else { return };
         let reducer = Arc::clone(self);
-        vote.map_or(Ok(()), |vote| vote.ask_for_end(move |error| reducer.call_off(round, error)))
+        if let Err(error) = vote.ask_for_end(move |error| reducer.call_off(round, error)) {
+            self.call_off(round, error);
+        }
     }
 
     fn open(&self, state: &mut State, held: bool, vote: Option<Vote>) {
@@ -853,7 +859,7 @@ impl Reducer {
             // The caller has not asked for `stand_ins`: the wait would not end.
             return Err(self.give_up(self.unused_message(&missing, &[])));
         }
-        self.ask_for_end()?;
+        self.ask_for_end();
         let state = &mut self.state.lock();
         let mut interrupted = false;
         let (result, layout, order) = loop {
@@ -1009,6 +1015,8 @@ impl Reducer {
     /// [`Reducer::finish`], as the others will: it counts also after a `finish` that has abandoned the backward by
     /// itself. Otherwise this does nothing if no backward is under way.
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
+        // The others do.
+        self.ask_for_end();
         if let Some(launcher) = self.launcher.get() {
             // Buckets may be gone as soon as this function returns.
             launcher.settle();

@@ -246,14 +246,19 @@ impl Client {
         // Wait until the server has closed its side: closing ours with unread bytes in it could reset the connection
         // before the goodbye is read, which would count as a death.
         if sent.is_ok() {
-            let deadline = Instant::now() + GOODBYE_TIME;
-            let mut state = self.state.lock();
-            while !state.ended && !self.changed.wait_until(&mut state, deadline).timed_out() {}
+            self.await_end();
         }
         let _ = self.writer.lock().stream.shutdown(Shutdown::Both);
         if let Some(reader) = self.reader.lock().take() {
             let _ = reader.join();
         }
+    }
+
+    /// Waits until the reader has seen the end of the connection, which is near.
+    fn await_end(&self) {
+        let deadline = Instant::now() + GOODBYE_TIME;
+        let mut state = self.state.lock();
+        while !state.ended && !self.changed.wait_until(&mut state, deadline).timed_out() {}
     }
 
     fn send(&self, message: &ToServer) -> Result<()> {
@@ -416,7 +421,11 @@ impl Store for Client {
                     Some(Lookup::NotYet) | None => Err(Departures::Matter),
                 })
             }
-            Err(_) => Err(self.closed(waiting_for, &during)),
+            Err(_) => {
+                // The reader knows why.
+                self.await_end();
+                Err(self.closed(waiting_for, &during))
+            }
         };
         self.state.lock().answers.remove(&ticket);
         if outcome.is_err() {
