@@ -29,7 +29,7 @@ def _peak(microbatches):
 
 
 def _everything(folder):
-    return _peak(2), _forms(folder), _orders(folder), _arguments(), _weights(folder)
+    return _peak(2), _forms(folder), _orders(folder), _assertions(), _several(), _arguments(), _weights(folder)
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +265,97 @@ def test_effects_keep_the_order_of_the_script(ranks):
         assert len(noted) == 16
         for count in range(len(noted)):
             assert noted[:count].count("one") >= noted[:count].count("two"), noted
+
+
+def _assertions():
+    """What a variable is when an assertion that its change waits for has failed; both ranks have the whole model."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 1, "microbatches": 2})
+    model, largest = _two_layers(smp.DistributedModel), tf.Variable(0.0)
+
+    @smp.step(non_split_inputs=["limit"])
+    def step(x, limit):
+        with tf.control_dependencies([tf.debugging.assert_less(x, limit)]):
+            largest.assign(tf.reduce_max(tf.identity(x)))
+        return model(x)
+
+    step(tf.ones([4, 3]), tf.constant(10.0))
+    found = [float(largest)]
+    for _ in range(5):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            step(tf.fill([4, 3], 50.0), tf.constant(10.0))
+        found.append(float(largest))
+    return found
+
+
+def test_what_waits_for_an_assertion_does_not_happen_when_it_fails(ranks):
+    for _, _, _, found, *_ in ranks[1]:
+        assert found == [1.0] * 6
+
+
+def _several():
+    """What steps return that one function calls, the first of which take longer to send than the others."""
+    import time
+
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2))
+
+        def call(self, x):
+            with smp.partition(0):
+                hidden = self.one(x)
+            with smp.partition(1):
+                return self.two(hidden)
+
+    def slow(x):
+        time.sleep(0.05 if x.max() < 3 else 0.0)
+        return x
+
+    model = Model()
+    step = smp.step(lambda x: model(tf.ensure_shape(tf.numpy_function(slow, [x], tf.float32), x.shape)))
+    other = smp.step(lambda x: model(x) + 1.0)
+
+    @tf.function
+    def in_turn(x):
+        return tf.stack([step(x).merge(), other(10.0 * x).merge(), step(100.0 * x).merge()])
+
+    @tf.function
+    def in_branches(x):
+        first = step(x).merge() if tf.reduce_sum(x) > 0.0 else other(x).merge()
+        return tf.stack([first, other(10.0 * x).merge(), step(100.0 * x).merge()])
+
+    def both(x):
+        return step(x).merge() + other(10.0 * x).merge()
+
+    @tf.function
+    def in_a_loop(x):
+        return tf.map_fn(lambda factor: both(factor * x), tf.range(1.0, 9.0), parallel_iterations=8)
+
+    x = tf.ones([4, 1])
+    step(x), other(x)
+    found = [np.squeeze(each(x), -1).tolist() for each in (in_turn, in_branches, in_a_loop)]
+    smp.barrier()
+    return found
+
+
+def test_steps_of_one_function_run_one_after_the_other(ranks):
+    """Their messages have the same tags."""
+    for _, _, _, _, found, *_ in ranks[1]:
+        three = [[1.0] * 4, [11.0] * 4, [100.0] * 4]
+        assert found == [three, three, [[11.0 * factor + 1.0] * 4 for factor in range(1, 9)]]
 
 
 def _two_layers(base):

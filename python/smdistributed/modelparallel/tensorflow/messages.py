@@ -1,7 +1,8 @@
 """Tensors between the ranks of a pipeline, as operations of a step's graph.
 
 - MSG-1: a message has a number of its own in a step, as both sides count them in the same layout. So between hosts a receive
-  may be posted at any time, and messages have no order.
+  may be posted at any time, and messages have no order. Steps share the numbers: they run one after the other, also those
+  that one ``tf.function`` calls, as calls that run operations of ours join TensorFlow's chain (``ordering.py``).
 - MSG-2: between GPUs, both sides give a channel its messages in the order in which the sender's anchored calls make them,
   each when the one before it has begun (there) or come (here). A receive there is a kernel that runs until its
   message comes, and what is launched for the first time may have to wait for such kernels. So it begins when the sender has

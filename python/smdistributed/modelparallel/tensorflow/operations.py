@@ -26,6 +26,7 @@ _ONLY_ASKED_FOR = {
     "VarIsInitializedOp",
     "VariableShape",
 }
+_COPIES = {"Identity", "IdentityN"}
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
 
 
@@ -80,7 +81,7 @@ class Operations:
         return [self.ops[number].outputs[index] for number, index in outputs]
 
     def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
-        waits = sorted({self._numbers[each.name] for each in _waited_for(op)})
+        waits = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
         return Operation(
             op.name,
@@ -101,9 +102,10 @@ class Operations:
         )
 
 
-def _waited_for(op: tf.Operation) -> list[tf.Operation]:
+def waited_for(op: tf.Operation) -> list[tf.Operation]:
     """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed late;
-    segments do that better. But what has none may stand for others that have, as ``tf.group`` does."""
+    segments do that better. But what has none may stand for others that have: ``tf.group`` by what it waits for, and the
+    copy of a result, which is what assertions, branches and loops hand out, by what it copies."""
     found, pending, seen = [], list(op.control_inputs), set()
     while pending:
         other = pending.pop()
@@ -114,6 +116,8 @@ def _waited_for(op: tf.Operation) -> list[tf.Operation]:
             found.append(other)
         else:
             pending += other.control_inputs
+            if other.type in _COPIES:
+                pending += [tensor.op for tensor in other.inputs]
     return found
 
 

@@ -31,6 +31,7 @@ from smdistributed.modelparallel.tensorflow import communication, timeline
 from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
 from smdistributed.modelparallel.tensorflow.messages import Messages
+from smdistributed.modelparallel.tensorflow.operations import waited_for
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
@@ -54,7 +55,9 @@ def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> None:
                 # A constant.
                 copy_ops([tensor.op], values)
             inputs.append(values[tensor.name])
-        before = [made[each.name] for each in op.control_inputs if each.name in made]
+        # What stands for effects may not be made here, as nobody takes it.
+        waits = dict.fromkeys(each.name for each in (*op.control_inputs, *waited_for(op)))
+        before = [made[name] for name in waits if name in made]
         with tf.control_dependencies(before), tf.device(op.device or None):
             new = graph._create_op_internal(
                 op.type, inputs, [tensor.dtype for tensor in op.outputs], name=op.name, attrs=attrs, op_def=op.op_def
