@@ -60,6 +60,8 @@ class Sum final : public torch::autograd::FunctionPreHook {
     // The first one becomes `.grad`. Graphs of gradients are PyTorch's to make.
     if (!total.defined() || !gradient.defined() || at::GradMode::is_enabled()) return gradients;
     if (total.layout() != at::kStrided || gradient.layout() != at::kStrided) return gradients;
+    // What has moved it to another device takes its gradient back.
+    if (total.device() != gradient.device()) return gradients;
     if (at::promote_types(total.scalar_type(), gradient.scalar_type()) != total.scalar_type()) return gradients;
     add_to(total, gradient);
     return {at::Tensor()};

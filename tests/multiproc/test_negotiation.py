@@ -195,7 +195,29 @@ def test_any_order_and_disagreements(size, runs):
     assert max(seconds.values()) < 30, seconds
 
 
-def interrupted(in_a_graph):
+def a_step():
+    """One of model parallelism, in which rank 0 waits for what rank 1 makes."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = tf.keras.layers.Dense(3), tf.keras.layers.Dense(3)
+
+        def call(self, x):
+            x = self.first(x)
+            with smp.partition(1):
+                return self.second(x)
+
+    model = Model()
+    return smp.step(lambda x: model(x))
+
+
+def interrupted(where):
     """Ctrl-C on rank 0 while TensorFlow waits for an operation that the others do not call."""
     import tensorflow as tf
 
@@ -205,13 +227,14 @@ def interrupted(in_a_graph):
 
     sdp.init()
     assert sdp.oob_allreduce(tf.constant(1), op=sdp.ReduceOp.SUM).numpy() == 2
+    step = a_step() if where == "step" else None
     if sdp.rank() != 0:
         while not (Path(os.environ["SMD_TEST_FOLDER"]) / "event.interrupted").exists():
             time.sleep(0.02)
         with pytest.raises(PeerFailedError, match="rank 0"):
             _core.barrier()
         return 0.0
-    wait = tf.function(sdp.oob_allreduce) if in_a_graph else sdp.oob_allreduce
+    wait = {"eager": sdp.oob_allreduce, "graph": tf.function(sdp.oob_allreduce), "step": step}[where]
     sent = []
 
     def interrupt():
@@ -223,21 +246,68 @@ def interrupted(in_a_graph):
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises((KeyboardInterrupt, RuntimeError)) as raised:
-            wait(tf.ones(3))
+            wait(tf.ones([4, 3]))
         took = time.monotonic() - sent[0]
     finally:
         announce("interrupted")
     # Where a graph waits, it may come inside of pybind11's own error.
     assert "KeyboardInterrupt" in repr(raised.value)
-    assert in_a_graph or raised.type is KeyboardInterrupt
+    assert where == "graph" or raised.type is KeyboardInterrupt
     return took
 
 
-@pytest.mark.parametrize("in_a_graph", [False, True])
-def test_an_interrupt_ends_a_wait_of_tensorflow(in_a_graph):
-    took, _ = run_ranks(interrupted, 2, in_a_graph, launcher=Forked("tensorflow"), env=ENV, timeout=110)
+@pytest.mark.parametrize("where", ["eager", "graph", "step"])
+def test_an_interrupt_ends_a_wait_of_tensorflow(where):
+    took, _ = run_ranks(interrupted, 2, where, launcher=Forked("tensorflow"), env=ENV, timeout=110)
     # A second and what the machine takes; without it, until the time limit.
     assert took < 30
+
+
+def handled():
+    """Ctrl-C that the script hears of by itself, and after which it does something that takes long."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    def press():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    sdp.init()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        # As a save does: without coming back to the interpreter.
+        time.sleep(2)
+    return float(sdp.oob_allreduce(tf.constant(3.0)))
+
+
+def test_an_interrupt_that_the_script_has_heard_of_ends_nothing_else():
+    assert run_ranks(handled, 1, launcher=Forked("tensorflow"), env=ENV, timeout=110) == [3.0]
+
+
+def variables_at_once(path):
+    """Rank 1 joins when the timeline has all variables of rank 0, which therefore waits for none before the next."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    from smdistributed import _core
+
+    sdp.init()
+    variables = [tf.Variable(tf.fill([size], float(sdp.rank()))) for size in (1, 2, 3)]
+    if sdp.rank() == 0:
+        _core.start_names_timeline(path, False)
+    else:
+        deadline = time.monotonic() + 30
+        while not Path(path).exists() or Path(path).read_text().count("NEGOTIATE_BROADCAST") < len(variables):
+            assert time.monotonic() < deadline, Path(path).read_text()
+            time.sleep(0.02)
+    sdp.broadcast_variables(variables, 0)
+    assert all(float(tf.reduce_sum(variable)) == 0 for variable in variables)
+
+
+def test_variables_travel_together_in_eager_mode(tmp_path):
+    run_ranks(variables_at_once, 2, str(tmp_path / "t.json"), launcher=Forked("tensorflow"), env=ENV, timeout=110)
 
 
 LIMIT = {"SMD_STALL_WARNING_SECONDS": "1", "SMD_STALL_SHUTDOWN_SECONDS": "3"}

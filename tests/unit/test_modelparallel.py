@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel.torch.materialize import delay_parameters  # noqa: E402
 from smdistributed.modelparallel.torch.spellings import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
 from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
@@ -93,6 +94,16 @@ def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
         assert torch.equal(ours, theirs)
 
 
+def test_gradients_of_casts_to_other_devices_go_pytorchs_way():
+    weight = torch.nn.Parameter(torch.zeros(256, 256))
+    weight.grad = torch.zeros_like(weight)
+    elsewhere = weight.to("meta", torch.bfloat16)
+    torch.ops.smd.add_up_casts([elsewhere])
+    # Not taken by the hook, so that PyTorch takes it back to the parameter's device, which it cannot without its values.
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        elsewhere.backward(torch.zeros_like(elsewhere))
+
+
 def test_arguments_are_split_inside_of_structures():
     x = torch.arange(8)
     pieces = split({"a": [x, "word"], "b": (x.view(2, 4),)}, "batch", 2, 0, False)
@@ -167,3 +178,49 @@ def test_documented_spellings_reach_the_model():
     own.module = torch.nn.Linear(2, 2)
     documented_spellings(own)
     assert type(own.module) is torch.nn.Linear
+
+
+class _Patched(_Base):
+    """A class whose ``forward`` a script has replaced by one that calls what was there."""
+
+    def forward(self, x):
+        return 3 * self._orig_forward(x)
+
+    _orig_forward = _Base.forward
+
+
+def test_what_scripts_call_orig_forward_stays_theirs():
+    model = torch.nn.Sequential(_Patched(), _Derived())
+    for _ in range(2):
+        documented_spellings(model)
+        assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 6.0))
+
+    class Later(_Derived):
+        def forward(self, x):
+            return 5 * super()._orig_forward(x)
+
+    documented_spellings(torch.nn.Sequential(Later()))
+    assert torch.equal(Later()(torch.ones(2)), torch.full((2,), 20.0))
+    assert "_orig_forward" not in vars(torch.nn.Module)
+
+
+class _Tagged(torch.nn.Parameter):
+    """A parameter of a script's own class."""
+
+
+def test_delayed_parameters_stay_what_they_are():
+    handle = delay_parameters()
+    try:
+        one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        shared = _Tagged(torch.ones(3, 3), requires_grad=False)
+        shared.word = "kept"
+        one.weight = shared
+        other.weight = shared
+        assert one.weight is other.weight
+        assert one.weight.is_meta
+        assert not shared.is_meta
+        assert (type(one.weight), one.weight.word, one.weight.requires_grad) == (_Tagged, "kept", False)
+        lazy = torch.nn.LazyLinear(4)
+    finally:
+        handle.remove()
+    assert lazy(torch.ones(1, 2)).shape == (1, 4)

@@ -1,32 +1,44 @@
 """Ctrl-C while the main thread is inside of a function of TensorFlow's, which waits for an operation and hears no signals.
 
 Waits of the core look for signals themselves. Of others Python knows only when they return, so a thread looks whether the
-main thread has come back to the interpreter, where the signal's handler raises. If it has not, every wait of this process
-ends with an error; TensorFlow's functions return with it, and Python raises ``KeyboardInterrupt`` in its place.
+signal's handler has run, which it does as soon as the main thread is back in the interpreter. If it has not within a second,
+every wait of this process ends with an error; TensorFlow's functions return with it, and Python raises ``KeyboardInterrupt``
+in its place. A main thread that has got its ``KeyboardInterrupt`` is left alone, whatever it does then.
+
+- INT-1: one pipe has, in the order in which it happened, each signal's number (the interpreter writes it when the signal
+  arrives) and ``_HANDLED`` for each time that the handler has run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
-import sys
 import threading
 import time
+from types import FrameType
 
 from smdistributed import _core
 
 #: How long the main thread has to come back by itself, in seconds.
 _PATIENCE = 1.0
-_is_watched = False
+#: The number of no signal.
+_HANDLED = 0
+#: The ends of the pipe; none in a child, which has no thread of its own to read it.
+_pipe: tuple[int, int] | None = None
 
 
 def watch() -> None:
     """From now on Ctrl-C ends such waits. Does nothing the second time, on another thread than the main one, or if somebody
-    else has asked Python to be told of signals (``signal.set_wakeup_fd``)."""
-    global _is_watched
-    if _is_watched or threading.current_thread() is not threading.main_thread():
+    else has asked Python to be told of signals (``signal.set_wakeup_fd``) or handles this one: he may want to go on."""
+    global _pipe
+    if _pipe is not None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handle):
         return
     reader, writer = os.pipe()
+    os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if others != -1:
@@ -34,9 +46,8 @@ def watch() -> None:
         os.close(reader)
         os.close(writer)
         return
-    _is_watched = True
-    # A child has the pipe, too, and no thread of its own.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _pipe = reader, writer
+    signal.signal(signal.SIGINT, _handle)
     threading.Thread(target=_listen, args=(reader,), name="smd-interrupts", daemon=True).start()
 
 
@@ -47,26 +58,46 @@ def raise_what_replaced(error: RuntimeError) -> None:
         raise KeyboardInterrupt from None
 
 
+def _handle(number: int, frame: FrameType | None) -> None:
+    """Python's own handler, which the listener hears of."""
+    if _pipe is not None:
+        # Full if nobody reads it, which nobody misses then.
+        with contextlib.suppress(BlockingIOError):
+            os.write(_pipe[1], bytes([_HANDLED]))
+    signal.default_int_handler(number, frame)
+
+
 def _listen(reader: int) -> None:
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    deadline = None
     while True:
-        if signal.SIGINT not in os.read(reader, 64):
-            continue
-        # A handler of the script's may want to go on.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler and not _main_thread_moves():
-            _core.interrupt()
+        poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1e3)
+        try:
+            happened = os.read(reader, 64)
+        except BlockingIOError:
+            # Not the result of `poll`: the handler may have run between that and the return to this thread's Python.
+            happened = b""
+        for number in happened:
+            if number == _HANDLED:
+                deadline = None
+            elif number == signal.SIGINT and deadline is None:
+                deadline = time.monotonic() + _PATIENCE
+        if not happened and deadline is not None and time.monotonic() >= deadline:
+            deadline = None
+            # Other handlers than ours may want to go on.
+            if signal.getsignal(signal.SIGINT) is _handle:
+                _core.interrupt()
 
 
-def _main_thread_moves() -> bool:
-    """Whether the main thread runs anything of Python's soon; it would raise then."""
-    before = _place()
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if _place() != before:
-            return True
-    return False
+def _forget() -> None:
+    """In a child, whose handler must not write into its parent's pipe."""
+    global _pipe
+    if _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        for end in _pipe:
+            os.close(end)
+        _pipe = None
 
 
-def _place() -> tuple[int, int] | None:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return None if frame is None else (id(frame), frame.f_lasti)
+os.register_at_fork(after_in_child=_forget)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.dataparallel.tensorflow.collectives import broadcast
+from smdistributed.dataparallel.tensorflow.collectives import broadcast, call
 from smdistributed.dataparallel.tensorflow.job import size
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
@@ -35,8 +35,16 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
         variables = [variables]
     # One that is named twice is sent once.
     distinct = {id(variable): variable for variable in map(_sendable, variables)}
-    # By name, so in a graph all of them are under way at once, and the core packs the small ones.
-    assignments = [variable.assign(broadcast(variable, root_rank)) for variable in distinct.values()]
+    assignments: list[Any] = []
+
+    def assign() -> None:
+        # By name, so in a graph all of them are under way at once, and the core packs the small ones.
+        assignments.extend(variable.assign(broadcast(variable, root_rank)) for variable in distinct.values())
+
+    if tf.executing_eagerly() and len(distinct) > 1:
+        call(tf.function(assign, autograph=False).get_concrete_function())
+        return None
+    assign()
     return tf.group(*assignments) if _is_tf1_graph() else None
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
 from smdistributed import _core
-from smdistributed._common import errors
+from smdistributed._common import errors, interrupts
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.tensorflow import channels, gradients, layers, placement
@@ -82,6 +82,9 @@ class StepFunction:
         try:
             with errors.translated(CLASSES):
                 return self._function(*args, **kwargs)
+        except RuntimeError as error:
+            interrupts.raise_what_replaced(error)
+            raise
         except tf.errors.OpError as error:
             translation = errors.from_report(error.message, CLASSES)
             if translation is not None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPPartitionError
@@ -44,7 +46,7 @@ def settle(
             elif tensor.is_meta:
                 new = torch.empty_like(tensor, device=device)
                 if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    new = _alike(tensor, new)
                 table[name] = new
                 replaced[id(tensor)] = tensor, new
                 delayed = True
@@ -136,12 +138,26 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def delay_parameters() -> RemovableHandle:
-    """The same for all parameters that modules get from now on until the handle is removed; other tensors are left alone."""
+    """The same for all parameters that modules get from now on until the handle is removed; other tensors are left alone,
+    and so are lazy parameters, which have no memory yet."""
+    # What is registered twice stays one parameter.
+    twins = WeakIdKeyDictionary()
 
     def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         del module, name
-        if parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        if parameter not in twins:
+            twins[parameter] = _alike(parameter, parameter.detach().to("meta"))
+        return twins[parameter]
 
     return register_module_parameter_registration_hook(delayed)
+
+
+def _alike(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """``values`` as a parameter of the same class, with the same attributes."""
+    new = nn.Parameter(values, parameter.requires_grad)
+    if type(new) is not type(parameter):
+        new.__class__ = type(parameter)
+    vars(new).update(vars(parameter))
+    return new

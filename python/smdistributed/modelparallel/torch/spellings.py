@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+#: The ``_orig_forward`` of classes that got it here.
+_given: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
 #: Wrappers of the original's below ``smp.DistributedModel``.
 _LEVELS = 2
 
@@ -76,6 +79,15 @@ def documented_spellings(model: nn.Module) -> None:
     if not hasattr(model, "module"):
         # Not an entry of the module's tables: nothing that walks through modules sees it.
         vars(model)["module"] = _Level(model, _LEVELS)
-    for cls in {cls for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}:
-        if "forward" in vars(cls):
-            cls._orig_forward = vars(cls)["forward"]
+    types = {type(module) for module in model.modules()}
+    # The usual name also for what a script's own patch of a class has replaced, and calls.
+    taken = {cls for kind in types if any(map(_is_patched, kind.__mro__)) for cls in kind.__mro__}
+    for cls in {cls for kind in types for cls in kind.__mro__} - taken - {nn.Module}:
+        if "forward" in vars(cls) and "_orig_forward" not in vars(cls):
+            cls._orig_forward = _given[cls] = vars(cls)["forward"]
+
+
+def _is_patched(cls: type) -> bool:
+    """Whether it has an ``_orig_forward`` of the script's."""
+    own = vars(cls).get("_orig_forward")
+    return own is not None and own is not _given.get(cls)
