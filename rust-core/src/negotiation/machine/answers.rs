@@ -224,16 +224,17 @@ impl Machine {
         };
         let (young, old) = std::mem::take(&mut self.pending).into_iter().partition(|(_, queue)| is_young(queue));
         self.pending = old;
+        if let Verdict::Stuck { detail, steps } = &verdict
+            && !steps.is_empty()
+        {
+            // Before calls fail: who hears of that may begin its next step at once.
+            let detail = format!("every rank waits, and not all for the same: {detail}");
+            actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
+        }
         for (name, ticket) in self.drain() {
             actions.push(Action::Fail(ticket, verdict.error(&name)));
         }
         self.pending = young;
-        if let Verdict::Stuck { detail, steps } = verdict
-            && !steps.is_empty()
-        {
-            let detail = format!("every rank waits, and not all for the same: {detail}");
-            actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
-        }
         let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());
         self.pending.iter().map(again).collect()
     }
