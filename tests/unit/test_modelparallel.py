@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
-from smdistributed.modelparallel.torch.materialize import delay_parameters  # noqa: E402
+from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # noqa: E402
+from smdistributed.modelparallel.torch.handle import Absent  # noqa: E402
+from smdistributed.modelparallel.torch.materialize import (  # noqa: E402
+    delay_param_initialization,
+    delay_parameters,
+    settle,
+)
 from smdistributed.modelparallel.torch.spellings import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
 from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
@@ -214,13 +221,111 @@ def test_delayed_parameters_stay_what_they_are():
         one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         shared = _Tagged(torch.ones(3, 3), requires_grad=False)
         shared.word = "kept"
-        one.weight = shared
-        other.weight = shared
-        assert one.weight is other.weight
-        assert one.weight.is_meta
+        one.register_parameter("more", shared)
+        other.register_parameter("more", shared)
+        assert one.more is other.more
+        assert one.more.is_meta
         assert not shared.is_meta
-        assert (type(one.weight), one.weight.word, one.weight.requires_grad) == (_Tagged, "kept", False)
+        assert (type(one.more), one.more.word, one.more.requires_grad) == (_Tagged, "kept", False)
+        # Somebody has values for it.
+        one.weight = shared
+        assert one.weight is shared
         lazy = torch.nn.LazyLinear(4)
     finally:
         handle.remove()
     assert lazy(torch.ones(1, 2)).shape == (1, 4)
+
+
+def _settled(model):
+    """As on the only rank of a pipeline."""
+    settle(model, types.SimpleNamespace(of=lambda module: 0), 0, torch.device("cpu"))
+    return model
+
+
+class _Mixed(torch.nn.Module):
+    """Buffers, a plain tensor, modules that keep their parameters elsewhere, and a table that two share."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.arange(5.0))
+        self.scale = torch.full((1,), 3.0)
+        self.recurrent = torch.nn.LSTM(4, 3)
+        self.attention = torch.nn.MultiheadAttention(3, 1)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 7)
+        self.table = torch.nn.Embedding(7, 3)
+
+    def forward(self, x):
+        x = self.recurrent(x)[0]
+        x = self.norm(self.attention(x, x, x)[0].transpose(1, 2)) * self.scale
+        return self.head(x.transpose(1, 2)) + self.positions.sum()
+
+
+def test_delayed_parameters_start_as_others_do_and_other_tensors_are_left_alone():
+    torch.manual_seed(5)
+    plain = _Mixed().eval()
+    with delay_param_initialization():
+        delayed = _Mixed().eval()
+    assert all(parameter.is_meta for parameter in delayed.parameters())
+    torch.manual_seed(5)
+    _settled(delayed)
+    found, expected = delayed.state_dict(), plain.state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    x = torch.randn(2, 6, 4)
+    assert torch.equal(delayed(x), plain(x))
+
+
+def test_whom_nobody_gives_values_is_named():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = torch.nn.Linear(2, 2)
+            self.token = torch.nn.Parameter(torch.zeros(3))
+
+        def reset_parameters(self):
+            self.inside.reset_parameters()
+
+    with delay_param_initialization():
+        model = Odd()
+    with pytest.raises(SMPPartitionError, match="`token` was created without memory"):
+        _settled(model)
+    with torch.device("meta"):
+        buffers = torch.nn.Module()
+        buffers.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(SMPPartitionError, match="`count` was created without memory"):
+        _settled(buffers)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_models_of_hugging_face_start_as_they_do_without_delay(wrapped):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=8, n_head=4, vocab_size=200, n_positions=32)
+
+    def build():
+        model = transformers.GPT2Model(config)
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), model) if wrapped else model
+
+    plain = build()
+    with delay_param_initialization():
+        delayed = build()
+    _settled(delayed)
+    found, expected = delayed.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    spreads = {name: float(tensor.std()) for name, tensor in expected.items() if tensor.numel() > 1000}
+    assert len({round(spread, 3) for spread in spreads.values()}) > 1
+    assert {name: float(found[name].std()) for name in spreads} == pytest.approx(spreads, rel=0.1)
+    for name in expected.keys() - spreads.keys() - {"0.weight", "0.bias"}:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_parents_start_what_is_on_other_partitions_nowhere():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
+    with delay_param_initialization():
+        model = transformers.GPT2LMHeadModel(config)
+    there = model.transformer.h[1].mlp.c_proj
+    settle(model, types.SimpleNamespace(of=lambda module: int(module is there)), 0, torch.device("cpu"))
+    assert isinstance(there.weight, Absent)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert float(model.lm_head.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(model.transformer.h[0].mlp.c_proj.weight.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)

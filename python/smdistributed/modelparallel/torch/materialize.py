@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,34 +31,43 @@ def settle(
 
     Returns:
         By the identity of each parameter that was replaced, itself and what stands in its place.
+
+    Raises:
+        SMPPartitionError: nobody knows the values that a delayed tensor starts with.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    fresh: dict[int, str] = {}
     for path, module in root.named_modules():
-        rank = placement.of(module)
-        delayed = False
+        if placement.of(module) != partition:
+            continue
         for table, name, tensor in own_tensors(module):
-            full = f"{path}.{name}" if path else name
             known = replaced.get(id(tensor))
             if known is not None:
                 table[name] = known[1]
-            elif rank != partition:
-                table[name] = Absent(tensor, full, rank, device)
-                replaced[id(tensor)] = tensor, table[name]
             elif tensor.is_meta:
-                new = torch.empty_like(tensor, device=device)
-                if isinstance(tensor, nn.Parameter):
-                    new = _alike(tensor, new)
+                new = _blank(tensor, device)
                 table[name] = new
                 replaced[id(tensor)] = tensor, new
-                delayed = True
+                fresh[id(new)] = f"{path}.{name}" if path else name
             elif tensor.device != device:
                 if isinstance(tensor, nn.Parameter):
                     tensor.data = tensor.data.to(device)
                 else:
                     table[name] = tensor.to(device)
                     replaced[id(tensor)] = tensor, table[name]
-        if delayed:
-            _initialize(root, module, path)
+        if isinstance(module, nn.RNNBase):
+            # It keeps its parameters in a list as well.
+            module._init_flat_weights()
+    if fresh:
+        _initialize(root, fresh)
+    # Only now: what starts a module may look at, or write to, what is in it on other partitions.
+    for path, module in root.named_modules():
+        rank = placement.of(module)
+        for table, name, tensor in own_tensors(module) if rank != partition else ():
+            if id(tensor) not in replaced:
+                full = f"{path}.{name}" if path else name
+                replaced[id(tensor)] = tensor, Absent(tensor, full, rank, device)
+            table[name] = replaced[id(tensor)][1]
     return replaced
 
 
@@ -82,21 +92,93 @@ def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None
     root.cpu()
 
 
-def _initialize(root: nn.Module, module: nn.Module, path: str) -> None:
-    """Gives parameters that were created without memory the values that their module starts with."""
-    with torch.no_grad():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        elif hasattr(root, "_init_weights"):
-            # Hugging Face's models.
-            root._init_weights(module)
-        else:
+def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor without; NaN, so that it shows whether anybody gave it values."""
+    new = torch.empty_like(tensor, device=device)
+    if new.is_floating_point() or new.is_complex():
+        new.fill_(torch.nan)
+    return _alike(tensor, new) if isinstance(tensor, nn.Parameter) else new
+
+
+@torch.no_grad()
+def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
+    """Gives tensors that were created without memory the values that they start with, in the order in which a model's
+    constructor does: what is inside first, all by PyTorch's ways, then by Hugging Face's.
+
+    Args:
+        fresh: Names in the model, by identity.
+    """
+    versions = {id(tensor): tensor._version for tensor in _tensors(root) if id(tensor) in fresh}
+    modules = [module for module in _inside_first(root) if any(id(tensor) in fresh for tensor in _tensors(module))]
+    owners: dict[int, nn.Module] = {}
+    _find_owners(root, None, owners)
+    with _others_out_of_reach(root, fresh):
+        for module in modules:
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+        for module in modules:
+            if id(module) in owners:
+                owners[id(module)]._init_weights(module)
+    for tensor in _tensors(root):
+        if id(tensor) in fresh and (_has_nan(tensor) or tensor._version == versions[id(tensor)]):
             raise SMPPartitionError(
-                f"`{path or type(module).__name__}` was created under `smp.delay_param_initialization` and has no method "
-                "`reset_parameters`, so nobody knows the values that its parameters start with"
+                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and neither "
+                "`reset_parameters` of its module nor `_init_weights` of the model gives it values, so nobody knows those "
+                "that it starts with"
             )
-        if hasattr(root, "_init_weights") and hasattr(module, "reset_parameters"):
-            root._init_weights(module)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    # Its sum is NaN as well, and takes no memory.
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Every module once, after those that are in it."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _inside_first(child, seen)
+        yield module
+
+
+def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, nn.Module]) -> None:
+    """For every module the nearest one, it or around it, that has Hugging Face's ``_init_weights(module)``."""
+    own = getattr(module, "_init_weights", None)
+    if callable(own) and len(inspect.signature(own).parameters) == 1:
+        owner = module
+    if owner is not None:
+        owners.setdefault(id(module), owner)
+    for child in module.children():
+        _find_owners(child, owner, owners)
+
+
+@contextmanager
+def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
+    """What has values, or is on another partition, keeps it while modules around it write theirs; and what several
+    modules share is the first one's."""
+    kept = []
+    twins: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (id(parameter) not in fresh or id(parameter) in seen):
+                kept.append((module, name, parameter))
+                twin = twins.setdefault(id(parameter), _alike(parameter, parameter.detach().to("meta")))
+                module._parameters[name] = twin
+            seen.add(id(parameter))
+    try:
+        yield
+    finally:
+        for module, name, parameter in kept:
+            module._parameters[name] = parameter
 
 
 @torch.no_grad()
@@ -128,24 +210,30 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Parameters that are created inside take no memory until the model is divided; then each rank makes its own,
-    by ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's."""
+    """Parameters that modules get inside take no memory until the model is divided; then each rank makes its own, by
+    ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's. Buffers and other tensors are left
+    alone, and so is what replaces such a parameter."""
     if not enabled:
         yield
         return
-    with torch.device("meta"):
+    handle = delay_parameters()
+    try:
         yield
+    finally:
+        handle.remove()
 
 
 def delay_parameters() -> RemovableHandle:
-    """The same for all parameters that modules get from now on until the handle is removed; other tensors are left alone,
-    and so are lazy parameters, which have no memory yet."""
+    """The same from now on until the handle is removed. Lazy parameters, which have no memory yet, are left alone."""
     # What is registered twice stays one parameter.
     twins = WeakIdKeyDictionary()
 
     def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        del module, name
         if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return None
+        before = module._parameters.get(name)
+        if before is not None and before.is_meta:
+            # Somebody has values for it: a script, or a model that is being loaded.
             return None
         if parameter not in twins:
             twins[parameter] = _alike(parameter, parameter.detach().to("meta"))
