@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from smdistributed.modelparallel import partition_file
 from support import Forked, run_ranks
 
 MANUAL = {"auto_partition": False, "default_partition": 0}
@@ -69,10 +70,12 @@ def _api_body():
     assert everybody[3]["half"].dtype == torch.bfloat16
     assert smp.allgather(rank, smp.DP_GROUP) == [rank % 2, rank % 2 + 2]
     if smp.mp_rank() == 0:
-        smp.send([rank, torch.zeros(0), torch.nn.Parameter(torch.ones(3))], 1, smp.RankType.MP_RANK)
+        frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        smp.send([rank, torch.zeros(0), torch.nn.Parameter(torch.ones(3)), frozen], 1, smp.RankType.MP_RANK)
     else:
-        number, empty, parameter = smp.recv_from(0, smp.RankType.MP_RANK)
+        number, empty, parameter, frozen = smp.recv_from(0, smp.RankType.MP_RANK)
         assert (number, empty.numel(), type(parameter)) == (rank - 1, 0, torch.nn.Parameter)
+        assert (parameter.requires_grad, frozen.requires_grad) == (True, False)
     if rank == 2:
         smp.broadcast("word", smp.WORLD)
     else:
@@ -544,12 +547,12 @@ def test_different_steps_show_the_first_task_that_differs():
     assert "asking for numbers in microbatch 0" in first[1]
 
 
-def _timeline_body():
+def _timeline_body(decision):
     import torch
 
     import smdistributed.modelparallel.torch as smp
 
-    smp.init({"partitions": 2, "microbatches": 3, **MANUAL})
+    smp.init({"partitions": 2, "microbatches": 3, "partition_file": decision, **MANUAL})
     model = smp.DistributedModel(_chain(torch, smp, 2))
 
     @smp.step
@@ -564,7 +567,9 @@ def _timeline_body():
 
 def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     path = tmp_path / "timeline.json"
-    run_ranks(_timeline_body, 2, timeout=100, env={"SMD_TIMELINE": str(path)})
+    decision = tmp_path / "partitions.json"
+    run_ranks(_timeline_body, 2, str(decision), timeout=100, env={"SMD_TIMELINE": str(path)})
+    assert partition_file.read(str(decision), 2) == {"": 0, "0": 0, "1": 0, "2": 1, "3": 1}
     events = [json.loads(line.rstrip(",\n")) for line in path.read_text().splitlines()[1:] if line.startswith("{")]
     spans = Counter((e["pid"], e["name"], e["args"]["microbatch"]) for e in events if "microbatch" in e.get("args", {}))
     kinds = ("forward", "backward", "send", "receive", "wait")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import types
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel.torch import communication  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # noqa: E402
 from smdistributed.modelparallel.torch.handle import Absent  # noqa: E402
 from smdistributed.modelparallel.torch.materialize import (  # noqa: E402
@@ -329,3 +331,11 @@ def test_parents_start_what_is_on_other_partitions_nowhere():
     assert model.lm_head.weight is model.transformer.wte.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert float(model.transformer.h[0].mlp.c_proj.weight.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
+
+
+def test_what_is_gathered_on_the_host_stays_there():
+    tensor = torch.arange(4.0)
+    key = (0, tensor.shape, tensor.dtype, "cuda", None)
+    unpickler = communication._Unpickler(io.BytesIO(), [tensor.view(torch.uint8)], on_host=True)
+    assert torch.equal(unpickler.persistent_load(key), tensor)
+    assert unpickler.persistent_load(key).device.type == "cpu"

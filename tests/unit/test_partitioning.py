@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from smdistributed.modelparallel import partition_file  # noqa: E402
 from smdistributed.modelparallel.torch import cost_trace, partitioning, prices  # noqa: E402
 
 
@@ -213,9 +214,10 @@ def test_without_a_trace_parameters_decide():
 def test_by_hand_and_by_file(tmp_path):
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     file = str(tmp_path / "partition.json")
-    config = _config(3, auto_partition=False, default_partition=1, partition_file=file)
+    config = _config(3, auto_partition=False, default_partition=1)
     found = partitioning.auto_partition(module, (), {}, config, {"1": 2, "0": 0})
     assert found == {"": 1, "0": 0, "1": 2, "1.0": 2, "1.1": 2, "2": 1}
+    partition_file.write(file, found)
     assert (
         partitioning.auto_partition(module, (), {}, _config(3, load_partition=True, partition_file=file), {}) == found
     )

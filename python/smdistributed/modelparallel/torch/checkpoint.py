@@ -165,7 +165,6 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
             _put(user_content, root / f"user_content_{tag}")
         else:
             (root / f"user_content_{tag}").unlink(missing_ok=True)
-        _put_text(tag, root / _NEWEST)
     barrier()
 
 
@@ -186,7 +185,7 @@ def resume_from_checkpoint(
     With another number, each rank takes what it holds from the files of all.
 
     Args:
-        tag: which, with or without ``_partial``; by default the newest.
+        tag: which, with or without ``_partial``; by default the newest partial or sharded one.
         partial: whether a partial or a full one is meant, where both have the name.
         strict: whether every parameter must be there.
         load_optimizer: whether the optimizer is loaded; full checkpoints have none.
@@ -207,7 +206,9 @@ def resume_from_checkpoint(
     if tag is None:
         newest = root / _NEWEST
         if not newest.exists():
-            raise SMPCheckpointError(f"`{newest}` is missing: there is no complete checkpoint, or pass `tag`")
+            raise SMPCheckpointError(
+                f"`{newest}` is missing: there is no complete partial checkpoint; pass the `tag` of a full one"
+            )
         tag = newest.read_text().strip()
     model, optimizer = state.model, state.optimizer if load_optimizer else None
     if (root / tag / "manifest.json").exists():

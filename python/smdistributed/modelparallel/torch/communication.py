@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 
+from smdistributed._common import errors
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.objects import Objects
+from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
 #: Tags in the group of all ranks: what a message holds, and that it has been taken.
 _CONTENT, _TAKEN = 1, 2
+
+
+#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its gradient.
+_Key = tuple[int, torch.Size, torch.dtype, str, bool | None]
 
 
 class _Pickler(pickle.Pickler):
@@ -27,28 +33,29 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: Any) -> tuple[int, torch.Size, torch.dtype, str, bool] | None:
+    def persistent_id(self, value: Any) -> _Key | None:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return None
         if value.is_quantized or value.device.type not in ("cpu", "cuda"):
             return None
         self.tensors.append(value.detach().contiguous())
-        is_parameter = isinstance(value, torch.nn.Parameter)
-        return len(self.tensors) - 1, value.shape, value.dtype, value.device.type, is_parameter
+        learns = value.requires_grad if isinstance(value, torch.nn.Parameter) else None
+        return len(self.tensors) - 1, value.shape, value.dtype, value.device.type, learns
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors where they were; those of a device on the device that is current here."""
+    """Puts tensors where they were; those of a device on the device that is current here, or all ``on_host``."""
 
-    def __init__(self, file: io.BytesIO, contents: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, contents: list[torch.Tensor], on_host: bool) -> None:
         super().__init__(file)
-        self._contents = contents
+        self._contents, self._on_host = contents, on_host
 
-    def persistent_load(self, key: tuple[int, torch.Size, torch.dtype, str, bool]) -> torch.Tensor:
-        index, shape, dtype, device, is_parameter = key
+    def persistent_load(self, key: _Key) -> torch.Tensor:
+        index, shape, dtype, device, learns = key
         tensor = self._contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
-        tensor = tensor.to(device)
-        return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point()) if is_parameter else tensor
+        if not self._on_host:
+            tensor = tensor.to(device)
+        return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
 
 
 def _packed(value: Any) -> list[torch.Tensor]:
@@ -60,8 +67,8 @@ def _packed(value: Any) -> list[torch.Tensor]:
     return [whole, *(tensor.cpu().reshape(-1).view(torch.uint8) for tensor in pickler.tensors)]
 
 
-def _unpacked(messages: list[torch.Tensor]) -> Any:
-    return _Unpickler(io.BytesIO(messages[0].numpy().tobytes()), messages[1:]).load()
+def _unpacked(messages: list[torch.Tensor], on_host: bool) -> Any:
+    return _Unpickler(io.BytesIO(messages[0].numpy().tobytes()), messages[1:], on_host).load()
 
 
 def _post(value: Any, ranks: list[int]) -> None:
@@ -77,7 +84,7 @@ def _post(value: Any, ranks: list[int]) -> None:
         work.wait()
 
 
-def _take(rank: int) -> Any:
+def _take(rank: int, on_host: bool = False) -> Any:
     count = torch.empty(1, dtype=torch.int64)
     dist.recv(count, rank, _world(), _CONTENT)
     sizes = torch.empty(int(count), dtype=torch.int64)
@@ -87,18 +94,18 @@ def _take(rank: int) -> Any:
         if message.numel():
             dist.recv(message, rank, _world(), _CONTENT)
     dist.isend(torch.zeros(1, dtype=torch.uint8), rank, _world(), _TAKEN).wait()
-    return _unpacked(messages)
+    return _unpacked(messages, on_host)
 
 
 def _world() -> dist.ProcessGroup | None:
     return state.groups.objects("world")
 
 
-def _gather(value: Any, name: str) -> list[Any]:
+def _gather(value: Any, name: str, on_host: bool = False) -> list[Any]:
     members, ours = state.groups.members[name], state.groups.objects(name)
     messages = _packed(value)
     if len(members) == 1:
-        return [_unpacked(messages)]
+        return [_unpacked(messages, on_host)]
     counts = torch.empty(len(members), dtype=torch.int64)
     dist.all_gather_into_tensor(counts, torch.tensor([len(messages)]), ours)
     sizes = [torch.empty(count, dtype=torch.int64) for count in counts.tolist()]
@@ -107,7 +114,21 @@ def _gather(value: Any, name: str) -> list[Any]:
     dist.all_gather(whole, torch.cat(messages), ours)
     pairs = zip(whole, sizes, strict=True)
     # Copies: a tensor's bytes begin anywhere in the whole.
-    return [_unpacked([part.clone() for part in content.split(size.tolist())]) for content, size in pairs]
+    return [_unpacked([part.clone() for part in content.split(size.tolist())], on_host) for content, size in pairs]
+
+
+def gather_on_host(value: Any, group: CommGroup, first_only: bool = False) -> list[Any]:
+    """The values of all ranks of ``group``, with their tensors in host memory: on each of them, or on the first one only, and
+    nothing on the others."""
+    with errors.translated(CLASSES):
+        members = state.groups.members[group.value]
+        if not first_only or len(members) == 1:
+            return _gather(value, group.value, on_host=True)
+        if state.groups.rank != members[0]:
+            _post(value, members[:1])
+            return []
+        mine = [message.clone() for message in _packed(value)]
+        return [_unpacked(mine, on_host=True), *(_take(rank, on_host=True) for rank in members[1:])]
 
 
 def _meet(name: str) -> None:

@@ -16,17 +16,18 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 
-def encode(value: Any, keep: Callable[[torch.Tensor], str]) -> str:
+def encode(value: Any, keep: Callable[[torch.Tensor], str], where: str = "user_content") -> str:
     """
     The text of a value.
 
     Args:
         keep: saves a tensor elsewhere, and returns its name there.
+        where: what errors call it.
 
     Raises:
         SMPCheckpointError: naming what has no form that could be read without executing it.
     """
-    return json.dumps(_plain(value, "user_content", keep), allow_nan=False)
+    return json.dumps(_plain(value, where, keep), allow_nan=False)
 
 
 def decode(text: str, find: Callable[[str], torch.Tensor]) -> Any:

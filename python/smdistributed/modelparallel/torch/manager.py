@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.communication import barrier
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
-_MODEL, _OPTIMIZER, _USER = "model/", "optimizer/", "user/"
+_MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
 #: Python's numbers in an optimizer's state: tensors with these endings of their names.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
 _ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
@@ -106,6 +106,8 @@ class CheckpointManager:
         text = "null"
         if state.groups.rank == 0:
             text = self._content(user_content, tensors)
+        if state.groups.rank_in("rdp") == 0:
+            tensors |= _extras(model)
         copies = self._on_host(tensors)
         blocks = [_block(name, tensor) for name, tensor in copies.items()]
         places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
@@ -187,7 +189,9 @@ class CheckpointManager:
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
         # Of all partitions, so that all ranks come to the same verdict.
+        extras = state_dicts.extra_entries(model)
         missing = sorted(name for name in entries if stored[name] not in found)
+        missing += sorted(name for name in extras if _EXTRA + name not in found)
         known = set(stored.values())
         extra = sorted(name.removeprefix(_MODEL) for name in found if name.startswith(_MODEL) and name not in known)
         if strict and (missing or extra):
@@ -197,6 +201,10 @@ class CheckpointManager:
             )
         targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
         self._read(reader, found, targets, targets)
+        for name, module in state_dicts.local_extras(model).items():
+            if _EXTRA + name in found:
+                text = bytes(self._read(reader, found, [_EXTRA + name])[_EXTRA + name].tolist()).decode()
+                module.set_extra_state(content.decode(text, lambda inner: self._read(reader, found, [inner])[inner]))
         if optimizer is not None:
             self._load_optimizer(reader, found, model, optimizer)
 
@@ -337,9 +345,24 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
                 )
 
 
+def _extras(model: Any) -> dict[str, torch.Tensor]:
+    """What modules of this rank hold beside tensors: each as the bytes of a text, and the tensors in it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in state_dicts.local_extras(model).items():
+
+        def keep(tensor: torch.Tensor, name: str = name) -> str:
+            inner = f"{_EXTRA}{name}/{len(tensors)}"
+            tensors[inner] = tensor.detach()
+            return inner
+
+        text = content.encode(module.get_extra_state(), keep, name)
+        tensors[_EXTRA + name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return tensors
+
+
 def _block(name: str, tensor: torch.Tensor) -> shares.Block:
-    # What the user gave, only the first rank has.
-    is_shared = not name.startswith(_USER)
+    # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other sizes.
+    is_shared = not name.startswith((_USER, _EXTRA))
     shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
     return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared)
 

@@ -188,8 +188,6 @@ class DistributedModel(nn.Module):
             if self._trace_execution_times:
                 # Everybody measures other times: those of the first rank count.
                 found = communication.allgather(found, CommGroup.WORLD)[0]
-                if cfg.partition_file and not cfg.load_partition and state.groups.rank == 0:
-                    partition_file.write(cfg.partition_file, found)
             # What the script said wins, for modules inside as well.
             assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
         self._settle(Placement(self.module, assignment))
@@ -200,6 +198,9 @@ class DistributedModel(nn.Module):
         device = current_device()
         replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
         self._placement = placement
+        if cfg.partition_file and not cfg.load_partition:
+            decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
+            partition_file.write(cfg.partition_file, decision)
         if state.optimizer is not None:
             state.optimizer.localize(replaced)
         for action in self._deferred:

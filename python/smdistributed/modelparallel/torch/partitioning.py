@@ -46,14 +46,10 @@ def auto_partition(
     if getattr(config, "load_partition", None) and getattr(config, "partition_file", None):
         return load(module, config.partition_file, partitions)
     if not config.auto_partition:
-        found = by_hand(module, manual, config.default_partition, partitions)
-    elif partitions == 1:
-        found = {path: 0 for path, _ in module.named_modules()}
-    else:
-        found = _automatic(module, args, kwargs, config, measure_times)
-    if getattr(config, "partition_file", None):
-        partition_file.write(config.partition_file, found)
-    return found
+        return by_hand(module, manual, config.default_partition, partitions)
+    if partitions == 1:
+        return {path: 0 for path, _ in module.named_modules()}
+    return _automatic(module, args, kwargs, config, measure_times)
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:

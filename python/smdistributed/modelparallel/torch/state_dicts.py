@@ -7,14 +7,16 @@ torch's ``Optimizer.load_state_dict`` takes it as it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
-from smdistributed.modelparallel.exceptions import SMPCheckpointError
+from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.communication import allgather
+from smdistributed.modelparallel.torch.communication import gather_on_host
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
@@ -26,39 +28,80 @@ if TYPE_CHECKING:
 PARTIAL = "_smp_is_partial"
 
 
-def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """Every name of ``state_dict`` with its tensor, :class:`Absent` on other ranks; shared ones under each of their names."""
-    entries: dict[str, torch.Tensor] = {}
+def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+    """Every name of ``state_dict`` with its tensor, or with the module that has a state beside its tensors."""
     for path, module in model.module.named_modules(remove_duplicate=False):
+        _refuse_own_ways(path, module)
         prefix = f"{path}." if path else ""
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                entries[prefix + name] = tensor
+                yield prefix + name, tensor
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                entries[prefix + name] = tensor
-    return entries
+                yield prefix + name, tensor
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", module
+
+
+def _refuse_own_ways(path: str, module: nn.Module) -> None:
+    """Refuses what makes its part of a state by code of its own, which nobody would call."""
+    ways = [
+        way
+        for way in ("state_dict", "_save_to_state_dict")
+        if getattr(type(module), way) is not getattr(nn.Module, way)
+    ]
+    # PyTorch's own hooks only mark versions.
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    ways += ["a hook" for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.")]
+    if ways:
+        raise SMPUnsupportedError(
+            f"`{path or type(module).__name__}` makes its state in its own way ({ways[0]}), and the states of a "
+            "`smp.DistributedModel` hold parameters, buffers and what `get_extra_state` returns: return it there"
+        )
+
+
+def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
+    """Every tensor of ``state_dict`` by its name, :class:`Absent` on other ranks; shared ones under each of their names."""
+    return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
+
+
+def extra_entries(model: DistributedModel) -> dict[str, nn.Module]:
+    """Every module with a state beside its tensors, by that state's name in ``state_dict``."""
+    return {name: entry for name, entry in _entries(model) if isinstance(entry, nn.Module)}
+
+
+def local_extras(model: DistributedModel) -> dict[str, nn.Module]:
+    """Those of this rank."""
+    here = state.groups.rank_in("pp")
+    return {name: module for name, module in extra_entries(model).items() if model.placement.of(module) == here}
 
 
 def local_model(model: DistributedModel) -> dict[str, Any]:
     """What this rank holds."""
+    if not model.is_partitioned:
+        return {**_own(model), PARTIAL: True}
     found: dict[str, Any] = {
         name: tensor.detach() for name, tensor in model_entries(model).items() if not isinstance(tensor, Absent)
     }
-    return {**found, PARTIAL: True}
+    extras = {name: module.get_extra_state() for name, module in local_extras(model).items()}
+    return {**found, **extras, PARTIAL: True}
 
 
-def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, torch.Tensor]:
-    """What all ranks of a pipeline hold, on each of them, or on the first one only."""
+def _own(model: DistributedModel) -> dict[str, Any]:
+    """Before the division, when every rank has all."""
+    return {
+        name: entry.detach() if isinstance(entry, torch.Tensor) else entry.get_extra_state()
+        for name, entry in _entries(model)
+    }
+
+
+def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
+    """What all ranks of a pipeline hold, in host memory, on each of them, or on the first one only."""
     if not model.is_partitioned:
-        return {name: tensor.detach() for name, tensor in model_entries(model).items()}
-    merged: dict[str, torch.Tensor] = {}
-    for part in allgather(local_model(model), CommGroup.PP_GROUP):
-        part.pop(PARTIAL)
-        merged.update(part)
-    if gather_to_rank0 and state.groups.rank_in("pp"):
-        return {}
-    return {name: merged[name] for name in model_entries(model)}
+        return _own(model)
+    parts = gather_on_host(local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
+    merged = {name: entry for part in parts for name, entry in part.items()}
+    return {name: merged[name] for name, _ in _entries(model)} if parts else {}
 
 
 @torch.no_grad()
@@ -66,13 +109,23 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     """Takes what this rank holds from a full dict, or from the partial ones of all ranks."""
     found = dict(found)
     if found.pop(PARTIAL, False) and not same_partition_load:
-        parts = allgather(found, CommGroup.PP_GROUP)
+        parts = gather_on_host(found, CommGroup.PP_GROUP)
         found = {name: tensor for part in parts for name, tensor in part.items()}
-    entries = model_entries(model)
+    entries, extras = model_entries(model), local_extras(model)
     local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+    # Modules may know other names for what they hold.
+    here = state.groups.rank_in("pp")
+    troubles: list[str] = []
+    for path, module in model.module.named_modules():
+        if model.placement.of(module) == here or not same_partition_load:
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(found, f"{path}." if path else "", {}, strict, [], [], troubles)
+    if troubles:
+        raise SMPCheckpointError(f"the state does not fit the model: {'; '.join(troubles)}")
     # All ranks come to the same verdict, if all have the whole state.
-    wanted = local if same_partition_load else entries
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - entries.keys())
+    known = entries.keys() | extra_entries(model).keys()
+    wanted = local.keys() | extras.keys() if same_partition_load else known
+    missing, unexpected = sorted(wanted - found.keys()), sorted(found.keys() - known)
     if strict and (missing or unexpected):
         raise SMPCheckpointError(
             f"the state does not fit the model: missing {_some(missing)}; not in the model {_some(unexpected)}"
@@ -84,6 +137,12 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
                     f"`{name}` has the shape {list(found[name].shape)} in the state and {list(tensor.shape)} in the model"
                 )
             tensor.copy_(found[name])
+    for name, module in extras.items():
+        if name in found:
+            module.set_extra_state(found[name])
+    for _, module in model.local_named_modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys(missing, unexpected))
 
 
 def _some(names: list[str]) -> str:
@@ -115,20 +174,26 @@ def merge_optimizers(model: DistributedModel, parts: list[dict[str, Any]]) -> di
     entries = {name: content for part in parts for name, content in part["state"].items()}
     groups = []
     for index, group in enumerate(parts[0]["param_groups"]):
-        names = {name for part in parts for name in part["param_groups"][index]["params"]}
-        groups.append({**group, "params": sorted(names, key=lambda name: order.get(name, len(order)))})
+        # By the names here, those that the script gave its optimizer, if it did.
+        given: dict[str, str] = {}
+        for part in parts:
+            theirs = part["param_groups"][index]
+            given.update(zip(theirs["params"], theirs.get("param_names", theirs["params"]), strict=True))
+        names = sorted(given, key=lambda name: order.get(name, len(order)))
+        script_names = {"param_names": [given[name] for name in names]} if "param_names" in group else {}
+        groups.append({**group, "params": names, **script_names})
     return {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
 
 
 def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """What all ranks of a pipeline have."""
-    return merge_optimizers(model, allgather(local_optimizer(model, optimizer), CommGroup.PP_GROUP))
+    """What all ranks of a pipeline have, in host memory."""
+    return merge_optimizers(model, gather_on_host(local_optimizer(model, optimizer), CommGroup.PP_GROUP))
 
 
 def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
     """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks."""
     if found.get(PARTIAL):
-        found = merge_optimizers(model, allgather(dict(found), CommGroup.PP_GROUP))
+        found = merge_optimizers(model, gather_on_host(dict(found), CommGroup.PP_GROUP))
     inner = optimizer.optimizer
     if len(found["param_groups"]) != len(inner.param_groups):
         raise SMPCheckpointError(
@@ -138,7 +203,7 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
     if ids and isinstance(ids[0], int):
         # One of torch's own, which counts parameters in the order of its groups.
         own = {**local_optimizer(model, optimizer), "state": {}}
-        whole = merge_optimizers(model, allgather(own, CommGroup.PP_GROUP))["param_groups"]
+        whole = merge_optimizers(model, gather_on_host(own, CommGroup.PP_GROUP))["param_groups"]
         sizes = [len(group["params"]) for group in found["param_groups"]]
         if sizes != [len(group["params"]) for group in whole]:
             raise SMPCheckpointError(
@@ -150,7 +215,8 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
     entries = {names[key]: content for key, content in found["state"].items()}
     local = local_optimizer(model, optimizer)
     groups = [
-        {**theirs, "params": ours["params"]}
+        {key: value for key, value in theirs.items() if key != "param_names"}
+        | {key: ours[key] for key in ("params", "param_names") if key in ours}
         for theirs, ours in zip(found["param_groups"], local["param_groups"], strict=True)
     ]
     here = list(itertools.chain.from_iterable(group["params"] for group in groups))
