@@ -1,11 +1,11 @@
 """The table of Keras models on partitions: each learns as in one process, whatever the partitions, microbatches and schedule.
 
     python tests/e2e/modelparallel_tensorflow.py [--models mlp,words] [--partitions 1,2,3,4] [--microbatches 1,4,8] [--kinds float64,float32]
-                                                 [--all]
+                                                 [--all] [--keras 2]
 
 Rows: every model, number of partitions, number of microbatches and schedule in float64, with `get_gradients` and with a tape; with one
 microbatch, `simple` is `interleaved`. In float32, every schedule with 4 microbatches and one with the others, the ways in turns; `--all`
-has float32 in all of float64's rows. It prints a line for each model and number of partitions, and one for each case that is off, and fails
+has float32 in all of float64's rows. `--keras 2` takes tf_keras. It prints a line for each model and number of partitions, and one for each case that is off, and fails
 if there is one. `tests/multiproc/test_tensorflow_modelparallel.py` runs a sample.
 """
 
@@ -86,6 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=numbers, default=[1, 4, 8])
     parser.add_argument("--kinds", type=names, default=list(LIMITS))
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--keras", type=int, choices=[2, 3], default=3)
     return parser.parse_args()
 
 
@@ -93,9 +94,13 @@ def main() -> int:
     """Runs the table; the exit code says whether all of it is equal."""
     arguments = _arguments()
     start, off, total = time.monotonic(), 0, 0
+    # Processes that share an imported TensorFlow have its Keras, too.
+    launcher, env = Forked("tensorflow"), _ENV
+    if arguments.keras == 2:
+        launcher, env = "smdrun", {**_ENV, "TF_USE_LEGACY_KERAS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         rows = list(itertools.product(arguments.models, arguments.kinds, arguments.microbatches))
-        run_ranks(_references, 2, folder, rows, launcher=Forked("tensorflow"), env=_ENV, timeout=_TIMEOUT)
+        run_ranks(_references, 2, folder, rows, launcher=launcher, env=env, timeout=_TIMEOUT)
         for name, partitions in itertools.product(arguments.models, arguments.partitions):
             mine = [
                 case
@@ -111,8 +116,8 @@ def main() -> int:
                     name,
                     partitions,
                     mine,
-                    launcher=Forked("tensorflow"),
-                    env=_ENV,
+                    launcher=launcher,
+                    env=env,
                     timeout=_TIMEOUT,
                 )[0]
             except Exception as error:

@@ -115,3 +115,179 @@ def test_saves_of_replicas_and_parts(tmp_path):
     assert "rank 3: OSError" in unnamed
     assert "`rows/.ATTRIBUTES/ITERATOR_STATE`" in unheld
     assert "is no variable that shards can hold" in unheld
+
+
+def _optimizers(folder):
+    """States of optimizers after some updates, however they are built; those of one process, name by name."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
+
+    keras = tf.keras
+    x = tf.constant(np.linspace(-1, 1, 12).reshape(4, 3), tf.float32)
+
+    class Own(keras.optimizers.Optimizer):
+        """With a state that is nobody's."""
+
+        def build(self, variables):
+            super().build(variables)
+            self.state = self.add_variable([3], name="state")
+
+        def update_step(self, gradient, variable, learning_rate=None):
+            variable.assign_sub(0.1 * gradient)
+
+    def made(base):
+        class Model(base):
+            def __init__(self, **options):
+                super().__init__(**options)
+                one, two = (keras.initializers.GlorotUniform(seed=seed) for seed in (1, 2))
+                self.one = keras.layers.Dense(4, "tanh", kernel_initializer=one, name="one")
+                self.two = keras.layers.Dense(4, kernel_initializer=two, name="two")
+
+            def call(self, x):
+                return self.two(self.one(x))
+
+        return Model()
+
+    def values(path):
+        names = [name for name, _ in tf.train.list_variables(path)]
+        kept = [name for name in names if not name.startswith(("_CHECKPOINTABLE", "save_counter"))]
+        return {name: tf.train.load_variable(path, name) for name in kept}
+
+    def trained(way, base, make, path):
+        model, optimizer = made(base), make()
+        if base is not keras.Model:
+
+            @smp.step
+            def gradients(x):
+                loss = tf.reduce_mean(tf.square(model(x)))
+                return optimizer.get_gradients(loss, model.trainable_variables)
+
+            def found():
+                return [each.accumulate() for each in gradients(x)]
+        else:
+
+            def found():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(x)))
+                return tape.gradient(loss, model.trainable_variables)
+
+        if way == "built before":
+            model.one.build((4, 3)), model.two.build((4, 4))
+            optimizer.build(model.trainable_variables)
+        for step in range(3):
+            gradients_here = found()
+            if way == "built after" and step == 0:
+                optimizer.build(model.trainable_variables)
+            if way == "apply":
+                optimizer.apply(gradients_here, model.trainable_variables)
+            elif way == "apply to its own":
+                if step == 0:
+                    optimizer.build(model.trainable_variables)
+                optimizer.apply(gradients_here)
+            else:
+                optimizer.apply_gradients(zip(gradients_here, model.trainable_variables, strict=True))
+        return tf.train.Checkpoint(model=model, optimizer=optimizer).save(path)
+
+    cases = {"built after": keras.optimizers.Adam, "built before": keras.optimizers.Adam}
+    if hasattr(keras.optimizers.Adam, "apply"):
+        cases |= {"apply": keras.optimizers.Adam, "apply to its own": keras.optimizers.Adam}
+        cases["in lists"] = lambda: keras.optimizers.Adafactor(0.1)
+    else:
+        cases["legacy"] = keras.optimizers.legacy.Adam
+    off = {}
+    for way, make in cases.items():
+        smp.shutdown()
+        smp.init({"partitions": 2, "microbatches": 2})
+        path = trained(way, smp.DistributedModel, make, f"{folder}/{way}")
+        smp.barrier()
+        ours, plain = values(path), values(trained(way, keras.Model, make, f"{folder}/plain-{smp.rank()}-{way}"))
+        assert list(ours) == list(plain), way
+        off[way] = max(float(np.max(np.abs(ours[name] - value))) for name, value in plain.items())
+
+    # The whole model in Keras' files, which all ranks ask for and one writes.
+    model, ours = smp.state.model, values(path)
+
+    def check(other):
+        assert len(other.trainable_variables) == 4
+        for each in other.trainable_variables:
+            value = tf.convert_to_tensor(each).numpy()
+            assert any(value.shape == one.shape and np.array_equal(value, one) for one in ours.values()), each.name
+
+    model.save_weights(f"{folder}/whole.weights.h5")
+    other = made(keras.Model)
+    other(x)
+    other.load_weights(f"{folder}/whole.weights.h5")
+    check(other)
+    expected = other(x)
+    model.save_model(f"{folder}/served")
+    model.export(f"{folder}/exported")
+    exported = tf.saved_model.load(f"{folder}/exported")
+    np.testing.assert_allclose(exported.serve(x), expected, atol=1e-6)
+    model.save(f"{folder}/whole.keras")
+    check(keras.models.load_model(f"{folder}/whole.keras", custom_objects={"Model": type(other)}))
+    for write in (tf.saved_model.save, keras.models.save_model):
+        with pytest.raises(SMPUnsupportedError, match="of one partition"):
+            write(model, f"{folder}/{smp.rank()}.keras")
+    with pytest.raises(SMPUsageError, match="to one path"):
+        model.save_weights(f"{folder}/{smp.rank()}.weights.h5")
+    with pytest.raises(SMPCheckpointError, match="rank 0: "):
+        model.save_model("/proc/no such folder")
+    assert sorted(smp.allgather(sum(np.size(each) for each in model.get_weights()))) == [16, 20]
+
+    def refused(make):
+        smp.shutdown()
+        smp.init({"partitions": 2, "microbatches": 2})
+        try:
+            trained("", smp.DistributedModel, make, f"{folder}/refused")
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    refusals = [refused(lambda: keras.optimizers.Adam(use_ema=True))]
+    if hasattr(keras.optimizers.Adam, "apply"):
+        refusals.append(refused(lambda: Own(0.1)))
+        refusals.append(refused(lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)))
+        # What one rank has alone, nobody would read.
+        lonely = tf.train.Checkpoint(model=smp.state.model, **{f"of_{smp.rank()}": tf.Variable(1.0)})
+        with pytest.raises(SMPCheckpointError, match=r"`of_0/.*is there on rank 0 and not on rank 1"):
+            lonely.save(f"{folder}/lonely")
+    return off, refusals
+
+
+def _check_optimizers(ranks, ways, refusals):
+    for off, refused in ranks:
+        assert set(off) == ways
+        assert all(each < 1e-5 for each in off.values()), off
+        for (kind, text), (found, said) in zip(refusals, refused, strict=True):
+            assert kind == found, refused
+            assert text in said, refused
+
+
+def test_states_of_optimizers_are_whole(tmp_path):
+    ways = {"built after", "built before", "apply", "apply to its own", "in lists"}
+    refusals = [
+        ("SMPUnsupportedError", "use_ema"),
+        ("SMPCheckpointError", "nobody knows"),
+        ("SMPUnsupportedError", "accumulat"),
+    ]
+    _check_optimizers(
+        run_ranks(_optimizers, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170), ways, refusals
+    )
+
+
+def _keras_2(folder):
+    from support.keras_models import compare
+
+    cases = ("residual", 4, "simple", "get"), ("words", 2, "zero_bubble", "tape")
+    return _optimizers(folder), [compare(name, "float64", 2, *case) for name, *case in cases]
+
+
+def test_keras_2(tmp_path):
+    """States of its optimizers, and models of the table, which learn as in one process."""
+    ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**_ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)
+    refusals = [("SMPUnsupportedError", "use_ema")]
+    _check_optimizers([found for found, _ in ranks], {"built after", "built before", "legacy"}, refusals)
+    for _, models in ranks:
+        assert all(difference < 1e-10 and variables > 0 for difference, variables in models), models

@@ -29,7 +29,16 @@ def _peak(microbatches):
 
 
 def _everything(folder):
-    return _peak(2), _forms(folder), _orders(folder), _assertions(), _several(), _arguments(), _weights(folder)
+    return (
+        _peak(2),
+        _forms(folder),
+        _orders(folder),
+        _assertions(),
+        _several(),
+        _slices(),
+        _arguments(),
+        _weights(folder),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +365,71 @@ def test_steps_of_one_function_run_one_after_the_other(ranks):
     for _, _, _, _, found, *_ in ranks[1]:
         three = [[1.0] * 4, [11.0] * 4, [100.0] * 4]
         assert found == [three, three, [[11.0 * factor + 1.0] * 4 for factor in range(1, 9)]]
+
+
+def _slices():
+    """What a step finds in arguments that slice themselves; what differs in more than tensors."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPUsageError
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+
+    class Ragged:
+        """Rows in an attribute of an attribute, and in a call."""
+
+        def __init__(self, rows, number=1.0):
+            self.parts, self.rows, self.number = {"some": [rows]}, lambda: rows, number
+
+        def smp_slice(self, num_mb, mb, axis):
+            rows = self.rows()
+            count = rows.shape[axis] // num_mb
+            return Ragged(rows[mb * count : (mb + 1) * count], self.number if mb == 0 else self.of_others())
+
+        def of_others(self):
+            return self.number
+
+    class Counting(Ragged):
+        def of_others(self):
+            return self.number + 1.0
+
+    model = _two_layers(smp.DistributedModel)
+    x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float32)
+
+    @smp.step
+    def step(ragged, y):
+        outputs = model(ragged.parts["some"][0])
+        return outputs, tf.reduce_sum(ragged.rows(), 1) + ragged.number * tf.reduce_sum(outputs + y, 1)
+
+    y = tf.constant(np.random.default_rng(1).normal(size=(8, 2)), tf.float32)
+    plain = smp.step(lambda x: model(x))
+    outputs, sums = step(Ragged(x), y)
+    expected = plain(x).merge()
+    np.testing.assert_allclose(outputs.merge(), expected, atol=1e-6)
+    np.testing.assert_allclose(sums.merge(), tf.reduce_sum(x, 1) + tf.reduce_sum(expected + y, 1), atol=1e-5)
+    with pytest.raises(SMPUsageError, match="with microbatch 1 and"):
+        step(Counting(x), y)
+    smp.barrier()
+
+    @smp.step
+    def differing(x):
+        return model(x) * (0.5 if smp.rank() else 0.25)
+
+    try:
+        differing(x)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_what_slices_itself_gives_each_microbatch_its_own(ranks):
+    """And ranks whose steps differ in a number are told."""
+    for *_, found, _, _ in ranks[1]:
+        assert found[0] == "SMPMismatchError", found
+        assert "Const[0.25]" in found[1], found
+        assert "Const[0.5]" in found[1], found
 
 
 def _two_layers(base):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -16,9 +17,11 @@ import tensorflow as tf
 from smdistributed import _core
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
 from smdistributed.modelparallel.objects import Objects
 from smdistributed.modelparallel.tensorflow.state import state
 
+_T = TypeVar("_T")
 #: Tags in the group of all ranks: what a message holds, and that it has been taken.
 _CONTENT, _TAKEN = 1, 2
 
@@ -96,3 +99,22 @@ barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.pp_barrier,
 )
 tp_barrier, rdp_barrier = objects.tp_barrier, objects.rdp_barrier
+
+
+def together(do: Callable[[], _T], path: str) -> list[_T]:
+    """What ``do``, which writes ``path``, returns on each rank. All ranks call it, and none returns before all have ended; what
+    goes wrong on any is raised on all.
+
+    Raises:
+        SMPCheckpointError: that.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = do()
+    except Exception as error:
+        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
+    results, failures = zip(*allgather((result, failure)), strict=True)
+    if any(failures):
+        what = "; ".join(each for each in failures if each)
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be written: {what}") from cause
+    return list(results)

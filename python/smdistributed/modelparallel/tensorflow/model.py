@@ -14,7 +14,7 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.objects import RankType
 from smdistributed.modelparallel.tensorflow import communication, layers, slots
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
@@ -48,7 +48,7 @@ class DistributedModel(_Model):
             kwargs.pop("training")
         trace = state.trace
         if trace is None or not trace.is_current():
-            if self.__dict__.get("_smp_plain"):
+            if self._smp_is_gathered:
                 return super().__call__(*args, **kwargs)
             raise SMPUsageError("a `smp.DistributedModel` is called in the body of a `smp.step` function only")
         if state.model is None:
@@ -151,6 +151,7 @@ class DistributedModel(_Model):
         """The partition is decided: frees what belongs to others, and runs the hooks."""
         self.__dict__.update(_smp_homes=homes, _smp_slots=[])
         self._smp_free()
+        slots.divide()
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()
         with tf.init_scope():
@@ -172,40 +173,103 @@ class DistributedModel(_Model):
 
     def _smp_free(self) -> None:
         """What belongs to other partitions takes no memory."""
-        with tf.init_scope():
-            for variable in (*self._smp_elsewhere(), *self._smp_slots):
-                slots.empty(variable)
+        for variable in (*self._smp_elsewhere(), *self._smp_slots):
+            slots.empty(variable)
+
+    # Being written: by the first rank, of which nobody is left behind if it fails.
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
-        """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes."""
+        """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes.
+
+        Raises:
+            SMPUsageError: the model has not been divided yet.
+            SMPCheckpointError: it could not be written; the same on all ranks.
+        """
         if not self.is_partitioned:
             raise SMPUsageError("`save_model` comes after the first step, which builds and divides the model")
+        self._smp_write(lambda: tf.saved_model.save(self, save_path, signatures=self._smp_signatures()), save_path)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        self._smp_write(lambda: super(DistributedModel, self).save_weights(filepath, *args, **kwargs), filepath)
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        self._smp_write(lambda: super(DistributedModel, self).save(filepath, *args, **kwargs), filepath)
+
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        self._smp_write(lambda: super(DistributedModel, self).export(filepath, *args, **kwargs), filepath)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Keras' own way to what is here, which functions of Keras take; only of the whole model."""
+        self._smp_refuse_a_part("keras.saving")
+        super().save_own_variables(store)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type == "savedmodel":
+            self._smp_refuse_a_part("tf.saved_model.save")
+        return super()._trackable_children(save_type, **kwargs)
+
+    def _smp_refuse_a_part(self, call: str) -> None:
+        if self.is_partitioned and not self._smp_is_gathered and self._smp_elsewhere():
+            raise SMPUnsupportedError(
+                f"`{call}` would write the variables of one partition: take `save_model`, `save`, `save_weights` or `export` of the "
+                "model, which all ranks call, or a `tf.train.Checkpoint`"
+            )
+
+    @property
+    def _smp_is_gathered(self) -> bool:
+        """Whether all variables have their values here, for the moment; the model may be called as any other."""
+        return bool(self.__dict__.get("_smp_plain"))
+
+    def _smp_write(self, write: Callable[[], Any], path: Any) -> None:
+        """Calls ``write`` on the first rank, which has the values of all variables by then."""
+        if not self.is_partitioned or self._smp_is_gathered:
+            write()
+            return
         groups = state.groups
-        homes = self._smp_homes.variables
-        rank = groups.rank_in("pp")
-        if groups.rank_in("dp") == 0:
-            with self._smp_as_whole():
-                variables = list(self.variables)
-            mine = {
-                place: underlying(each).numpy()
-                for place, each in enumerate(variables)
-                if homes.get(id(underlying(each).handle), rank) == rank
-            }
-            whole = communication.allgather(mine if rank else {}, CommGroup.MP_GROUP)
-            if groups.rank_in("mp") == 0:
-                for values in whole[1:]:
-                    for place, value in values.items():
-                        inner = underlying(variables[place])
-                        if homes.get(id(inner.handle), rank) != rank:
-                            tf.raw_ops.AssignVariableOp(resource=inner.handle, value=value)
-                self.__dict__["_smp_plain"] = True
-                try:
+        paths = communication.allgather(str(path))
+        if len(set(paths)) > 1:
+            raise SMPUsageError(
+                f"the whole model is written once, to one path, and the ranks give it {sorted(set(paths))}"
+            )
+        try:
+            failure = self._smp_gather() if groups.rank_in("dp") == 0 else None
+
+            def first() -> None:
+                if failure is not None:
+                    raise failure
+                if groups.rank_in("dp") == groups.rank_in("pp") == 0:
+                    self.__dict__["_smp_plain"] = True
                     with self._smp_as_whole():
-                        tf.saved_model.save(self, save_path, signatures=self._smp_signatures())
-                finally:
-                    self.__dict__["_smp_plain"] = False
-                    self._smp_free()
-        communication.barrier()
+                        write()
+
+            communication.together(first, str(path))
+        finally:
+            self.__dict__["_smp_plain"] = False
+            self._smp_free()
+
+    def _smp_gather(self) -> Exception | None:
+        """Gives the first rank of the pipeline the values of all variables, one after the other; what went wrong, if anything did."""
+        homes, rank = self._smp_homes.variables, state.groups.rank_in("pp")
+        failure: Exception | None = None
+        with self._smp_as_whole():
+            variables = [*self.variables, *slots.variables_of(getattr(self, "optimizer", None))]
+        for inner in map(underlying, variables):
+            home = homes.get(id(inner.handle), 0)
+            if rank == home != 0:
+                communication.send(_value(inner), 0, RankType.PP_RANK)
+            elif rank == 0 != home:
+                value = communication.recv_from(home, RankType.PP_RANK)
+                try:
+                    if isinstance(value, Exception):
+                        raise value
+                    tf.raw_ops.AssignVariableOp(resource=inner.handle, value=value)
+                except (RuntimeError, tf.errors.OpError) as error:
+                    # The others go on sending.
+                    failure = error
+        return failure
 
     def _smp_signatures(self) -> Any:
         """What serves: a call like that of the last step, with the model's tensors by the names of its parameters and of their keys;
@@ -230,6 +294,13 @@ class DistributedModel(_Model):
             for path, value in tensors.items()
         }
         return {"serving_default": tf.function(serve).get_concrete_function(**specs)}
+
+
+def _value(variable: tf.Variable) -> Any:
+    try:
+        return variable.numpy()
+    except tf.errors.OpError as error:
+        return RuntimeError(f"`{variable.name}` cannot be read: {error.message}")
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -12,6 +12,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from smdistributed import _core
+from smdistributed.modelparallel.tensorflow.contents import Contents
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: A result of an operation: the operation's number, and which one.
@@ -69,6 +70,7 @@ class Operations:
         numbers = {key: number for number, key in enumerate(distinct)}
         self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
         made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
+        self._contents = Contents(trace.graph)
         rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
         self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
 
@@ -85,7 +87,7 @@ class Operations:
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
         return Operation(
             op.name,
-            op.type,
+            op.type + self._contents.of(op),
             _role(op, label.output),
             [self.output(tensor) for tensor in op.inputs],
             waits,

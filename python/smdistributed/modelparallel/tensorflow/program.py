@@ -96,12 +96,14 @@ class Program:
         self._trace, self._layout, self._groups = trace, layout, groups
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
-        captures = {inner.name: outer for outer, inner in trace.graph.captures}
+        inputs = {inner.name for inner in trace.inputs}
+        captures = {inner.name: outer for outer, inner in trace.graph.captures if inner.name not in inputs}
         self._captures: dict[str, Any] = captures
         self._values: list[dict[str, Any]] = []
         for tensors in given:
-            inputs = {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
-            self._values.append({**captures, **inputs})
+            self._values.append(
+                captures | {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
+            )
         self._functions: dict[Segment, tuple[Any, list[tf.Tensor]]] = {}
         # Of a segment of another rank, what has received the message that it has been called.
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}

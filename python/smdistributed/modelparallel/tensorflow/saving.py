@@ -13,17 +13,17 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.tensorflow import communication, slots
+from smdistributed.modelparallel.tensorflow import slots
+from smdistributed.modelparallel.tensorflow.communication import together
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.state import state
 
-_T = TypeVar("_T")
 #: Those of our managers, whose methods all ranks call, whatever is in them.
 managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
 
@@ -109,7 +109,7 @@ def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
 
 def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
     """Whether something of what is saved is divided: the model, a layer of it, or an optimizer. The same on all ranks, whatever is here."""
-    if not state.initialized:
+    if not state.initialized or (state.model is not None and state.model._smp_is_gathered):
         return False
     homes = _homes()
     return any(isinstance(each, DistributedModel) or id(_handle(each)) in homes for each in _objects(checkpoint))
@@ -173,18 +173,61 @@ def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any,
         SMPUsageError: the model has not been divided yet.
         SMPCheckpointError: a variable of the model is not among it.
     """
-    has_model = holds_model(checkpoint)
-    if has_model and (state.model is None or not state.model.is_partitioned):
-        raise SMPUsageError("a model is saved after its first step, which builds and divides it")
+    check_divided(checkpoint)
     homes = _homes()
     gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
-    if has_model:
+    _check_known(checkpoint)
+    if holds_model(checkpoint):
         _check_whole({id(_handle(each)) for each in gathered})
     for trackable, values in gathered.items():
         home = homes.get(id(_handle(trackable)))
         for name, value in values.items():
             for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
                 yield name, piece, trackable, home, getattr(tensor, "tensor", tensor)
+
+
+def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, Any, int | None, Any]]:
+    """As :func:`serialized`; all ranks call it.
+
+    Raises:
+        SMPUsageError: the model has not been divided yet.
+        SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of it is.
+    """
+    check_divided(checkpoint)
+    entries: list[tuple[str, str, Any, int | None, Any]] = []
+
+    def names() -> list[str]:
+        entries.extend(serialized(checkpoint))
+        return [f"{name} {piece}".strip() for name, piece, *_ in entries]
+
+    # A rank writes its part of what the first one lists.
+    everybody = [set(each) for each in together(names, path)]
+    for rank, theirs in enumerate(everybody):
+        for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
+            if has - lacks:
+                raise SMPCheckpointError(
+                    f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and not on rank {other}"
+                )
+    return entries
+
+
+def check_divided(checkpoint: tf.train.Checkpoint) -> None:
+    """Refuses to save or read a model that has not been divided yet."""
+    if holds_model(checkpoint) and (state.model is None or not state.model.is_partitioned):
+        raise SMPUsageError("a model is saved after its first step, which builds and divides it")
+
+
+def _check_known(checkpoint: tf.train.Checkpoint) -> None:
+    """Refuses a state of an optimizer that would be saved as the first rank has it, wherever it changes."""
+    if state.model is None or not state.model.is_partitioned or len(state.groups.members["pp"]) == 1:
+        return
+    for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
+        for variable in slots.unknown(optimizer):
+            raise SMPCheckpointError(
+                f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which nobody knows which "
+                "partition it belongs to: make it with `add_variable_from_reference`, or keep such variables in a list with one for "
+                "each of the model's"
+            )
 
 
 def _check_whole(handles: set[int]) -> None:
@@ -208,7 +251,7 @@ def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
     """
     groups = state.groups
     rank, writes = groups.rank_in("pp"), groups.rank_in("dp") == 0
-    entries = list(serialized(checkpoint))
+    entries = agreed(checkpoint, file_prefix)
 
     def part() -> str | None:
         tf.io.gfile.makedirs(file_prefix.rpartition("/")[0] or ".")
@@ -230,24 +273,6 @@ def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def together(do: Callable[[], _T], path: str) -> list[_T]:
-    """What ``do`` returns on each rank. All ranks call it, and none returns before all have ended; what goes wrong on any is raised on all.
-
-    Raises:
-        SMPCheckpointError: that.
-    """
-    result, failure, cause = None, None, None
-    try:
-        result = do()
-    except Exception as error:
-        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
-    results, failures = zip(*communication.allgather((result, failure)), strict=True)
-    if any(failures):
-        what = "; ".join(each for each in failures if each)
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be written: {what}") from cause
-    return list(results)
 
 
 def _write_part(prefix: str, entries: list[tuple[str, str, Any]]) -> str | None:

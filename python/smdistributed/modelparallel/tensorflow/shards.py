@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -71,7 +72,8 @@ class Shards:
         groups = state.groups
         # Held until they are written. Before that, all know that all have them: a rank that refuses leaves nobody waiting.
         arrays: dict[str, np.ndarray] = {}
-        saving.together(lambda: arrays.update(_arrays(checkpoint, groups.rank_in("pp"))), tag)
+        entries = saving.agreed(checkpoint, tag)
+        communication.together(lambda: arrays.update(_arrays(entries, groups.rank_in("pp"))), tag)
         blocks = [
             shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
             for name, array in arrays.items()
@@ -113,9 +115,9 @@ class Shards:
             variable.assign(array)
 
 
-def _arrays(checkpoint: tf.train.Checkpoint, rank: int) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray]]:
     """What the ranks of a partition write."""
-    for name, piece, trackable, home, tensor in saving.serialized(checkpoint):
+    for name, piece, trackable, home, tensor in entries:
         # Of what every rank has, the first one's.
         if name == _GRAPH or (home or 0) != rank:
             continue

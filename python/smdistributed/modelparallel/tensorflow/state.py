@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,7 @@ class State:
         model: The distributed model, if there is one.
         trace: What is being traced, inside of the body of a step.
         hooks: What is called when the model has been divided.
+        optimizers: Those that have been built, with the variables that they were built for.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class State:
         self.model: DistributedModel | None = None
         self.trace: Trace | None = None
         self.hooks: list[Callable[[], Any]] = []
+        self.optimizers: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._cfg: Config | None = None
         self._groups: TensorFlowGroups | None = None
 

@@ -15,14 +15,14 @@ from smdistributed import _core
 from smdistributed._common import errors, interrupts
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
-from smdistributed.modelparallel.tensorflow import channels, gradients, layers, placement
+from smdistributed.modelparallel.tensorflow import channels, gradients, layers, optimizers, placement
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.output import StepOutput
 from smdistributed.modelparallel.tensorflow.program import Program
 from smdistributed.modelparallel.tensorflow.split import check_names, split
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.tracing import Trace, trace
+from smdistributed.modelparallel.tensorflow.tracing import Trace, trace_calls
 
 
 class StepFunction:
@@ -76,7 +76,7 @@ class StepFunction:
         """Runs the body for each microbatch of the batch; on all ranks of the job."""
         state.groups  # noqa: B018 - refuses before `init`
         layers.install()
-        gradients.install()
+        optimizers.install()
         if state.trace is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         try:
@@ -104,7 +104,7 @@ class StepFunction:
         cfg, groups = state.cfg, state.groups
         rank, size = groups.rank_in("pp"), len(groups.members["pp"])
         calls = self._calls(args, kwargs, cfg.microbatches)
-        traced, given = trace(self._body, *calls[0])
+        traced, rows = trace_calls(self._body, calls)
         if not traced.called:
             raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
         model = state.model
@@ -122,7 +122,6 @@ class StepFunction:
             model._smp_divide(homes)
             if groups.pipe is not None:
                 channels.open_between(groups, layout)
-        rows = [given, *(_tensors(each) for each in calls[1:])]
         program = Program(traced, layout, rows, groups, _to_sum(template[rank]))
         return _filled(template[rank], program.build(), program.sums)
 
@@ -194,11 +193,6 @@ def _to_sum(value: Any) -> set[str]:
         return {value.value.name} if isinstance(value.value, tf.Tensor) else set()
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return {name for item in items for name in _to_sum(item)}
-
-
-def _tensors(call: tuple[Any, Any]) -> list[tf.Tensor]:
-    args, kwargs = call
-    return [each for each in tf.nest.flatten((list(args), dict(kwargs))) if isinstance(each, tf.Tensor)]
 
 
 def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]], sums: Mapping[str, tf.Tensor]) -> Any:

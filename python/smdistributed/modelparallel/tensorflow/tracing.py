@@ -8,6 +8,7 @@ run. Nothing is computed for it, and shapes and gradients are TensorFlow's own. 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tensorflow.python.framework import func_graph as func_graph_lib
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
+from smdistributed.modelparallel.tensorflow.contents import Contents
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -202,6 +204,72 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     finally:
         state.trace = before
     return found, given
+
+
+def trace_calls(
+    body: Callable[..., Any], calls: Sequence[tuple[Sequence[Any], dict[str, Any]]]
+) -> tuple[Trace, list[list[tf.Tensor]]]:
+    """Traces ``body`` with the arguments of the first microbatch.
+
+    Tensors among arguments are inputs. What slices itself may have tensors anywhere: then the body is traced with
+    the arguments of every microbatch, and whatever it takes of one in the place of another is an input as well.
+
+    Args:
+        body: Converted by AutoGraph already, if it is to be.
+        calls: The arguments of each microbatch.
+
+    Returns:
+        The trace, and for each microbatch the tensors that the inputs of its graph stand for, in their order.
+
+    Raises:
+        SMPUsageError: the body computes something else with another microbatch.
+    """
+    found, given = trace(body, *calls[0])
+    rows = [given, *([each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls[1:])]
+    if not any(_hide_tensors(calls[0], call) for call in calls[1:]):
+        return found, rows
+    others = [found, *(trace(body, *call)[0] for call in calls[1:])]
+    first = _lines(found)
+    for number, other in enumerate(others):
+        for ours, theirs in itertools.zip_longest(first, _lines(other), fillvalue="nothing"):
+            if ours != theirs:
+                raise SMPUsageError(
+                    f"a `smp.step` function computes `{theirs}` with microbatch {number} and `{ours}` with the first one: what an "
+                    "argument's `smp_slice` returns differs in tensors that are made of tensors, and in nothing else"
+                )
+    for taken in zip(*(each.graph.captures for each in others), strict=True):
+        (outer, inner), *_ = taken
+        if any(other is not outer for other, _ in taken):
+            if outer.dtype == tf.resource:
+                raise SMPUsageError("a `smp.step` function takes another variable with each microbatch")
+            found.inputs.append(inner)
+            for row, (other, _) in zip(rows, taken, strict=True):
+                row.append(other)
+    return found, rows
+
+
+def _flat(call: tuple[Sequence[Any], dict[str, Any]]) -> list[Any]:
+    args, kwargs = call
+    return tf.nest.flatten((list(args), dict(kwargs)))
+
+
+def _hide_tensors(first: Any, other: Any) -> bool:
+    """Whether arguments of microbatches differ in more than tensors."""
+    pairs = zip(_flat(first), _flat(other), strict=True)
+    return any(one is not two and not isinstance(one, tf.Tensor) for one, two in pairs)
+
+
+def _lines(found: Trace) -> list[str]:
+    """A line for each operation, the same for two traces that differ only in what they capture."""
+    contents, ops = Contents(found.graph), found.graph.get_operations()
+    numbers = {op.name: number for number, op in enumerate(ops)}
+
+    def line(op: tf.Operation) -> str:
+        takes = ", ".join(f"%{numbers[each.op.name]}:{each.value_index}" for each in op.inputs)
+        makes = ", ".join(f"{each.dtype.name}{each.shape}" for each in op.outputs)
+        return f"{op.type}{contents.of(op)}({takes}) -> {makes}"
+
+    return [line(op) for op in ops]
 
 
 def _with_its_value(create: Callable[..., Any], **options: Any) -> Any:

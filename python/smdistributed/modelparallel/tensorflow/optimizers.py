@@ -1,0 +1,180 @@
+"""Keras' optimizers and a divided model: they get the calls that the original's scripts use, are built for the whole model,
+and update the variables of one partition."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.tensorflow import slots
+from smdistributed.modelparallel.tensorflow.gradients import clip_by_global_norm, compute_gradients, get_gradients
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: Optimizers, by identity, whose update is under way: some of Keras' calls do their work by others.
+_updating: set[int] = set()
+
+
+def install() -> None:
+    """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived of
+    their optimizers; leaves alone what has it."""
+    for package in ("keras", "tf_keras"):
+        module = getattr(sys.modules.get(package), "optimizers", None)
+        older = getattr(getattr(module, "legacy", None), "Optimizer", None)
+        for base in (getattr(module, "Optimizer", None), older):
+            if hasattr(base, "apply_gradients"):
+                _adapt(base)
+
+
+def _adapt(base: type) -> None:
+    around = {
+        "get_gradients": functools.partial(_in_steps, get_gradients),
+        "compute_gradients": functools.partial(_in_steps, compute_gradients),
+        "apply_gradients": _of_pairs,
+        "apply": _of_gradients,
+        "build": _for_the_whole,
+        # What `build` is called in the older ones of Keras 2.
+        "_create_all_weights": _for_the_whole,
+    }
+    for kind in (base, *_derived(base)):
+        for name, adapted in around.items():
+            plain = getattr(kind, name, None)
+            is_own = name in vars(kind) or kind is base
+            if is_own and not hasattr(plain, "_smp_plain") and (plain is not None or name.endswith("_gradients")):
+                ours = adapted(plain)
+                ours._smp_plain = plain
+                setattr(kind, name, ours)
+
+
+def _derived(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _derived(each)
+
+
+def _in_steps(ours: Any, plain: Any) -> Any:
+    """Ours in the body of a step, which nothing else has recorded; elsewhere what was there."""
+
+    @functools.wraps(plain or ours)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if plain is None or (state.trace is not None and state.trace.is_current() and kwargs.get("tape") is None):
+            kwargs.pop("tape", None)
+            return ours(*args, **kwargs)
+        return plain(self, *args, **kwargs)
+
+    return either
+
+
+def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's making of its variables."""
+
+    @functools.wraps(plain)
+    def build(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "built", getattr(self, "_built", False)):
+            return plain(self, variables, *args, **kwargs)
+        with slots.being_built(self, list(variables)) as whole:
+            return plain(self, whole, *args, **kwargs)
+
+    return build
+
+
+def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_gradients``, also for the variables of one partition."""
+
+    @functools.wraps(plain)
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        with _update(self, [gradient for gradient, _ in pairs], variables) as gradients:
+            if gradients is None:
+                return self.iterations
+            return plain(self, list(zip(gradients, variables, strict=True)), *args, **kwargs)
+
+    return apply_gradients
+
+
+def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` of Keras 3, also for the variables of one partition."""
+
+    @functools.wraps(plain)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables
+        if variables is None:
+            variables = slots.here(self)
+        if variables is None:
+            return plain(self, grads)
+        variables = list(variables)
+        with _update(self, list(grads), variables) as gradients:
+            return None if gradients is None else plain(self, gradients, variables)
+
+    return apply
+
+
+@contextlib.contextmanager
+def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[list[Any] | None]:
+    """Around an optimizer's update of ``variables``.
+
+    Yields:
+        Gradients for them, ``None`` if there is nothing to update here.
+
+    Raises:
+        SMPUnsupportedError: the optimizer would not do what it does in one process.
+    """
+    if id(optimizer) in _updating or not _are_of_the_model(variables):
+        yield gradients
+        return
+    _updating.add(id(optimizer))
+    try:
+        yield _ready(optimizer, gradients)
+    finally:
+        _updating.discard(id(optimizer))
+
+
+def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
+    divided = len(state.groups.members["pp"]) > 1
+    if divided:
+        _check(optimizer)
+    if hasattr(optimizer, "inner_optimizer"):
+        return gradients
+    slots.build(optimizer)
+    clipnorm = getattr(optimizer, "global_clipnorm", None)
+    if divided and clipnorm is not None:
+        # Keras then finds the norm of this partition's gradients small enough.
+        gradients, _ = clip_by_global_norm(gradients, clipnorm)
+    if divided and all(gradient is None for gradient in gradients):
+        # Optimizers refuse that, or do not count it.
+        counter = optimizer.iterations
+        (counter if hasattr(counter, "assign_add") else optimizer._iterations).assign_add(1)
+        return None
+    return gradients
+
+
+def _check(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "inner_optimizer"):
+        raise SMPUnsupportedError(
+            f"`{name}` would skip an update on the partition alone whose gradients are not finite: scale the loss by a constant, "
+            "or take bfloat16"
+        )
+    if getattr(optimizer, "use_ema", False):
+        raise SMPUnsupportedError(
+            f"`use_ema` of `{name}` averages all variables of a model, of which a partition has its own: average them outside of it"
+        )
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise SMPUnsupportedError(
+            f"`gradient_accumulation_steps` of `{name}` resets the gradients of all variables of a model, of which a partition has its "
+            "own: take more microbatches"
+        )
+
+
+def _are_of_the_model(variables: Sequence[Any]) -> bool:
+    """Whether variables that are to be updated are those of the divided model, none on a partition that trains none."""
+    model = state.model
+    if model is None or not model.is_partitioned:
+        return False
+    ours = {id(underlying(variable).handle) for variable in model.trainable_variables}
+    return any(id(underlying(variable).handle) in ours for variable in variables) if variables else not ours
