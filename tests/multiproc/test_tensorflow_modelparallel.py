@@ -60,6 +60,7 @@ def _errors():
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.tensorflow import operations
 
     found = {}
 
@@ -76,6 +77,13 @@ def _errors():
 
         def call(self, x):
             return self.two(self.one(x))
+
+    # What a loop costs is what its body does, as often as it may.
+    def looped(x):
+        return tf.while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, x @ x), (0, x), maximum_iterations=5)
+
+    traced = tf.function(looped).get_concrete_function(tf.TensorSpec([8, 8])).graph
+    assert 5 * 2 * 8**3 <= max(map(operations._flops, traced.get_operations())) < 10 * 2 * 8**3
 
     refused("before init", Model)
     smp.init({"partitions": 2, "microbatches": 2})
@@ -255,6 +263,7 @@ def _calls(folder):
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPUsageError
 
     keras = tf.keras
     rng = np.random.default_rng(0)
@@ -337,6 +346,7 @@ def _calls(folder):
 
     # The other way round, as a file says.
     rank, swapped = smp.rank(), f"{folder}.{smp.rank()}.json"
+    smp.barrier()
     with open(file) as text, open(swapped, "w") as other:
         places = json.load(text)
         json.dump({path: 1 - place for path, place in places.items()}, other)
@@ -344,6 +354,44 @@ def _calls(folder):
     model, train = started(sgd(global_clipnorm=0.05), partition_file=swapped, load_partition=True)
     check(train, clipped)
     assert {before, len(model.trainable_variables)} == {1, 2}
+
+    # What the script chose is kept as well; a method is a step, and may be traced alone.
+    smp.shutdown()
+    smp.init(
+        {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1, "partition_file": file}
+    )
+
+    class ByHand(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.ones = [keras.layers.Dense(4, kernel_initializer="ones", name="one") for _ in range(2)]
+
+        def call(self, x):
+            with smp.partition(0):
+                x = self.ones[0](x)
+            return self.ones[1](x)
+
+    class Steps:
+        def __init__(self, model):
+            self.model = model
+
+        @smp.step
+        def forward(self, x):
+            return self.model(x)
+
+    steps, hook = Steps(ByHand()), smp.register_post_partition_hook(lambda: [][smp.rank()] if smp.rank() else None)
+    with pytest.raises((IndexError, SMPUsageError), match=r"list index out of range|partition 1: IndexError"):
+        steps.forward(y)
+    smp.state.hooks.remove(hook)
+    concrete = steps.forward.get_concrete_function(y)
+    np.testing.assert_allclose(concrete(y).merge(), steps.forward(y).merge())
+    smp.barrier()
+    with open(file) as text:
+        assert json.load(text) == {"one": 0, "one:1": 1}
+    rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([1, 3]), tf.constant([5, 4]))
+    kept = tf.Variable(tf.ones([5, 4]))
+    smp.StepOutput([rows, rows]).accumulate(var=kept)
+    assert kept.numpy().sum(axis=1).tolist() == [0.0, 8.0, 0.0, 8.0, 0.0]
 
     # A partition with nothing to train; its rank counts the updates that the checkpoint tells of.
     optimizer = sgd(momentum=0.9)
@@ -362,6 +410,22 @@ def _calls(folder):
     train(x[rows], y[rows])
     one, other = smp.allgather([tf.convert_to_tensor(each).numpy() for each in model.trainable_variables])
     assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
+
+    # Horovod's optimizer reduces gradients when they are applied, not in the step.
+    from horovod.tensorflow import keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(sgd())
+    model, train = started(optimizer, partitions=1, horovod=True)
+    train(x[rows], y[rows])
+    expected = made(keras.Model)
+    with tf.GradientTape() as tape:
+        loss = of(expected(x))
+    plainly = sgd()
+    plainly.apply_gradients(
+        zip(tape.gradient(loss, expected.trainable_variables), expected.trainable_variables, strict=True)
+    )
+    for ours, theirs in zip(model.trainable_variables, expected.trainable_variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
     # Objects.
     if rank == 0:

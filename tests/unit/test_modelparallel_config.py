@@ -56,6 +56,7 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
         ({"memory_weight": 1.5}, "from 0.0 to 1.0"),
         ({"ddp_port": 5}, "without `ddp`"),
         ({"partition_file": 3}, "a str"),
+        ({"load_partition": True}, "without `partition_file`"),
     ],
 )
 def test_bad_values_are_named(given, text):
@@ -92,6 +93,11 @@ def test_what_one_framework_has_is_refused_for_the_other():
     assert config.read({"offload_activations": True}).activation_loading_horizon == 4
     with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, and this version has False only"):
         config.read({"offload_activations": True}, "tensorflow")
+
+
+def test_what_has_no_effect_is_told():
+    with pytest.warns(UserWarning, match="`contiguous` is false"):
+        config.read({"contiguous": False})
 
 
 def test_unknown_keys_are_ignored_with_a_warning():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import types
 import warnings
 
@@ -228,3 +229,12 @@ def test_by_hand_and_by_file(tmp_path):
     module[2].weight = module[0].weight
     with pytest.raises(ValueError, match="share a parameter lie on different partitions: `0` on 0, `2` on 1"):
         partitioning.by_hand(module, {"0": 0}, 1, 3)
+
+
+def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO, "smdistributed.modelparallel")
+    partition_file.tell("one  0\n")
+    assert caplog.messages == ["Partition assignments:\none  0"]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    partition_file.tell("one  0\n")
+    assert capsys.readouterr().err == "Partition assignments:\none  0\n"

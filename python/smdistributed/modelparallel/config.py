@@ -216,6 +216,14 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
             raise SMPConfigError(f"`{name}` is given without `ddp`")
     if values.get("ddp") and values.get("horovod"):
         raise SMPConfigError("`ddp` and `horovod` are both true: one of them reduces the gradients of replicas")
+    if values.get("load_partition") and not values.get("partition_file"):
+        raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
+    if not values.get("contiguous", True):
+        warnings.warn(
+            "`contiguous` is false, and automatic partitions are connected all the same: others come of `smp.partition` or a "
+            "`partition_file`",
+            stacklevel=4,
+        )
     degree = values.get("pipeline_parallel_degree", 1)
     default_partition = values.get("default_partition")
     if not values.get("auto_partition", True) and default_partition is None:

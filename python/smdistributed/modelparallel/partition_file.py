@@ -1,14 +1,27 @@
-"""The file of a partition decision: paths of modules or layers, and their partitions."""
+"""A partition decision, told and kept: paths of modules or layers, and their partitions."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES
+
+_log = logging.getLogger("smdistributed.modelparallel")
+
+
+def tell(table: str) -> None:
+    """Logs a decision; where nobody has set up logging, which would not show it then, the first rank prints it."""
+    text = f"Partition assignments:\n{table.rstrip()}"
+    if _log.hasHandlers():
+        _log.info("%s", text)
+    elif not _core.is_initialized() or _core.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def write(file: str, partitions: Mapping[str, int]) -> None:

@@ -14,7 +14,7 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.objects import RankType
+from smdistributed.modelparallel.objects import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow import communication, layers, slots
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
@@ -155,8 +155,23 @@ class DistributedModel(_Model):
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()
         with tf.init_scope():
+            self._smp_call_hooks()
+
+    def _smp_call_hooks(self) -> None:
+        """Raises what goes wrong in one on all ranks of the pipeline: the others would wait for this one in the step."""
+        failure: Exception | None = None
+        try:
             for hook in state.hooks:
                 hook()
+        except Exception as error:
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        failures = communication.allgather(told, CommGroup.PP_GROUP)
+        if failure is not None:
+            raise failure
+        for place, text in enumerate(failures):
+            if text is not None:
+                raise SMPUsageError(f"what is done when the model has been divided failed on partition {place}: {text}")
 
     def _smp_start_alike(self) -> None:
         """Replicas start with the weights of the first one, as they get the same gradients from then on."""

@@ -28,6 +28,7 @@ _ONLY_ASKED_FOR = {
     "VariableShape",
 }
 _COPIES = {"Identity", "IdentityN"}
+_LOOPS = ("While", "StatelessWhile")
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
 
 
@@ -157,11 +158,30 @@ def _elems(shape: Sequence[int | None] | tf.TensorShape) -> int:
 
 
 def _flops(op: tf.Operation) -> int:
+    branches = [_flops_of_function(op, name) for name in _functions(op)]
+    if op.type in _LOOPS:
+        # Not known is once.
+        most = tf.get_static_value(op.inputs[1])
+        return sum(branches) * max(1, int(most) if np.size(most) == 1 and most is not None else 1)
+    if branches:
+        return max(branches)
     elems = sum(_elems(tensor.shape) for tensor in op.outputs if tensor.dtype.size)
     if op.type in _PRODUCTS and op.inputs[-1].shape.rank:
         # Of weights `[.., in, out]`, each output takes all but the last.
         elems *= 2 * _elems(op.inputs[-1].shape[:-1])
     return elems
+
+
+def _functions(op: tf.Operation) -> list[str]:
+    """Of a call, a branch or a loop: what it computes."""
+    kinds = {name: op.node_def.attr[name] for name in op.node_def.attr}
+    functions = [value.func.name for value in kinds.values() if value.WhichOneof("value") == "func"]
+    return functions + [each.name for value in kinds.values() for each in value.list.func]
+
+
+def _flops_of_function(op: tf.Operation, name: str) -> int:
+    function = op.graph._get_function(name)
+    return 0 if function is None else sum(map(_flops, function.graph.get_operations()))
 
 
 def _variable(handle: Any) -> tuple[str, int, bool]:

@@ -15,6 +15,15 @@ from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.gradients import clip_by_global_norm, compute_gradients, get_gradients
 from smdistributed.modelparallel.tensorflow.state import state
 
+#: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients, which they do when
+#: these are applied.
+_KERAS = ("keras.", "tf_keras.")
+_WHOSE: dict[str, tuple[str, ...]] = {
+    "get_gradients": (*_KERAS, "horovod.", "smdistributed."),
+    "compute_gradients": (*_KERAS, "horovod.", "smdistributed."),
+    "apply_gradients": _KERAS,
+    "apply": _KERAS,
+}
 #: Optimizers, by identity, whose update is under way: some of Keras' calls do their work by others.
 _updating: set[int] = set()
 
@@ -43,8 +52,8 @@ def _adapt(base: type) -> None:
     for kind in (base, *_derived(base)):
         for name, adapted in around.items():
             plain = getattr(kind, name, None)
-            is_own = name in vars(kind) or kind is base
-            if is_own and not hasattr(plain, "_smp_plain") and (plain is not None or name.endswith("_gradients")):
+            is_ours = kind is base or kind.__module__.startswith(_WHOSE.get(name, ""))
+            if is_ours and not hasattr(plain, "_smp_plain") and (plain is not None or name.endswith("_gradients")):
                 ours = adapted(plain)
                 ours._smp_plain = plain
                 setattr(kind, name, ours)

@@ -88,11 +88,12 @@ class StepOutput:
             raise SMPValidationError(f"`method` is {method!r}: expected 'variable', 'accumulate_n' or 'add_n'")
         if var is not None and method != "variable":
             raise SMPValidationError(f"`var` is only for the method 'variable', not for {method!r}")
-        if any(isinstance(output, tf.IndexedSlices) for output in self.outputs):
+        if var is None and any(isinstance(output, tf.IndexedSlices) for output in self.outputs):
             return self.reduce_mean()
         total = tf.add_n(self.outputs) if method == "add_n" else self._sum()
         if var is not None:
-            var.assign(total)
+            # Few rows, perhaps.
+            var.assign(tf.convert_to_tensor(total))
             total = var.read_value()
         return self._reduced(_scaled(total, len(self.outputs)))
 

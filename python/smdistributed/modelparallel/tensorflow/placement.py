@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from smdistributed._common import errors
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES, SMPPartitionError
 from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
-_log = logging.getLogger("smdistributed.modelparallel")
 _CLASSES = CLASSES | {"invalid_argument": SMPPartitionError}
 
 
@@ -46,10 +45,22 @@ def decide(trace: Trace, operations: Operations, config: Config) -> Homes:
         paths = _automatic(trace, operations, config)
     else:
         return Homes()
-    if config.partition_file and not config.load_partition:
-        partition_file.write(config.partition_file, paths)
     named = zip(trace.units, trace.paths, strict=True)
     return Homes({id(layer): paths[path] for layer, path in named if path in paths})
+
+
+def keep(trace: Trace, homes: Homes, config: Config) -> None:
+    """Writes what has been decided, or what the script has, into the configuration's file."""
+    if not config.partition_file or config.load_partition:
+        return
+    found = {}
+    for layer, path in zip(trace.units, trace.paths, strict=True):
+        of_variables = (homes.variables.get(id(underlying(each).handle)) for each in layer.variables)
+        places = [homes.layers.get(id(layer)), *of_variables]
+        place = next((each for each in places if each is not None), None)
+        if place is not None:
+            found[path] = place
+    partition_file.write(config.partition_file, found)
 
 
 def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str, int]:
@@ -62,7 +73,7 @@ def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str
             active_microbatches=config.active_microbatches,
             simple=config.pipeline == "simple",
         )
-    _log.info("Partition assignments:\n%s", table.rstrip())
+    partition_file.tell(table)
     found = zip(trace.paths, partitions, strict=True)
     return {path: partition for path, partition in found if partition is not None}
 

@@ -70,10 +70,17 @@ class StepFunction:
         self._function = tf.function(build, autograph=False, **options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _Method(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the body for each microbatch of the batch; on all ranks of the job."""
+        return self._run(self._function, args, kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.function``'s, for the same arguments. All ranks call it: the first one divides the model."""
+        return self._run(self._function.get_concrete_function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state.groups  # noqa: B018 - refuses before `init`
         layers.install()
         optimizers.install()
@@ -81,7 +88,7 @@ class StepFunction:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         try:
             with errors.translated(CLASSES):
-                return self._function(*args, **kwargs)
+                return function(*args, **kwargs)
         except RuntimeError as error:
             interrupts.raise_what_replaced(error)
             raise
@@ -93,10 +100,6 @@ class StepFunction:
                 # The others wait for what this rank does in a step.
                 _core.report_failure(f"{type(error).__name__}: {error.message}")
             raise
-
-    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.function``'s. Collective: it compares nothing yet, but the first one divides the model."""
-        return self._function.get_concrete_function(*args, **kwargs)
 
     # While TensorFlow traces.
 
@@ -119,6 +122,7 @@ class StepFunction:
         _check_dependence(traced, wanted)
         layout = Layout(operations, places, wanted, rank, cfg)
         if is_first:
+            placement.keep(traced, homes, cfg)
             model._smp_divide(homes)
             if groups.pipe is not None:
                 channels.open_between(groups, layout)
@@ -162,6 +166,22 @@ class StepFunction:
 
         templates = [on(rank, traced.returned) for rank in range(size)]
         return templates, [_leaves(template) for template in templates]
+
+
+class _Method:
+    """A step of an object."""
+
+    def __init__(self, step: StepFunction, instance: Any) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.__self__, self._step = instance, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function's."""
+        return self._step(self.__self__, *args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function's."""
+        return self._step.get_concrete_function(self.__self__, *args, **kwargs)
 
 
 class _Gradient:

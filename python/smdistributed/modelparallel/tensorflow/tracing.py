@@ -150,7 +150,10 @@ class Trace:
         if number is None:
             number = self._numbers[id(layer)] = len(self.units)
             self.units.append(layer)
-            self.paths.append("/".join([*(each.name for each in self._models[1:]), layer.name]))
+            path = "/".join([*(each.name for each in self._models[1:]), layer.name])
+            # Layers of one name, in the order of their calls.
+            others = sum(each == path or each.startswith(f"{path}:") for each in self.paths)
+            self.paths.append(f"{path}:{others}" if others else path)
         self._calls += 1
         with self._labelled(Label(True, number, self._calls, label.partition)):
             yield

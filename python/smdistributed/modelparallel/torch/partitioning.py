@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch import nn
 from smdistributed import _core
 from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.torch import cost_trace, prices
-
-_log = logging.getLogger("smdistributed.modelparallel")
 
 
 def auto_partition(
@@ -94,7 +91,7 @@ def _automatic(
         link_nanoseconds=prices.LINK_NANOSECONDS,
         link_bytes_per_nanosecond=prices.LINK_BYTES_PER_NANOSECOND,
     )
-    _log.info("Partition assignments:\n%s", table.rstrip())
+    partition_file.tell(table)
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}
 
 
