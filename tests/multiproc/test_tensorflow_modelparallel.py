@@ -411,6 +411,43 @@ def _calls(folder):
     one, other = smp.allgather([tf.convert_to_tensor(each).numpy() for each in model.trainable_variables])
     assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
 
+    # Gradients in a dictionary, too; and what only looks like them is not.
+    smp.shutdown()
+    smp.init({"partitions": 1, "microbatches": 2, "ddp": True})
+    model = made(smp.DistributedModel)
+
+    @smp.step
+    def named(x, y):
+        outputs = model(x)
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            loss = tf.reduce_mean(tf.square(outputs - y))
+        variables = [getattr(each, "value", each) for each in model.trainable_variables]
+        found = zip(variables, tf.gradients(loss, variables), strict=True)
+        return {
+            each.name: 2.0 * gradient if len(each.shape) == 1 else gradient for each, gradient in found
+        }, tape.gradient(loss, outputs)
+
+    found, by_outputs = named(x[rows], y[rows])
+    assert by_outputs.merge().shape == [4, 4]
+    one, other = smp.allgather({name: tf.convert_to_tensor(each.accumulate()).numpy() for name, each in found.items()})
+    assert all(np.array_equal(each, other[name]) for name, each in one.items())
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    keras.utils.set_random_seed(0)
+
+    class Square(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (keras.layers.Dense(4, use_bias=False) for _ in range(2))
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    model = Square()
+    outputs = smp.step(lambda x: [model(x), 2.0 * model(x)])(y)
+    assert [each.merge().shape for each in outputs] == [[8, 4], [8, 4]]
+
     # Horovod's optimizer reduces gradients when they are applied, not in the step.
     from horovod.tensorflow import keras as hvd
 

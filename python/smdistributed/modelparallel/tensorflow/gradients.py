@@ -10,6 +10,7 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.tensorflow.derivatives import Derivatives, fits
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -30,21 +31,17 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
     return list(zip(found, variables, strict=True))
 
 
-def are_gradients(values: Any, variables: Sequence[Any]) -> bool:
+def are_gradients(values: Any, variables: Sequence[Any], derivatives: Derivatives) -> bool:
     """Whether a part of what a body returns is the gradients of the model: a list or tuple with one for each of its
-    trainable variables, of its shape and type, or ``None``."""
+    trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``."""
     if type(values) not in (list, tuple) or len(values) != len(variables):
         return False
-    if all(value is None for value in values):
-        return False
-    for value, variable in zip(values, variables, strict=True):
-        if value is None:
-            continue
-        if not isinstance(value, tf.Tensor | tf.IndexedSlices) or value.dtype != underlying(variable).dtype:
-            return False
-        if isinstance(value, tf.Tensor) and not value.shape.is_compatible_with(underlying(variable).shape):
-            return False
-    return True
+    pairs = [(value, variable) for value, variable in zip(values, variables, strict=True) if value is not None]
+    return (
+        bool(pairs)
+        and all(fits(value, variable) for value, variable in pairs)
+        and all(id(underlying(variable).handle) in derivatives.variables_of(value) for value, variable in pairs)
+    )
 
 
 def mean_over_replicas(value: Any) -> Any:

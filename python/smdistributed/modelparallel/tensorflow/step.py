@@ -149,7 +149,7 @@ class StepFunction:
             state.trace = before
 
         def on(rank: int, value: Any) -> Any:
-            if gradients.are_gradients(value, variables):
+            if gradients.are_gradients(value, variables, traced.derivatives):
                 here = [
                     each
                     for each, variable in zip(value, variables, strict=True)
@@ -162,7 +162,8 @@ class StepFunction:
                 return type(value)(*(on(rank, item) for item in value))
             if isinstance(value, tuple | list):
                 return type(value)(on(rank, item) for item in value)
-            return value
+            # A gradient elsewhere is on every rank.
+            return value if traced.derivatives.variable_of(value, variables) is None else _Gradient(value)
 
         templates = [on(rank, traced.returned) for rank in range(size)]
         return templates, [_leaves(template) for template in templates]

@@ -22,6 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.tensorflow.contents import Contents
+from smdistributed.modelparallel.tensorflow.derivatives import Derivatives
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -66,6 +67,7 @@ class Trace:
         units: The layers that were called, in the order of their first calls, with their paths.
         inputs: Placeholders of the body's arguments.
         returned: What the body returned.
+        derivatives: Which tensors are gradients.
     """
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class Trace:
         self.returned: Any = None
         self.inputs: list[tf.Tensor] = []
         self.called = False
+        self.derivatives = Derivatives()
         self._numbers: dict[int, int] = {}
         self._label = Label()
         self._models: list[Any] = []
@@ -200,7 +203,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
             placed_args, placed_kwargs = tf.nest.map_structure(placeholder, (list(args), dict(kwargs)))
             found.inputs = [op.outputs[0] for op in found.graph.get_operations() if op.type == "Placeholder"]
-            with _tapes_remember():
+            with _tapes_remember(), found.derivatives.noted():
                 found.returned = body(*placed_args, **placed_kwargs)
             _refuse_pairs(found.returned)
             found.returned = tf.nest.map_structure(_as_tensor, found.returned)
