@@ -3,10 +3,13 @@
     smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 2
     smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 16
     smdrun -n 2 benches/modelparallel/keras_steps.py pipelining
+    smdrun -n 2 benches/modelparallel/keras_steps.py replicas --microbatches 2
 
 The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how much larger a rank
 becomes by them and by steps; microbatches have the same size however many there are. ``pipelining`` compares a step with one of plain Keras in one process, over
 as many microbatches, in rounds that take turns; every process computes in one thread. With GPUs, each process uses one (`--threads 0`).
+``replicas`` compares steps of replicas of the whole model (`"ddp": True`) with the same steps whose gradients are averaged when all of them are
+there, and with steps that average nothing: what a step takes longer than those is exposed.
 """
 
 from __future__ import annotations
@@ -22,10 +25,19 @@ from typing import Any
 import tensorflow as tf
 
 import smdistributed.modelparallel.tensorflow as smp
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 
 
-def trainer(base: type, layers: int, width: int, rows: int, microbatches: int) -> tuple[Any, Callable[[], Any]]:
-    """A model of such layers, and what makes a step of it. With plain Keras, each microbatch comes after the one before it."""
+def trainer(
+    base: type,
+    layers: int,
+    width: int,
+    rows: int,
+    microbatches: int,
+    finish: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+) -> tuple[Any, Callable[[], Any]]:
+    """A model of such layers, and what makes a step of it; ``finish`` gets the gradients before the optimizer does. With plain
+    Keras, each microbatch comes after the one before it."""
     keras = tf.keras
     distributed = issubclass(base, smp.DistributedModel)
 
@@ -53,7 +65,7 @@ def trainer(base: type, layers: int, width: int, rows: int, microbatches: int) -
         @tf.function
         def train() -> tf.Tensor:
             gradients, loss = step(batch)
-            gradients = [each.accumulate() for each in gradients]
+            gradients = [finish(each.accumulate()) for each in gradients]
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss.reduce_mean()
     else:
@@ -140,23 +152,60 @@ def pipelining(arguments: argparse.Namespace) -> None:
         )
 
 
+def replicas(arguments: argparse.Namespace) -> None:
+    """See the module's text."""
+    tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
+    shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
+
+    def mean_of_all(gradient: tf.Tensor) -> tf.Tensor:
+        return core_ops.smd_all_reduce(tensor=gradient, op="average", group=0)
+
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, ddp, finish in (("alone", False, tf.identity), ("after", False, mean_of_all), ("while", True, tf.identity)):
+        # A script has one model, but what was traced of the others runs on.
+        smp.shutdown()
+        smp.init({"partitions": 1, "microbatches": arguments.microbatches, "ddp": ddp})
+        _, steps[name] = trainer(smp.DistributedModel, *shape, finish)
+        for _ in range(3):
+            steps[name]()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(arguments.rounds):
+        for name, step in steps.items():
+            smp.barrier()
+            start = time.perf_counter()
+            for _ in range(arguments.steps):
+                float(step())
+            smp.barrier()
+            times[name].append(1e3 * (time.perf_counter() - start) / arguments.steps)
+    if smp.rank() == 0:
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        print(f"{smp.size()} replicas, {arguments.microbatches} microbatches: {medians['alone']:.1f} ms without a mean", flush=True)
+        for name, what in (("while", "mean while the rest is computed"), ("after", "mean after it")):
+            more = sorted(other - alone for alone, other in zip(times["alone"], times[name], strict=True))
+            print(
+                f"  {what}: {medians[name]:.1f} ms, exposed {statistics.median(more):.1f} ms ({more[0]:.1f} .. {more[-1]:.1f})",
+                flush=True,
+            )
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "pipelining"))
+    parser.add_argument("what", choices=("memory", "pipelining", "replicas"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="interleaved", choices=("simple", "interleaved", "zero_bubble"))
     parser.add_argument(
-        "--threads", type=int, default=1, help="of `pipelining`, in each process; 0: TensorFlow's own choice"
+        "--threads", type=int, default=1, help="of each process, but for `memory`; 0: TensorFlow's own choice"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="in a round")
     arguments = parser.parse_args()
     smp.init()
-    {"memory": memory, "pipelining": pipelining}[arguments.what](arguments)
+    {"memory": memory, "pipelining": pipelining, "replicas": replicas}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use cxx::SharedPtr;
 use smd_core::reducer::arrival::{self, Arrival, Execution};
-use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::blueprint::{self, Blueprint};
 use smd_core::reducer::makers::Gradient;
-use smd_core::reducer::{self, blueprint};
+use smd_core::reducer::{self, ParamSpec};
 use smd_core::session;
 use smd_core::{Error, Result};
 
@@ -18,7 +18,7 @@ use crate::reducer::SlotLease;
 /// A blueprint; its reducer belongs to whatever session runs when gradients come.
 pub struct GradientPlan {
     number: usize,
-    description: Arc<Description>,
+    blueprint: Arc<Blueprint>,
 }
 
 // SAFETY: the header demands that all of it may be called on any thread.
@@ -53,7 +53,7 @@ pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
     guard(|| {
         let number = usize::try_from(number)
             .map_err(|_| Error::InvalidArgument(format!("{number} is not the number of a plan of gradients")))?;
-        Ok(Box::new(GradientPlan { number, description: blueprint::get(number)? }))
+        Ok(Box::new(GradientPlan { number, blueprint: blueprint::get(number)? }))
     })
 }
 
@@ -72,12 +72,12 @@ pub unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8) {
 
 impl GradientPlan {
     pub fn share(&self) -> Box<GradientPlan> {
-        Box::new(GradientPlan { number: self.number, description: Arc::clone(&self.description) })
+        Box::new(GradientPlan { number: self.number, blueprint: Arc::clone(&self.blueprint) })
     }
 
     pub fn param_bytes(&self, param: usize) -> Result<usize, Report> {
         guard(|| {
-            let params = &self.description.params;
+            let params = self.params();
             let spec = params.get(param).ok_or_else(|| {
                 Error::InvalidArgument(format!(
                     "plan {} has {} parameters, and none {param}",
@@ -90,21 +90,25 @@ impl GradientPlan {
     }
 
     pub fn param_name(&self, param: usize) -> String {
-        self.description.params.get(param).map(|spec| spec.name.clone()).unwrap_or_default()
+        self.params().get(param).map(|spec| spec.name.clone()).unwrap_or_default()
     }
 
     /// # Safety
     /// See the bridge.
     pub unsafe fn take_slot(&self, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease> {
         let session = session::current("the reduction of gradients").ok();
-        let bytes = self.description.params[param].bytes();
+        let bytes = self.params()[param].bytes();
         Box::new(SlotLease(session.and_then(|session| session.take_slot(self.gradient(param), bytes, ptr, learn))))
     }
 
     pub fn lent_in_vain(&self, param: usize) {
         if let Ok(session) = session::current("the reduction of gradients") {
-            session.lent_in_vain(self.gradient(param), self.description.params[param].bytes());
+            session.lent_in_vain(self.gradient(param), self.params()[param].bytes());
         }
+    }
+
+    fn params(&self) -> &[ParamSpec] {
+        &self.blueprint.description.params
     }
 
     fn gradient(&self, param: usize) -> Gradient {

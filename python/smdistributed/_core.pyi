@@ -96,10 +96,11 @@ def plan_gradients(
     wire: str | None = None,
     sum: bool = False,
     on_device: bool = False,
+    group: int = 0,
 ) -> int:
     """The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
     are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
-    `on_device` says that they are on a CUDA device."""
+    `on_device` says that they are on a CUDA device; `group` is the number of the group that reduces them, 0 for all ranks."""
 
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""

@@ -3,16 +3,18 @@
 use pyo3::prelude::*;
 use smd_core::Error;
 use smd_core::buffer::DType;
+use smd_core::reducer::blueprint::{self, Blueprint};
 use smd_core::reducer::fingerprint::Description;
-use smd_core::reducer::{Options, ParamSpec, Reduction, blueprint, bucket_sizes};
+use smd_core::reducer::{Options, ParamSpec, Reduction, bucket_sizes};
+use smd_core::session;
 
 use crate::enter::enter;
 
 /// The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
 /// are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
-/// `on_device` says that they are on a CUDA device.
+/// `on_device` says that they are on a CUDA device; `group` is the number of the group that reduces them, 0 for all ranks.
 #[pyfunction]
-#[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false, on_device=false))]
+#[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false, on_device=false, group=0))]
 #[expect(clippy::too_many_arguments, reason = "Python names them")]
 pub fn plan_gradients(
     py: Python<'_>,
@@ -23,6 +25,7 @@ pub fn plan_gradients(
     wire: Option<String>,
     sum: bool,
     on_device: bool,
+    group: u64,
 ) -> PyResult<usize> {
     enter(py, || {
         let params = gradients
@@ -35,7 +38,15 @@ pub fn plan_gradients(
         };
         let bucket_bytes = bucket_sizes(bucket_bytes);
         let options = Options { bucket_bytes, reduction, sum, absent, on_device, ..Options::default() };
-        blueprint::draw(graph, Description { params, options })
+        let ranks = match group {
+            // Whichever there are when gradients come.
+            0 => None,
+            _ => {
+                let communicator = session::current("the reduction of gradients")?.communicator(group)?;
+                Some(communicator.members().ranks.to_vec())
+            }
+        };
+        blueprint::draw(graph, Blueprint { description: Description { params, options }, ranks })
     })
 }
 

@@ -24,13 +24,13 @@ ENV["CUDA_VISIBLE_DEVICES"] = ""
 LAUNCHER = Forked("tensorflow")
 
 
-def steps(partitions, victim, differs_at):
+def steps(partitions, replicas, victim, differs_at):
     """A rank: trains until something ends it; the victim runs another step as number ``differs_at``."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
 
-    smp.init({"partitions": partitions, "microbatches": 4})
+    smp.init({"partitions": partitions, "microbatches": 4, **({"ddp": True} if replicas > 1 else {})})
 
     class Model(smp.DistributedModel):
         def __init__(self):
@@ -63,7 +63,7 @@ def steps(partitions, victim, differs_at):
             announce("training")
 
 
-def run(partitions, victim, kind, delay, limit):
+def run(partitions, victim, kind, delay, limit, replicas=1):
     """One run, in which the victim dies ``delay`` seconds into training, or runs another step (``kind``: "dies", "differs").
 
     Returns:
@@ -71,7 +71,8 @@ def run(partitions, victim, kind, delay, limit):
     """
     # Not a number that a step has, if it is to die.
     differs_at = 4 + int(100 * delay) if kind == "differs" else -1
-    with start_ranks(steps, partitions, partitions, victim, differs_at, launcher=LAUNCHER, env=ENV, timeout=150) as job:
+    arguments = partitions, replicas, victim, differs_at
+    with start_ranks(steps, partitions * replicas, *arguments, launcher=LAUNCHER, env=ENV, timeout=150) as job:
         job.wait_for("training")
         began = None
         if kind == "dies":

@@ -19,7 +19,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("partitions", "victim", "kind"), [(2, 1, "dies"), (3, 1, "differs")])
-def test_what_ends_a_step_is_told_to_all(partitions, victim, kind):
+@pytest.mark.parametrize(
+    ("partitions", "replicas", "victim", "kind"), [(2, 1, 1, "dies"), (3, 1, 1, "differs"), (2, 2, 3, "dies")]
+)
+def test_what_ends_a_step_is_told_to_all(partitions, replicas, victim, kind):
     # It takes milliseconds; a machine that does much else needs longer for anything.
-    end_tensorflow_steps.run(partitions, victim, kind, 0.03, limit=30.0)
+    end_tensorflow_steps.run(partitions, victim, kind, 0.03, limit=30.0, replicas=replicas)

@@ -197,8 +197,11 @@ def _cast(value: Any, kind: str) -> Any:
     )
 
 
-def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) -> dict[str, Any]:
-    """Trains the model; `way` is how gradients are computed in a `smp.step`, `None` for plain Keras.
+def learn(
+    base: type, name: str, kind: str, microbatches: int, way: str | None, replica: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
+    """Trains the model; `way` is how gradients are computed in a `smp.step`, `None` for plain Keras. Of `replica`, a number and
+    how many there are, it takes the rows.
 
     Returns:
         Losses, the last step's outputs, and by the number of the variable its gradient in the first step and its value.
@@ -214,7 +217,9 @@ def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) 
     model = make()
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     rng = np.random.default_rng(3)
-    batches = [_cast(given(rng), kind) for _ in range(STEPS)]
+    place, replicas = replica
+    rows = slice(place * ROWS // replicas, (place + 1) * ROWS // replicas)
+    batches = [tf.nest.map_structure(lambda each: each[rows], _cast(given(rng), kind)) for _ in range(STEPS)]
 
     def with_tape(inputs, targets):
         with tf.GradientTape() as tape:
@@ -227,10 +232,24 @@ def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) 
         loss = _loss(outputs, targets)
         return optimizer.get_gradients(loss, model.trainable_variables), loss, outputs
 
+    def with_pairs(inputs, targets):
+        outputs = model(inputs, training=True)
+        loss = _loss(outputs, targets)
+        pairs = optimizer.compute_gradients(loss, model.trainable_variables)
+        return [gradient for gradient, _ in pairs], loss, outputs
+
+    def with_graph(inputs, targets):
+        outputs = model(inputs, training=True)
+        loss = _loss(outputs, targets)
+        # A variable of Keras 3 has TensorFlow's inside.
+        variables = [each if isinstance(each, tf.Variable) else each.value for each in model.trainable_variables]
+        return tf.gradients(loss, variables), loss, outputs
+
     if way is not None:
         import smdistributed.modelparallel.tensorflow as smp
 
-        step = smp.step(with_tape if way == "tape" else with_optimizer)
+        ways = {"tape": with_tape, "get": with_optimizer, "pairs": with_pairs, "graph": with_graph}
+        step = smp.step(ways[way])
 
         @tf.function
         def train(inputs, targets):
@@ -243,7 +262,7 @@ def learn(base: type, name: str, kind: str, microbatches: int, way: str | None) 
 
         @tf.function
         def train(inputs, targets):
-            count = ROWS // microbatches
+            count = len(targets) // microbatches
             rows = [slice(index * count, (index + 1) * count) for index in range(microbatches)]
             parts = [with_tape(tf.nest.map_structure(lambda each, at=at: each[at], inputs), targets[at]) for at in rows]
             gradients = [
@@ -297,19 +316,23 @@ def compare(
     schedule: str,
     way: str,
     plain: Mapping[str, Any] | None = None,
+    replicas: int = 1,
 ) -> tuple[float, int]:
     """In a rank: the largest difference between the model on all partitions and plain Keras (what `alone` gives, if it is known), and
-    how many variables are here."""
+    how many variables are here. Replicas share the rows, and plain Keras takes their microbatches one after the other."""
     import numpy as np
 
     import smdistributed.modelparallel.tensorflow as smp
 
     smp.shutdown()
-    smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule})
-    ours = learn(smp.DistributedModel, name, kind, microbatches, way)
-    plain = plain or alone(name, kind, microbatches)
-    differences = [np.max(np.abs(np.subtract(ours["losses"], plain["losses"])))]
+    ddp = {"ddp": True} if replicas > 1 else {}
+    smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule, **ddp})
+    ours = learn(smp.DistributedModel, name, kind, microbatches, way, (smp.dp_rank(), smp.dp_size()))
+    plain = plain or alone(name, kind, replicas * microbatches)
+    losses = np.mean(smp.allgather(ours["losses"], smp.CommGroup.DP_GROUP), 0)
+    differences = [np.max(np.abs(losses - plain["losses"]))]
     for one, other in zip(ours["outputs"], plain["outputs"], strict=True):
+        other = np.split(other, replicas)[smp.dp_rank()]
         differences.append(np.max(np.abs(one - other)))
     for what in ("gradients", "variables"):
         for place, value in ours[what].items():

@@ -19,11 +19,20 @@ pub const NO_GRAPH: u64 = 0;
 
 static DRAWN: Mutex<Option<Drawn>> = Mutex::new(None);
 
+/// What a reducer is made from.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Blueprint {
+    /// What its ranks compare.
+    pub description: Description,
+    /// The ranks whose gradients it reduces; all that there are, if it names none.
+    pub ranks: Option<Vec<usize>>,
+}
+
 #[derive(Default)]
 struct Drawn {
     /// By number.
-    blueprints: Vec<Arc<Description>>,
-    /// By description and how many of the kind the graph has before it.
+    blueprints: Vec<Arc<Blueprint>>,
+    /// By what a blueprint says and how many that say it the graph has before it.
     numbers: HashMap<(Vec<u8>, usize), usize>,
     /// What each graph names, in order.
     graphs: HashMap<u64, Vec<usize>>,
@@ -31,23 +40,23 @@ struct Drawn {
     graph_of: Vec<u64>,
 }
 
-/// The number of the blueprint that `graph` names next, or without a graph, of the one blueprint of this description.
+/// The number of the blueprint that `graph` names next, or without a graph, of the only one that says this.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for options that no reducer can have.
-pub fn draw(graph: u64, description: Description) -> Result<usize> {
-    description.options.check()?;
-    let key = postcard::to_stdvec(&description)
+pub fn draw(graph: u64, blueprint: Blueprint) -> Result<usize> {
+    blueprint.description.options.check()?;
+    let key = postcard::to_stdvec(&blueprint)
         .map_err(|error| Error::Internal(format!("the parameter list cannot be encoded: {error}")))?;
     let drawn = &mut *DRAWN.lock();
     let Drawn { blueprints, numbers, graphs, graph_of } = drawn.get_or_insert_default();
     let named = graphs.entry(graph).or_default();
     let before = match graph {
         NO_GRAPH => 0,
-        _ => named.iter().filter(|&&number| *blueprints[number] == description).count(),
+        _ => named.iter().filter(|&&number| *blueprints[number] == blueprint).count(),
     };
     let number = *numbers.entry((key, before)).or_insert_with(|| {
-        blueprints.push(Arc::new(description));
+        blueprints.push(Arc::new(blueprint));
         graph_of.push(graph);
         blueprints.len() - 1
     });
@@ -62,7 +71,7 @@ pub fn draw(graph: u64, description: Description) -> Result<usize> {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if this process has drawn none.
-pub fn get(number: usize) -> Result<Arc<Description>> {
+pub fn get(number: usize) -> Result<Arc<Blueprint>> {
     let drawn = DRAWN.lock();
     drawn.as_ref().and_then(|drawn| drawn.blueprints.get(number)).cloned().ok_or_else(|| {
         Error::InvalidArgument(format!(
@@ -89,12 +98,15 @@ mod tests {
 
     #[test]
     fn graphs_that_are_traced_again_find_their_blueprints() {
-        let description = |name: &str| Description {
-            params: vec![ParamSpec::dense(name, [3], DType::Float32)],
-            options: Options::default(),
+        let of = |name: &str, ranks: Option<Vec<usize>>| Blueprint {
+            description: Description {
+                params: vec![ParamSpec::dense(name, [3], DType::Float32)],
+                options: Options::default(),
+            },
+            ranks,
         };
         let trace = |graph, names: &[&str]| -> Vec<usize> {
-            names.iter().map(|name| draw(graph, description(name)).expect("the options are good")).collect()
+            names.iter().map(|name| draw(graph, of(name, None)).expect("the options are good")).collect()
         };
         // Numbers are the process's, so the names are this test's own.
         let first = trace(7001, &["blueprint a", "blueprint b", "blueprint a"]);
@@ -104,7 +116,9 @@ mod tests {
         assert_eq!(trace(NO_GRAPH, &["blueprint a", "blueprint a"]), [first[0], first[0]]);
         let alone = trace(NO_GRAPH, &["blueprint c"]);
         assert_eq!(made_with(alone[0]), alone);
-        assert_eq!(get(first[1]).expect("it was drawn").params[0].name, "blueprint b");
+        let some = draw(7003, of("blueprint a", Some(vec![0, 2]))).expect("the options are good");
+        assert!(!first.contains(&some), "ranks that are others have a reducer of their own");
+        assert_eq!(get(first[1]).expect("it was drawn").description.params[0].name, "blueprint b");
         assert!(get(1 << 40).is_err());
     }
 }

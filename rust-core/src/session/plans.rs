@@ -50,8 +50,11 @@ impl Steps {
 impl Elsewhere for Steps {
     fn waits(&self) -> Vec<String> {
         let Some(session) = self.0.upgrade() else { return Vec::new() };
-        let open: Vec<_> = session.plans.open.lock().values().cloned().collect();
-        let mut waits: Vec<_> = open.iter().filter_map(|arrivals| arrivals.waits(WAITS_AFTER)).collect();
+        // Where not all ranks reduce, these may wait while others wait for something else, and all is well.
+        let is_for_all = |number: usize| blueprint::get(number).is_ok_and(|blueprint| blueprint.ranks.is_none());
+        let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
+        let open = open.iter().filter(|(number, _)| is_for_all(*number));
+        let mut waits: Vec<_> = open.filter_map(|(_, arrivals)| arrivals.waits(WAITS_AFTER)).collect();
         waits.sort();
         waits
     }
@@ -134,9 +137,9 @@ impl Session {
         }
         let Workshop { orders, is_open, ended } = &mut *self.plans.workshop.lock();
         for number in blueprint::made_with(number) {
-            let description = blueprint::get(number)?;
+            let blueprint = blueprint::get(number)?;
             open.entry(number).or_insert_with(|| {
-                let arrivals = Arrivals::new(&description);
+                let arrivals = Arrivals::new(&blueprint.description);
                 orders.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
@@ -205,7 +208,7 @@ impl Session {
         if let Some(own) = own
             && (first == self.rank() || second == self.rank())
         {
-            store.set(&key(self.rank()), &postcard::to_stdvec(&*blueprint::get(own).ok()?).ok()?).ok()?;
+            store.set(&key(self.rank()), &postcard::to_stdvec(&blueprint::get(own).ok()?.description).ok()?).ok()?;
         }
         let of = |rank: usize| -> Option<Description> {
             postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
@@ -215,17 +218,19 @@ impl Session {
 
     fn make_all(self: &Arc<Self>, ended: u64) {
         loop {
-            let all: Vec<usize> = (0..self.size()).collect();
-            let (number, arrivals, group) = {
+            let (number, arrivals, ranks, group) = {
                 let workshop = &mut *self.plans.workshop.lock();
                 if workshop.ended != ended {
                     return;
                 }
                 let Some((number, arrivals)) = workshop.orders.pop_front() else { return workshop.is_open = false };
+                let named = blueprint::get(number).ok().and_then(|blueprint| blueprint.ranks.clone());
+                let ranks = named.unwrap_or_else(|| (0..self.size()).collect());
                 // Under the lock: who ends everything has groups counted anew.
-                (number, arrivals, self.next_plan_group(&all))
+                let group = self.next_plan_group(&ranks);
+                (number, arrivals, ranks, group)
             };
-            let made = self.make_plan(number, group, &all);
+            let made = self.make_plan(number, group, &ranks);
             if self.plans.workshop.lock().ended != ended {
                 // Its gradients have been answered.
                 if let Ok(reducer) = made {
@@ -233,7 +238,7 @@ impl Session {
                 }
                 return;
             }
-            if made.is_ok() && self.size() > 1 {
+            if made.is_ok() && self.size() > 1 && ranks.len() == self.size() {
                 // Knows when ranks wait for different steps. All ranks are here, so it need not wait for them; if there
                 // can be none, gradients are reduced all the same.
                 let _ = self.negotiator(WORLD);
@@ -249,9 +254,9 @@ impl Session {
         }
     }
 
-    fn make_plan(&self, number: usize, group: u64, all: &[usize]) -> Result<Arc<Reducer>> {
-        let description = blueprint::get(number)?;
-        let own = self.make_plan_group(group, all)?;
+    fn make_plan(&self, number: usize, group: u64, ranks: &[usize]) -> Result<Arc<Reducer>> {
+        let description = &blueprint::get(number)?.description;
+        let own = self.make_plan_group(group, ranks)?;
         Reducer::new(Arc::clone(&own), description.params.clone(), description.options.clone()).inspect_err(|_| {
             // The reason counts; that the group cannot be removed either adds nothing.
             let _ = self.remove_group(own.id());

@@ -21,7 +21,7 @@ from smdistributed._common import errors
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
-from smdistributed.dataparallel.tensorflow.collectives import all_gather, call, ops
+from smdistributed.dataparallel.tensorflow.collectives import call, ops
 from smdistributed.dataparallel.tensorflow.compression import (
     BF16Compression,
     Compression,
@@ -40,8 +40,8 @@ _graphs: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
 # Plans outside of graphs, by what they are made from: steps come one after the other there.
 _eager_plans: dict[Any, int] = {}
-# How each plan reduces, for its gradient.
-_ops_of_plans: dict[int, str] = {}
+# How each plan reduces, and in which group, for its gradient.
+_ways_of_plans: dict[int, tuple[str, int]] = {}
 
 # What TensorFlow and Keras append to a name that they have given before.
 _COUNT = re.compile(r"_\d+(?=[/:]|$)")
@@ -56,6 +56,7 @@ def reduce_gradients(
     sparse_as_dense: bool = True,
     bucket_cap_mb: float | None = 25,
     name: str | None = None,
+    group: int = 0,
 ) -> list[Gradient]:
     """Reduces the gradients of one step over the ranks.
 
@@ -68,6 +69,7 @@ def reduce_gradients(
         sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first; otherwise the ranks' slices are gathered.
         bucket_cap_mb: Most MiB of gradients that are reduced together.
         name: A prefix for the operations in a graph.
+        group: The core's number of the group of ranks that take part; 0 for all.
 
     Returns:
         The reduced gradients, in the same order; ``None`` stays ``None``.
@@ -79,7 +81,7 @@ def reduce_gradients(
     if len(gradients) != len(variables):
         raise ValueError(f"there are {len(gradients)} gradients of {len(variables)} variables")
     op = op or ReduceOp.AVERAGE
-    names = [f"{_name(variable)} (number {index})" for index, variable in enumerate(variables)]
+    names = [f"{name_of(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)
     # By place: a reducer is for gradients in the memory of one. Without GPUs there is only one.
     planned: dict[str | None, list[tuple[int, tf.Tensor, Any]]] = {}
@@ -94,7 +96,7 @@ def reduce_gradients(
                 if not sparse_as_dense:
                     # One after the other, which a graph has to be told.
                     with tf.control_dependencies(last if graph else []):
-                        reduced[index] = _gather(gradient, op, graph)
+                        reduced[index] = _gather(gradient, op, graph, group)
                     last = [reduced[index].values]
                     continue
                 gradient = tf.convert_to_tensor(gradient)
@@ -104,20 +106,21 @@ def reduce_gradients(
             sent, ctx = (gradient, None) if compression in _WIRES else compression.compress(gradient)
             if not sent.shape.is_fully_defined():
                 # What is planned when the graph is traced needs a size.
-                reduced[index] = compression.decompress(call(ops.smd_all_reduce, tensor=sent, op=op.value), ctx)
+                summed = call(ops.smd_all_reduce, tensor=sent, op=op.value, group=group)
+                reduced[index] = compression.decompress(summed, ctx)
                 continue
             place = place_of(variables[index]) if has_gpus else None
             planned.setdefault(place, []).append((index, sent, ctx))
         absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
         if absent and len(absent) == len(gradients):
             # Others may have some, and wait for this rank: so that all hear of it, it takes part with nothing.
-            plan = _plan([("nothing", (1,), "float32")], absent, bucket_bytes(bucket_cap_mb), None, op, None)
+            plan = _plan([("nothing", (1,), "float32")], absent, bucket_bytes(bucket_cap_mb), None, op, None, group)
             with tf.device("/device:CPU:0"):
                 _reduce([tf.zeros(1)], plan)
         # In the order in which the first gradient of each comes, which is the same on all ranks.
         for place, together in planned.items():
             described = [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in together]
-            plan = _plan(described, absent, bucket_bytes(bucket_cap_mb), _WIRES.get(compression), op, place)
+            plan = _plan(described, absent, bucket_bytes(bucket_cap_mb), _WIRES.get(compression), op, place, group)
             with tf.device(place) if place else contextlib.nullcontext():
                 outputs = _reduce([sent for _, sent, _ in together], plan)
             for (index, _, ctx), output in zip(together, outputs, strict=True):
@@ -132,8 +135,8 @@ def check_options(op: ReduceOp | None, bucket_cap_mb: float | None) -> None:
     bucket_bytes(bucket_cap_mb)
 
 
-def _name(variable: Any) -> str:
-    # Ranks may have built different numbers of models before this one.
+def name_of(variable: Any) -> str:
+    """A variable's name, the same on all ranks: they may have built different numbers of models before this one."""
     name = getattr(variable, "path", None) or ("" if isinstance(variable, tf.Tensor) else getattr(variable, "name", ""))
     return _COUNT.sub("", name.removesuffix(":0")) or "tensor"
 
@@ -154,6 +157,7 @@ def _plan(
     wire: str | None,
     op: ReduceOp,
     place: str | None,
+    group: int,
 ) -> int:
     on_device = place is not None and "GPU" in place
     with errors.translated(CLASSES):
@@ -161,14 +165,14 @@ def _plan(
             graph = tf.compat.v1.get_default_graph()
             if graph not in _graphs:
                 _graphs[graph] = next(_numbers)
-            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM, on_device)
+            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM, on_device, group)
         else:
-            key = (tuple(described), tuple(absent), cap, wire, op, place)
+            key = (tuple(described), tuple(absent), cap, wire, op, place, group)
             plan = _eager_plans.get(key, -1)
             if plan < 0:
-                plan = _core.plan_gradients(0, described, absent, cap, wire, op is ReduceOp.SUM, on_device)
+                plan = _core.plan_gradients(0, described, absent, cap, wire, op is ReduceOp.SUM, on_device, group)
                 _eager_plans[key] = plan
-    _ops_of_plans[plan] = op.value
+    _ways_of_plans[plan] = op.value, group
     return plan
 
 
@@ -194,15 +198,15 @@ def _reduce(gradients: list[tf.Tensor], plan: int) -> list[tf.Tensor]:
 
 @tf.RegisterGradient("SmdReduceGradients")
 def _gradient(op: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
-    how = _ops_of_plans[op.get_attr("plan")]
-    return [None if each is None else call(ops.smd_all_reduce, tensor=each, op=how) for each in gradients]
+    how, group = _ways_of_plans[op.get_attr("plan")]
+    return [None if each is None else call(ops.smd_all_reduce, tensor=each, op=how, group=group) for each in gradients]
 
 
-def _gather(slices: tf.IndexedSlices, op: ReduceOp, graph: bool) -> tf.IndexedSlices:
+def _gather(slices: tf.IndexedSlices, op: ReduceOp, graph: bool, group: int) -> tf.IndexedSlices:
     """The slices of all ranks, one after the other."""
-    indices = all_gather(slices.indices)
+    indices = call(ops.smd_all_gather, tensor=slices.indices, group=group).output
     with tf.control_dependencies([indices] if graph else []):
-        values = all_gather(slices.values)
+        values = call(ops.smd_all_gather, tensor=slices.values, group=group).output
     if op is ReduceOp.AVERAGE:
-        values = values / tf.cast(_core.size(), values.dtype)
+        values = values / tf.cast(len(_core.group_ranks(group)), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -9,7 +9,10 @@ import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.reduction import name_of, reduce_gradients
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.tensorflow import agreement
 from smdistributed.modelparallel.tensorflow.derivatives import Derivatives, fits
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -44,11 +47,28 @@ def are_gradients(values: Any, variables: Sequence[Any], derivatives: Derivative
     )
 
 
-def mean_over_replicas(value: Any) -> Any:
-    """The mean of a gradient over the replicas of the model."""
-    if isinstance(value, tf.IndexedSlices):
-        value = tf.convert_to_tensor(value)
-    return core_ops.smd_all_reduce(tensor=value, op="average", group=state.groups.data)
+def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The means over the replicas of the model, in the graph of a step: each starts on its way when it is there.
+
+    What a reducer does with gradients has no end if its ranks give it different ones, so they are compared when the step
+    begins, while the pipeline runs.
+
+    Args:
+        sums: This rank's gradients, ``None`` among them or not; slices become dense.
+        variables: What they are gradients of.
+        everywhere: A microbatch's gradient and its variable, those of all partitions.
+    """
+    groups = state.groups
+    lines = [
+        f"{'no gradient' if value is None else f'a gradient {value.dtype.name}{list(variable.shape)}'} of "
+        f"{name_of(variable)}"
+        for value, variable in everywhere
+    ]
+    differ = "the replicas of this partition reduce different gradients"
+    names = [f"rank {rank}" for rank in groups.members["dp"]]
+    told = agreement.compare(lines, groups.data, CommGroup.DP_GROUP, differ, names)
+    with tf.control_dependencies([told]):
+        return reduce_gradients(sums, variables, group=groups.data)
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:

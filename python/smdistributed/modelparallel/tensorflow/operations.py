@@ -99,10 +99,15 @@ class Operations:
             label.partition,
             [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
             made,
-            auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR,
+            has_effect(op),
             any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
             _flops(op),
         )
+
+
+def has_effect(op: tf.Operation) -> bool:
+    """Whether something happens when it is computed, even if nobody takes its results."""
+    return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
 
 
 def waited_for(op: tf.Operation) -> list[tf.Operation]:

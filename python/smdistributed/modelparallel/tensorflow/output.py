@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,14 +22,14 @@ class StepOutput:
     def __init__(
         self,
         outputs: Sequence[Value],
-        reduce: Callable[[Value], Value] | None = None,
         total: tf.Tensor | None = None,
+        of_replicas: bool = False,
     ) -> None:
         self.outputs = list(outputs)
-        # Over the replicas of the model, where that is the configuration's wish.
-        self._reduce = reduce
         # The step adds gradients up while it runs.
         self._total = total
+        # Whether that is also the mean over the replicas of the model.
+        self._of_replicas = of_replicas
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -46,20 +46,20 @@ class StepOutput:
     # What TensorFlow asks of a class whose objects functions take and return.
 
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
-        return (self._reduce,), (tuple(self.outputs), self._total)
+        return (self._of_replicas,), (tuple(self.outputs), self._total)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> StepOutput:
         outputs, total = components
-        return cls(outputs, metadata[0], total)
+        return cls(outputs, total, metadata[0])
 
     def reduce_mean(self) -> Value:
         """Their mean."""
-        return self._reduced(_scaled(self._sum(), len(self.outputs)))
+        return _scaled(self._sum(), len(self.outputs))
 
     def reduce_sum(self) -> Value:
         """Their sum."""
-        return self._reduced(self._sum())
+        return self._sum()
 
     def concat(self) -> tf.Tensor:
         """All rows of axis 0, one microbatch after the other; of numbers, a tensor of them."""
@@ -88,23 +88,21 @@ class StepOutput:
             raise SMPValidationError(f"`method` is {method!r}: expected 'variable', 'accumulate_n' or 'add_n'")
         if var is not None and method != "variable":
             raise SMPValidationError(f"`var` is only for the method 'variable', not for {method!r}")
-        if var is None and any(isinstance(output, tf.IndexedSlices) for output in self.outputs):
+        few_rows = any(isinstance(output, tf.IndexedSlices) for output in self.outputs)
+        if var is None and self._total is None and few_rows:
             return self.reduce_mean()
-        total = tf.add_n(self.outputs) if method == "add_n" else self._sum()
+        total = tf.add_n(self.outputs) if method == "add_n" and not self._of_replicas else self._sum()
         if var is not None:
             # Few rows, perhaps.
             var.assign(tf.convert_to_tensor(total))
             total = var.read_value()
-        return self._reduced(_scaled(total, len(self.outputs)))
+        return _scaled(total, len(self.outputs))
 
     def _sum(self) -> Value:
-        return _sum(self.outputs) if self._total is None else self._total
-
-    def _reduced(self, value: Value) -> Value:
-        return value if self._reduce is None else self._reduce(value)
+        return sum_of(self.outputs) if self._total is None else self._total
 
 
-def _sum(outputs: Sequence[Value]) -> Value:
+def sum_of(outputs: Sequence[Value]) -> Value:
     """In the order of the microbatches, one at a time."""
     if all(isinstance(output, tf.IndexedSlices) for output in outputs):
         indices = tf.concat([output.indices for output in outputs], 0)

@@ -6,40 +6,41 @@
   at once, since others may wait for what comes of it. What an anchored call has made for others is on its way before the
   next one begins: where one thread runs all operations, it would take the longer one first.
 - PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
-  again when the last call that takes it has ended.
+  again when the last call that takes it has ended. PROG-6 is the exception.
 - PROG-4: gradients are added up as they come, and the next backward waits for that: two of a variable are held at a
   time, however many microbatches there are. What else is returned of them is held if somebody takes it.
 - PROG-5: a call comes after those whose effects its operations wait for, and after those for the microbatch before
   that read or change a variable which it changes or reads (SEG-3 in the core). Other ranks are told of effects by a
   message.
+- PROG-6: what is wanted early (gradients that replicas reduce while the rest is computed) is not held until a call ends: the
+  last call that makes some of it is its operations instead, which wait for what the call would wait for, and are waited for
+  alike. What has effects is called all the same.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
-from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
-from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.tensorflow import communication, timeline
+from smdistributed.modelparallel.tensorflow import agreement, timeline
 from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
 from smdistributed.modelparallel.tensorflow.messages import Messages
-from smdistributed.modelparallel.tensorflow.operations import waited_for
+from smdistributed.modelparallel.tensorflow.operations import has_effect, waited_for
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
 _NAMING = ("_class", "_output_shapes")
 
 
-def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> None:
-    """Makes ``ops`` again in the current graph.
+def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> list[tf.Operation]:
+    """Makes ``ops`` again in the current graph, and returns them.
 
     Args:
         ops: In an order in which they can be made.
@@ -68,6 +69,7 @@ def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> None:
             if old.dtype in (tf.resource, tf.variant):
                 handle_data_util.copy_handle_data(old, tensor)
             values[old.name] = tensor
+    return list(made.values())
 
 
 class Program:
@@ -79,6 +81,7 @@ class Program:
         given: For each microbatch, what stands for the inputs of the trace.
         groups: The pipeline.
         to_sum: Names of tensors that the step returns here, whose sums over the microbatches are wanted.
+        early: Names of tensors that the step returns here, each of which is wanted as soon as it is there.
 
     Attributes:
         sums: These sums, by name, when the graph has been built.
@@ -91,6 +94,7 @@ class Program:
         given: Sequence[Sequence[tf.Tensor]],
         groups: TensorFlowGroups,
         to_sum: Collection[str],
+        early: Collection[str],
     ) -> None:
         self.sums: dict[str, tf.Tensor] = {}
         self._trace, self._layout, self._groups = trace, layout, groups
@@ -104,7 +108,7 @@ class Program:
             self._values.append(
                 captures | {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
             )
-        self._functions: dict[Segment, tuple[Any, list[tf.Tensor]]] = {}
+        self._functions: dict[Segment, Any] = {}
         # Of a segment of another rank, what has received the message that it has been called.
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
@@ -116,6 +120,7 @@ class Program:
         # What the next anchored call waits for: that messages have begun, and, with a timeline, that clocks were read.
         self._begun: list[tf.Operation] = []
         self._to_sum = set(to_sum)
+        self._split = self._to_split(early)
         # Additions of the last anchored call.
         self._adding: list[tf.Operation] = []
         unanchored = [each for each in layout.segments if not each.anchored]
@@ -125,7 +130,9 @@ class Program:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
         layout = self._layout
         if self._groups.pipe is not None:
-            start = self._compare()
+            differ = "the ranks of this pipeline run different steps"
+            names = [f"partition {place}" for place in range(len(self._groups.members["pp"]))]
+            start = agreement.compare(layout.lines, self._groups.pipe, CommGroup.PP_GROUP, differ, names)
             self._start = [start]
             self._messages = Messages(layout, self._groups, self._microbatches, start, self._runs_by_itself)
         # A tape around the step has nothing to record in it.
@@ -195,7 +202,7 @@ class Program:
     def _call(self, segment: Segment, mb: int) -> None:
         if (segment, mb) in self._calls:
             return
-        function, inputs = self._function(segment)
+        inputs = self._inputs(segment)
         stage = segment.stage if segment.anchored else None
         arguments = [self._value(tensor, mb, stage) for tensor in inputs]
         before = list(self._start) if not arguments else []
@@ -213,8 +220,11 @@ class Program:
             here = [each.op for each in arguments if getattr(each, "graph", None) is self._graph]
             ready = self._clock.read([*before, *here])
         with tf.control_dependencies([*before, *ready]):
-            results = function(*arguments)
-        call = results[0].op
+            if (segment, mb) in self._split:
+                call, results = self._call_split(segment, arguments)
+            else:
+                number, *results = self._function(segment)(*arguments)
+                call = number.op
         self._runs_by_itself(call)
         self._calls[segment, mb] = call
         if segment.anchored:
@@ -223,7 +233,7 @@ class Program:
             self._begun += self._clock.note(timeline.PHASES[segment.phase], segment.stage, mb, ready, [call])
             self._idle = self._clock.read([call])
             self._begun += self._idle
-        for tensor, value in zip(segment.gives, results[1:], strict=True):
+        for tensor, value in zip(segment.gives, results, strict=True):
             self._values[mb][tensor.name] = value
             if tensor.name in self._to_sum:
                 self._adding += self._add(tensor.name, value)
@@ -244,62 +254,57 @@ class Program:
         self.sums[name] = self.sums[name] + value
         return [self.sums[name].op]
 
-    def _function(self, segment: Segment) -> tuple[Any, list[tf.Tensor]]:
-        """The function of a segment, and the tensors that it takes."""
+    def _inputs(self, segment: Segment) -> list[tf.Tensor]:
+        """The tensors that a segment's function takes; captured ones are captured again."""
+        return [each for each in segment.takes if each.name not in self._captures]
+
+    def _function(self, segment: Segment) -> Any:
+        """The function of a segment."""
         if segment in self._functions:
             return self._functions[segment]
-        # Captured tensors are captured again.
-        inputs = [each for each in segment.takes if each.name not in self._captures]
-        graph_of_trace = self._trace.graph
+        inputs = self._inputs(segment)
 
         def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
-            graph = tf.compat.v1.get_default_graph()
-            for function in graph_of_trace._functions.values():
-                graph._add_function_recursive(function)
-            values: dict[str, Any] = dict(self._captures)
-            for tensor, argument in zip(inputs, arguments, strict=True):
-                if tensor.dtype in (tf.resource, tf.variant):
-                    handle_data_util.copy_handle_data(tensor, argument)
-                values[tensor.name] = argument
-            copy_ops(segment.ops, values)
+            values, _ = self._compute(segment, arguments)
             return [tf.constant(0), *(values[tensor.name] for tensor in segment.gives)]
 
         body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         concrete = function.get_concrete_function(*(tf.TensorSpec(each.shape, each.dtype) for each in inputs))
-        self._functions[segment] = concrete, inputs
-        return self._functions[segment]
+        self._functions[segment] = concrete
+        return concrete
 
-    # Agreement.
+    def _compute(
+        self, segment: Segment, arguments: Sequence[tf.Tensor]
+    ) -> tuple[dict[str, tf.Tensor], list[tf.Operation]]:
+        """A segment's operations in the current graph, and the values in it by name."""
+        graph = tf.compat.v1.get_default_graph()
+        for function in self._trace.graph._functions.values():
+            graph._add_function_recursive(function)
+        values: dict[str, Any] = dict(self._captures)
+        for tensor, argument in zip(self._inputs(segment), arguments, strict=True):
+            if tensor.dtype in (tf.resource, tf.variant):
+                handle_data_util.copy_handle_data(tensor, argument)
+            values[tensor.name] = argument
+        return values, copy_ops(segment.ops, values)
 
-    def _compare(self) -> tf.Operation:
-        """An operation that fails unless all ranks run the same step."""
-        lines = self._layout.lines
-        digest = zlib.crc32("\n".join(lines).encode())
-        everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=self._groups.pipe).output
-        differ = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
+    # PROG-6.
 
-        def tell(_: Any) -> int:
-            raise SMPMismatchError(_difference(communication.allgather(lines, CommGroup.PP_GROUP)))
+    def _to_split(self, early: Collection[str]) -> set[tuple[Segment, int]]:
+        """The last calls of segments that make something early."""
+        last = {segment: mb for segment, mb in self._layout.order}
+        return {
+            (segment, mb)
+            for segment, mb in last.items()
+            if any(tensor.name in early for tensor in segment.gives) and not any(map(has_effect, segment.ops))
+        }
 
-        def fail() -> tf.Tensor:
-            return tf.numpy_function(tell, [everybody], tf.int64)
-
-        return tf.cond(differ, fail, lambda: tf.constant(0, tf.int64)).op
-
-
-def _difference(story: Sequence[Sequence[str]]) -> str:
-    """What the ranks do at the first place where they differ."""
-    first = story[0]
-    for rank, other in enumerate(story):
-        if other == first:
-            continue
-        for place in range(max(len(first), len(other))):
-            ours = first[place] if place < len(first) else "nothing"
-            theirs = other[place] if place < len(other) else "nothing"
-            if ours != theirs:
-                return (
-                    f"the ranks of this pipeline run different steps: partition 0 has `{ours}` where partition {rank} has "
-                    f"`{theirs}` [smd:mismatch]"
-                )
-    return "the ranks of this pipeline ran different steps [smd:mismatch]"
+    def _call_split(self, segment: Segment, arguments: Sequence[tf.Tensor]) -> tuple[tf.Operation, list[tf.Tensor]]:
+        """What stands for a call, and its results."""
+        with tf.control_dependencies([tf.no_op()]):
+            values, made = self._compute(segment, arguments)
+        for op in made:
+            if auto_control_deps.op_is_stateful(op):
+                self._runs_by_itself(op)
+        with tf.control_dependencies(made):
+            return tf.no_op(), [values[tensor.name] for tensor in segment.gives]

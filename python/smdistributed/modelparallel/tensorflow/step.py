@@ -6,10 +6,12 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.eager import record
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
@@ -18,7 +20,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.tensorflow import channels, gradients, layers, optimizers, placement
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
-from smdistributed.modelparallel.tensorflow.output import StepOutput
+from smdistributed.modelparallel.tensorflow.output import StepOutput, sum_of
 from smdistributed.modelparallel.tensorflow.program import Program
 from smdistributed.modelparallel.tensorflow.split import check_names, split
 from smdistributed.modelparallel.tensorflow.state import state
@@ -126,8 +128,21 @@ class StepFunction:
             model._smp_divide(homes)
             if groups.pipe is not None:
                 channels.open_between(groups, layout)
-        program = Program(traced, layout, rows, groups, _to_sum(template[rank]))
-        return _filled(template[rank], program.build(), program.sums)
+        found = _gradients(template[rank])
+        reduces = cfg.ddp and groups.data is not None
+        early = {part.name for each in found for part in _parts(each)} if reduces else set()
+        to_sum = {each.value.name for each in found if isinstance(each.value, tf.Tensor)}
+        program = Program(traced, layout, rows, groups, to_sum, early)
+        results = program.build()
+        totals = {id(each): program.sums[each.value.name] for each in found if isinstance(each.value, tf.Tensor)}
+        everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
+        if reduces and everywhere:
+            sums = [totals[id(each)] if id(each) in totals else _sum(each, results) for each in found]
+            # A tape around the step has nothing to record in it.
+            with record.stop_recording():
+                reduced = gradients.over_replicas(sums, [each.variable for each in found], everywhere)
+            totals = {id(each): mean for each, mean in zip(found, reduced, strict=True)}
+        return _filled(template[rank], results, totals, reduces)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         bound = self._signature.bind(*args, **kwargs)
@@ -150,12 +165,11 @@ class StepFunction:
 
         def on(rank: int, value: Any) -> Any:
             if gradients.are_gradients(value, variables, traced.derivatives):
-                here = [
-                    each
+                return type(value)(
+                    _Gradient(each, variable)
                     for each, variable in zip(value, variables, strict=True)
                     if homes.variables.get(id(underlying(variable).handle), rank) == rank
-                ]
-                return type(value)(None if each is None else _Gradient(each) for each in here)
+                )
             if isinstance(value, dict):
                 return {key: on(rank, item) for key, item in value.items()}
             if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -163,7 +177,8 @@ class StepFunction:
             if isinstance(value, tuple | list):
                 return type(value)(on(rank, item) for item in value)
             # A gradient elsewhere is on every rank.
-            return value if traced.derivatives.variable_of(value, variables) is None else _Gradient(value)
+            variable = traced.derivatives.variable_of(value, variables)
+            return value if variable is None else _Gradient(value, variable)
 
         templates = [on(rank, traced.returned) for rank in range(size)]
         return templates, [_leaves(template) for template in templates]
@@ -185,11 +200,12 @@ class _Method:
         return self._step.get_concrete_function(self.__self__, *args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Gradient:
-    """A gradient among what a body returns."""
+    """A gradient among what a body returns, ``None`` or not."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
+    variable: Any
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
@@ -208,43 +224,44 @@ def _leaves(value: Any) -> list[tf.Tensor]:
     return _parts(value)
 
 
-def _to_sum(value: Any) -> set[str]:
-    """Names of the gradients in what a step returns, but for those of few rows."""
+def _gradients(value: Any) -> list[_Gradient]:
+    """Those in what a step returns."""
     if isinstance(value, _Gradient):
-        return {value.value.name} if isinstance(value.value, tf.Tensor) else set()
+        return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return {name for item in items for name in _to_sum(item)}
+    return [each for item in items for each in _gradients(item)]
 
 
-def _filled(template: Any, results: Sequence[Mapping[str, tf.Tensor]], sums: Mapping[str, tf.Tensor]) -> Any:
-    """``template`` with what the microbatches have made, and the sums of it that there are."""
+def _sum(gradient: _Gradient, results: Sequence[Mapping[str, tf.Tensor]]) -> Any:
+    """Of one of few rows, over the microbatches."""
+    return None if gradient.value is None else sum_of([_of(gradient.value, values) for values in results])
+
+
+def _of(value: Any, values: Mapping[str, tf.Tensor]) -> Any:
+    """What a microbatch has made for a result of the body."""
+    if isinstance(value, tf.IndexedSlices):
+        shape = value.dense_shape
+        return tf.IndexedSlices(
+            values[value.values.name], values[value.indices.name], None if shape is None else values[shape.name]
+        )
+    return values[value.name]
+
+
+def _filled(
+    template: Any, results: Sequence[Mapping[str, tf.Tensor]], totals: Mapping[int, Any], of_replicas: bool
+) -> Any:
+    """``template`` with what the microbatches have made, and the sums of gradients that there are, by their identity."""
     if isinstance(template, dict):
-        return {key: _filled(item, results, sums) for key, item in template.items()}
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*(_filled(item, results, sums) for item in template))
+        return {key: _filled(item, results, totals, of_replicas) for key, item in template.items()}
     if isinstance(template, tuple | list):
-        return type(template)(_filled(item, results, sums) for item in template)
+        items = [_filled(item, results, totals, of_replicas) for item in template]
+        return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
     if not _parts(template):
-        return template
-    reduce, total = None, None
+        return None if isinstance(template, _Gradient) else template
     if isinstance(template, _Gradient):
-        template = template.value
-        if isinstance(template, tf.Tensor):
-            total = sums[template.name]
-        if state.cfg.ddp and state.groups.data is not None:
-            reduce = gradients.mean_over_replicas
-
-    def one(values: Mapping[str, tf.Tensor]) -> Any:
-        if isinstance(template, tf.IndexedSlices):
-            shape = template.dense_shape
-            return tf.IndexedSlices(
-                values[template.values.name],
-                values[template.indices.name],
-                None if shape is None else values[shape.name],
-            )
-        return values[template.name]
-
-    return StepOutput([one(values) for values in results], reduce, total)
+        made = [_of(template.value, values) for values in results]
+        return StepOutput(made, totals.get(id(template)), of_replicas)
+    return StepOutput([_of(template, values) for values in results])
 
 
 def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> None:

@@ -1,0 +1,213 @@
+"""Replicas of Keras models on partitions learn as one process does, and reduce gradients while they compute the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from support import Forked, run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.timeout(300),
+]
+_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_ENV["CUDA_VISIBLE_DEVICES"] = ""
+
+#: Model, partitions, microbatches, schedule, way to gradients; with 4 processes, and as many cases.
+CASES = [
+    ("mlp", 2, 2, "interleaved", "tape"),
+    ("words", 2, 2, "simple", "get"),
+    ("shared", 2, 2, "zero_bubble", "graph"),
+    ("branches", 1, 1, "interleaved", "pairs"),
+]
+_STEPS = 6
+
+
+def _everything():
+    import smdistributed.modelparallel.tensorflow as smp
+    from support.keras_models import alone, compare
+
+    smp.init({"partitions": 2})
+    # Each rank computes one of them in one process.
+    name, partitions, microbatches, *_ = CASES[smp.rank()]
+    plain = smp.allgather(alone(name, "float64", 4 // partitions * microbatches))
+    differences = [
+        compare(name, "float64", *case, plain[number], 4 // case[0])[0] for number, (name, *case) in enumerate(CASES)
+    ]
+    return differences, _ways_to_sum(), _different_steps()
+
+
+def _ways_to_sum():
+    """What a `StepOutput` of gradients gives, of a variable whose gradients have few rows among others, called from eager code."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True, "auto_partition": False, "default_partition": 0})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.rows = tf.keras.layers.Embedding(5, 3, embeddings_initializer="ones")
+            self.head = tf.keras.layers.Dense(2, kernel_initializer="ones")
+
+        def call(self, x):
+            x = self.rows(x)
+            with smp.partition(1):
+                return self.head(x)
+
+    model = Model()
+
+    @smp.step
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    x = np.array([[0], [1], [1], [4], [2], [2], [3], [1]], np.int32)
+    gradients, _ = step(x[4 * smp.dp_rank() :][:4])
+    # By hand: a row's outputs are two times 3, so it counts 2 * 3 / (2 rows * 2 numbers) * 2 outputs in its microbatch.
+    rows = np.zeros((5, 3))
+    np.add.at(rows, x[:, 0], 6.0 / 8)
+    expected = [rows] if smp.pp_rank() == 0 else [np.full((3, 2), 3.0), np.full(2, 3.0)]
+    worst = 0.0
+    for gradient, mean in zip(gradients, expected, strict=True):
+        given = [gradient.accumulate(), gradient.accumulate("add_n"), gradient.reduce_mean(), gradient.reduce_sum() / 2]
+        worst = max(worst, *(np.max(np.abs(tf.convert_to_tensor(each) - mean)) for each in given))
+        own = smp.allgather(tf.convert_to_tensor(gradient.outputs[0]).numpy(), smp.CommGroup.DP_GROUP)
+        if smp.pp_rank() == 0:
+            # What a microbatch has made is that replica's.
+            assert not np.array_equal(*own), own
+    return float(worst)
+
+
+def _different_steps():
+    """One replica has no gradient of a variable, in a step that comes after others which are alike."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.row = [tf.keras.layers.Dense(4, name=f"layer{i}") for i in range(3)]
+
+        def call(self, x):
+            for layer in self.row:
+                x = layer(x)
+            return x
+
+    model = Model()
+
+    def made(keep):
+        @smp.step
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            found = tape.gradient(loss, model.trainable_variables)
+            return [each if index in keep else None for index, each in enumerate(found)]
+
+        return step
+
+    whole, part = made(range(6)), made((0, 1, 2, 4))
+    x = tf.ones([4, 4])
+    for step in (whole, part, whole):
+        step(x)
+    try:
+        (part if smp.dp_rank() == 1 else whole)(x)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """All of it in one job."""
+    return run_ranks(_everything, 4, launcher=Forked("tensorflow"), env=_ENV, timeout=280)
+
+
+def test_replicas_learn_as_one_process(ranks):
+    for found, *_ in ranks:
+        for case, difference in zip(CASES, found, strict=True):
+            assert difference < 1e-10, (case, [found for found, *_ in ranks])
+
+
+def test_every_way_to_sum_gives_the_mean_over_replicas(ranks):
+    assert all(worst < 1e-6 for _, worst, _ in ranks), [worst for _, worst, _ in ranks]
+
+
+def test_replicas_whose_gradients_differ_are_told(ranks):
+    for *_, told in ranks:
+        assert told is not None, ranks
+        kind, text = told
+        assert kind == "SMPMismatchError", told
+        assert "has `a gradient" in text and "has `no gradient of" in text, told
+
+
+def _train():
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.row = [tf.keras.layers.Dense(512, "tanh", name=f"layer{i}") for i in range(8)]
+
+        def call(self, x):
+            for layer in self.row:
+                x = layer(x)
+            return x
+
+    model, optimizer = Model(), tf.keras.optimizers.SGD(0.01)
+
+    @smp.step
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    @tf.function
+    def train(x):
+        gradients, loss = step(x)
+        gradients = [each.accumulate() for each in gradients]
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss.reduce_mean()
+
+    for _ in range(_STEPS):
+        train(tf.random.normal([128, 512]))
+    return smp.get_dp_group()
+
+
+def test_buckets_are_reduced_while_the_rest_of_backward_runs(tmp_path):
+    env = {**_ENV, "SMD_TIMELINE": str(tmp_path / "trace.json")}
+    groups = run_ranks(_train, 4, launcher=Forked("tensorflow"), env=env, timeout=280)
+    lines = (tmp_path / "trace.json").read_text().splitlines()[1:]
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    spans = [
+        (event["pid"], event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X" and event["name"] in ("backward", "reducing")
+    ]
+    overlapped = {}
+    for rank in range(4):
+        backwards = [(start, end) for pid, name, start, end in spans if (pid, name) == (rank, "backward")]
+        assert len(backwards) == 2 * _STEPS
+        # A bucket whose reduction begins before the backward of the last microbatch ends. The other replica has to be there, too.
+        overlapped[rank] = sum(
+            any(pid == rank and name == "reducing" and start < begin < end for pid, name, begin, _ in spans)
+            for start, end in backwards
+        )
+    print(overlapped)
+    for group in {tuple(group) for group in groups}:
+        assert max(overlapped[rank] for rank in group) >= _STEPS // 2, (overlapped, spans)
