@@ -162,7 +162,11 @@ def replicas(arguments: argparse.Namespace) -> None:
         return core_ops.smd_all_reduce(tensor=gradient, op="average", group=0)
 
     steps: dict[str, Callable[[], Any]] = {}
-    for name, ddp, finish in (("alone", False, tf.identity), ("after", False, mean_of_all), ("while", True, tf.identity)):
+    for name, ddp, finish in (
+        ("alone", False, tf.identity),
+        ("after", False, mean_of_all),
+        ("while", True, tf.identity),
+    ):
         # A script has one model, but what was traced of the others runs on.
         smp.shutdown()
         smp.init({"partitions": 1, "microbatches": arguments.microbatches, "ddp": ddp})
@@ -180,7 +184,10 @@ def replicas(arguments: argparse.Namespace) -> None:
             times[name].append(1e3 * (time.perf_counter() - start) / arguments.steps)
     if smp.rank() == 0:
         medians = {name: statistics.median(found) for name, found in times.items()}
-        print(f"{smp.size()} replicas, {arguments.microbatches} microbatches: {medians['alone']:.1f} ms without a mean", flush=True)
+        print(
+            f"{smp.size()} replicas, {arguments.microbatches} microbatches: {medians['alone']:.1f} ms without a mean",
+            flush=True,
+        )
         for name, what in (("while", "mean while the rest is computed"), ("after", "mean after it")):
             more = sorted(other - alone for alone, other in zip(times["alone"], times[name], strict=True))
             print(

@@ -165,7 +165,9 @@ def _plan(
             graph = tf.compat.v1.get_default_graph()
             if graph not in _graphs:
                 _graphs[graph] = next(_numbers)
-            plan = _core.plan_gradients(_graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM, on_device, group)
+            plan = _core.plan_gradients(
+                _graphs[graph], described, absent, cap, wire, op is ReduceOp.SUM, on_device, group
+            )
         else:
             key = (tuple(described), tuple(absent), cap, wire, op, place, group)
             plan = _eager_plans.get(key, -1)

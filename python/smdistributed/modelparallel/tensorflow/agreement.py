@@ -14,9 +14,7 @@ from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication
 
 
-def compare(
-    lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]
-) -> tf.Operation:
+def compare(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> tf.Operation:
     """An operation that fails unless all ranks of a group have the same lines.
 
     Args:

@@ -292,7 +292,7 @@ class Program:
 
     def _to_split(self, early: Collection[str]) -> set[tuple[Segment, int]]:
         """The last calls of segments that make something early."""
-        last = {segment: mb for segment, mb in self._layout.order}
+        last = dict(self._layout.order)
         return {
             (segment, mb)
             for segment, mb in last.items()
