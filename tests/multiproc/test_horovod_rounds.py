@@ -7,6 +7,7 @@ import importlib.util
 import os
 import tempfile
 import time
+import warnings
 
 import pytest
 
@@ -327,3 +328,57 @@ def _leaves_before_the_others_step():
 @pytest.mark.timeout(90)
 def test_who_has_all_gradients_needs_nobody_to_step():
     assert run_ranks(_leaves_before_the_others_step, 2, launcher=Forked("torch"), env=ENV) == [PLANNED, PLANNED]
+
+
+def _tunes():
+    torch, hvd, _, _ = start()
+    Pair(torch, hvd).plan(1)
+
+
+@pytest.mark.timeout(90)
+def test_sizes_are_tried_before_gradients_go_by_plan(tmp_path):
+    log = tmp_path / "log.csv"
+    tuning = {
+        "AUTOTUNE": "1",
+        "AUTOTUNE_LOG": str(log),
+        "AUTOTUNE_STEPS_PER_SAMPLE": "1",
+        "AUTOTUNE_WARMUP_SAMPLES": "0",
+    }
+    env = ENV | {f"HOROVOD_{name}": value for name, value in tuning.items()}
+    run_ranks(_tunes, 2, launcher=Forked("torch"), env=env, timeout=80)
+    # Nine sizes, the columns before them, and what stays after them.
+    assert len(log.read_text().splitlines()) == 11
+
+
+def _cannot_have_a_reducer():
+    torch, hvd, rank, _ = start()
+    pair = Pair(torch, hvd)
+    making = torch.classes.smd.Making
+
+    class Failing:
+        def __init__(self, *arguments):
+            self.made = making(*arguments)
+
+        def is_done(self):
+            return self.made.is_done()
+
+        def take(self):
+            raise RuntimeError("there is no memory [smd:internal]")
+
+    if rank == 1:
+        torch.classes.smd.Making = Failing
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(40):
+            pair.step()
+            time.sleep(0.01)
+    assert not pair.is_planned()
+    return [str(one.message) for one in said if "no plan for them" in str(one.message)]
+
+
+@pytest.mark.timeout(90)
+def test_a_reducer_that_cannot_be_made_is_told_once():
+    first, second = run_ranks(_cannot_have_a_reducer, 2, launcher=Forked("torch"), env=ENV)
+    assert first == []
+    assert len(second) == 1
+    assert "there is no memory" in second[0]

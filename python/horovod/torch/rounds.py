@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.basics import warn_once
 from horovod.common.exceptions import at_execution, may_pass
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.compression import Compression
@@ -128,6 +129,8 @@ class Rounds:
         except (RuntimeError, ValueError) as error:
             # If others are gone, whatever comes next says so.
             self._can_plan = may_pass(error)
+            if not self._can_plan:
+                warn_once(f"gradients go one by one, since there can be no plan for them: {at_execution(error)}")
         self._making = None
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:

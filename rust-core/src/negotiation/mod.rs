@@ -38,6 +38,7 @@ mod machine;
 mod message;
 mod negotiator;
 mod neutral;
+mod numbers;
 mod post;
 mod stall;
 pub mod timeline;
@@ -47,6 +48,7 @@ mod work;
 
 pub use factors::Factors;
 pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
+pub use numbers::Numbers;
 pub use tune::Tuning;
 pub(crate) use tune::{VOTE, VOTE_END};
 

@@ -67,6 +67,8 @@ pub(super) struct Shared {
     pub(super) options: Options,
     pub(super) elsewhere: Option<Box<dyn Elsewhere>>,
     pub(super) start: Instant,
+    /// This member's tuner tries sizes.
+    pub(super) tunes: AtomicBool,
     pub(super) inbox: Mutex<Inbox>,
     /// The thread has ended, or need not stand aside any more.
     changed: Condvar,
@@ -153,6 +155,7 @@ impl Negotiator {
     ) -> Result<Arc<Self>> {
         let start = Instant::now();
         let members = group.members().clone();
+        let tunes = AtomicBool::new(members.me == 0 && options.tuning.is_some());
         let shared = Arc::new(Shared {
             id,
             group,
@@ -161,6 +164,7 @@ impl Negotiator {
             options,
             elsewhere,
             start,
+            tunes,
             inbox: Mutex::default(),
             changed: Condvar::new(),
             work: Mutex::default(),
@@ -256,6 +260,12 @@ impl Negotiator {
     /// then it contributes to the others' all-reduces what changes nothing; their other collectives fail.
     pub fn join(&self, done: Done) {
         self.shared.call(Call::Join { since: Instant::now(), done });
+    }
+
+    /// Whether this member tries sizes of what runs together, and so needs collectives by name: the first one does, until it
+    /// has tried all.
+    pub fn is_tuning(&self) -> bool {
+        self.shared.tunes.load(Ordering::Relaxed)
     }
 
     /// Ends the thread; whatever waits or runs fails with [`Error::Closed`].

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -111,6 +112,10 @@ impl Work {
             if let Some(open) = self.open.remove(&ticket) {
                 (open.done)(Err(told_of(error.clone(), &name)));
             }
+        }
+        // Those that were answered, but are not run any more.
+        for (_, open) in self.open.drain() {
+            (open.done)(Err(error.clone()));
         }
         if let Some(done) = self.joining.take() {
             done(Err(told_of(error.clone(), "join")));
@@ -228,6 +233,9 @@ impl Work {
                 Action::Warn(text) => tracing::warn!("{text}"),
                 Action::Blame(text) => tracing::error!("{text}"),
                 Action::Tried(trial) => {
+                    if trial.is_last {
+                        shared.tunes.store(false, Ordering::Relaxed);
+                    }
                     if let Some(log) = &mut self.tuning_log {
                         log.write(&trial, shared.options.cache_capacity > 0);
                     }
@@ -241,29 +249,54 @@ impl Work {
 
     /// Runs one operation, or queues it.
     fn operate(&mut self, parts: Vec<Part>, by_caller: bool) -> Result<()> {
-        let size = self.tree.size;
-        let mut requests = Vec::with_capacity(parts.len());
-        let mut calls = Vec::with_capacity(parts.len());
-        let mut traces = Vec::new();
         if timeline::enabled() {
             timeline::cycle();
         }
         let mut after = After::default();
+        // The others can only come to it if they have heard of it.
+        let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
+            let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
+            Ok((requests, is_small && self.post.retire()?))
+        });
+        let (requests, inline) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                after.tell(Err(error.clone()));
+                return Err(error);
+            }
+        };
+        let done = move |result: Result<Option<usize>>| after.end(result);
+        if inline {
+            // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
+            let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, None));
+            if let Some(outcome) = outcome {
+                done(outcome.map(|()| None));
+                return Ok(());
+            }
+        }
+        self.communicator.submit_batch(requests, None, Box::new(done));
+        Ok(())
+    }
+
+    /// The requests of an operation, and how many bytes move. Those who wait are in `after`, whatever comes of it.
+    fn prepare(&mut self, parts: Vec<Part>, after: &mut After) -> Result<(Vec<Request>, u64)> {
+        let size = self.tree.size;
+        let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
         for part in parts {
             match part {
                 Part::Own(ticket) => {
                     let Some(open) = self.open.remove(&ticket) else { continue };
                     bytes += open.bytes;
+                    after.calls.push(open.done);
                     if let Some(traced) = open.traced {
                         timeline::begins(&traced, self.activity(&open.requests));
-                        traces.push(traced);
+                        after.traces.push(traced);
                     }
                     for request in open.requests {
                         let scaled = open.factors.apply(request, size)?;
                         requests.push(after.keep(scaled));
                     }
-                    calls.push(open.done);
                 }
                 Part::Neutral(group) => {
                     bytes += group.all_bytes();
@@ -283,27 +316,7 @@ impl Work {
                 }
             }
         }
-        let done = move |result: Result<Option<usize>>| {
-            if result.is_ok() {
-                after.scale();
-            }
-            traces.iter().for_each(timeline::ends);
-            for done in calls {
-                done(result.clone());
-            }
-        };
-        // The others can only come to it if they have heard of it.
-        if by_caller && bytes <= INLINE_BYTES && self.post.retire()? && !requests.iter().any(Description::is_on_device)
-        {
-            // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
-            let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, None));
-            if let Some(outcome) = outcome {
-                done(outcome.map(|()| None));
-                return Ok(());
-            }
-        }
-        self.communicator.submit_batch(requests, None, Box::new(done));
-        Ok(())
+        Ok((requests, bytes))
     }
 
     /// What carries an operation, for the timeline.
@@ -362,9 +375,12 @@ impl Work {
     }
 }
 
-/// What an operation needs besides its tensors, until it is over.
+/// Who waits for an operation, and what it needs besides its tensors until it is over. Whatever becomes of it, whoever waits
+/// is told.
 #[derive(Default)]
 struct After {
+    calls: Vec<Done>,
+    traces: Vec<Traced>,
     neutral: Vec<Neutral>,
     memory: Vec<Vec<u64>>,
     factors: Vec<(TensorView, f64)>,
@@ -377,8 +393,26 @@ impl After {
         scaled.request
     }
 
-    fn scale(&self) {
-        self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
+    fn end(mut self, result: Result<Option<usize>>) {
+        if result.is_ok() {
+            self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
+        }
+        self.tell(result);
+    }
+
+    fn tell(&mut self, result: Result<Option<usize>>) {
+        self.traces.drain(..).for_each(|traced| timeline::ends(&traced));
+        for done in std::mem::take(&mut self.calls) {
+            done(result.clone());
+        }
+    }
+}
+
+impl Drop for After {
+    fn drop(&mut self) {
+        if !self.calls.is_empty() {
+            self.tell(Err(Error::Internal("an operation by name was given up".into())));
+        }
     }
 }
 
@@ -408,5 +442,22 @@ impl Processor {
         }
         (self.looked, self.used) = (now, used);
         now - self.last_busy >= STUCK_AFTER
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_for_an_operation_that_is_given_up_is_told() {
+        let (sender, told) = std::sync::mpsc::channel();
+        let mut after = After::default();
+        for _ in 0..2 {
+            let sender = sender.clone();
+            after.calls.push(Box::new(move |result| sender.send(result.is_err()).expect("the test waits")));
+        }
+        drop((after, sender));
+        assert_eq!(told.iter().collect::<Vec<_>>(), [true, true]);
     }
 }

@@ -14,20 +14,13 @@
 //!   that stalls are told.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
 use sha2::{Digest, Sha256};
 
 use super::Reducer;
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Communicator, ReduceOp, Request};
+use crate::collectives::{Communicator, ReduceOp};
 use crate::error::{Error, Result};
-use crate::negotiation::{Ask, Asked, Factors, Name, Negotiator, VOTE, VOTE_END, timeline};
-use crate::world::monitor::interrupt_pending;
-
-/// A wait without anything to do looks for signals so often.
-const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+use crate::negotiation::{Name, Negotiator, Numbers, VOTE, VOTE_END, timeline};
 
 /// What a rank brings to a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,17 +49,7 @@ pub enum Verdict {
 }
 
 /// A vote that was cast.
-pub struct Ballot {
-    outcome: Arc<Outcome>,
-    asked: Asked,
-}
-
-#[derive(Default)]
-struct Outcome {
-    /// The verdict, and a number that nobody else has.
-    told: Mutex<Option<Result<(Verdict, u64)>>>,
-    decided: Condvar,
-}
+pub struct Ballot(Numbers);
 
 /// How a round began, and how its end is asked for.
 pub(super) struct Vote {
@@ -90,8 +73,9 @@ impl Ballot {
         decided: impl FnOnce(Verdict) + Send + 'static,
     ) -> Result<Self> {
         let members = group.members();
-        // A timeline shows gradients by their names.
-        let standing = if timeline::enabled() { Standing::ByName } else { standing };
+        // A timeline shows gradients by their names, and sizes are tried with them.
+        let by_name = timeline::enabled() || negotiator.is_tuning();
+        let standing = if by_name { Standing::ByName } else { standing };
         // Of the first member, the last place is a number that nobody else has.
         let mut votes = vec![0_u64; members.size() + 1];
         votes[members.me] = number(what, standing);
@@ -99,18 +83,9 @@ impl Ballot {
             votes[members.size()] =
                 getrandom::u64().map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
         }
-        let outcome = Arc::new(Outcome::default());
-        let learned = Arc::clone(&outcome);
-        let done = move |result: Result<Vec<u64>>| {
-            let told = result.map(|mut votes| {
-                let token = votes.pop().expect("there is a place behind the votes");
-                (verdict(&votes), token)
-            });
-            decided(told.as_ref().map_or(Verdict::ByName, |(verdict, _)| *verdict));
-            *learned.told.lock() = Some(told);
-            learned.decided.notify_all();
-        };
-        Ok(Self { outcome, asked: add_up(negotiator, Name::Given(format!("{name}{VOTE}")), votes, done)? })
+        let told =
+            move |votes: &Result<Vec<u64>>| decided(votes.as_ref().map_or(Verdict::ByName, |votes| verdict(votes)));
+        Numbers::ask(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
     }
 
     /// Waits for it.
@@ -118,32 +93,17 @@ impl Ballot {
     /// # Errors
     /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not voted for too long.
     pub fn verdict(&self) -> Result<Verdict> {
-        loop {
-            if let Some(told) = &*self.outcome.told.lock() {
-                return told.clone().map(|(verdict, _)| verdict);
-            }
-            if !self.asked.drive() {
-                let mut told = self.outcome.told.lock();
-                if told.is_none() {
-                    self.outcome.decided.wait_for(&mut told, LOOK_FOR_SIGNALS);
-                }
-            }
-            if self.outcome.told.lock().is_none() && interrupt_pending() {
-                return Err(Error::Interrupted { during: "the vote on a round of gradients".to_owned() });
-            }
-        }
+        self.0.wait("the vote on a round of gradients").map(|votes| verdict(&votes))
     }
-}
 
-impl Ballot {
     /// Whether [`Ballot::verdict`] waits no longer.
     pub fn is_decided(&self) -> bool {
-        self.outcome.told.lock().is_some()
+        self.0.known().is_some()
     }
 
     /// After the verdict: a number that all who voted have, and no other vote; 0 before.
     pub fn token(&self) -> u64 {
-        self.outcome.told.lock().as_ref().and_then(|told| told.as_ref().ok()).map_or(0, |(_, token)| *token)
+        self.0.known().and_then(Result::ok).and_then(|votes| votes.last().copied()).unwrap_or(0)
     }
 }
 
@@ -153,33 +113,15 @@ impl Vote {
     /// # Errors
     /// As [`Negotiator::ask`].
     pub(super) fn ask_for_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
-        let done = |result: Result<Vec<u64>>| drop(result.map_err(failed));
+        let told = |result: &Result<Vec<u64>>| {
+            if let Err(error) = result {
+                failed(error.clone());
+            }
+        };
         // The last round's may not be answered yet.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        add_up(&self.negotiator, name, vec![0], done).map(drop)
+        Numbers::ask(&self.negotiator, name, vec![0], ReduceOp::Sum, told).map(drop)
     }
-}
-
-/// Adds up these numbers over the members, as integers that wrap around.
-fn add_up(
-    negotiator: &Negotiator,
-    name: Name,
-    mut numbers: Vec<u64>,
-    told: impl FnOnce(Result<Vec<u64>>) + Send + 'static,
-) -> Result<Asked> {
-    // SAFETY: the completion owns the numbers, which lie on the heap, and nobody else touches them before it is called.
-    let view = unsafe { TensorView::new(numbers.as_mut_ptr().cast(), numbers.len(), DType::Int64, Device::Cpu, 0) }?;
-    let shape = Some(vec![numbers.len() as u64]);
-    let done = move |result: Result<Option<usize>>| told(result.map(|_| numbers));
-    negotiator.ask(
-        Ask {
-            name,
-            tensors: vec![(Request::AllReduce { input: view, output: view, op: ReduceOp::Sum }, shape)],
-            factors: Factors::default(),
-            blocking: false,
-        },
-        || Box::new(done),
-    )
 }
 
 impl Reducer {
@@ -215,7 +157,9 @@ fn number(what: &str, standing: Standing) -> u64 {
     digest >> 4 << 3 | (standing as u64 + 1)
 }
 
+/// Of the numbers that all voted, with the one that nobody else has behind them.
 fn verdict(votes: &[u64]) -> Verdict {
+    let votes = &votes[..votes.len() - 1];
     let has = |vote: u64, standing: Standing| vote & 7 == standing as u64 + 1;
     let all = |standing| votes.iter().all(|&vote| has(vote, standing));
     let any = |standing| votes.iter().any(|&vote| has(vote, standing));
@@ -236,7 +180,7 @@ mod tests {
     fn ranks_reduce_by_plan_only_if_all_have_the_same() {
         use Standing::{ByName, Making, Ready, Without};
         let of = |votes: &[(&str, Standing)]| {
-            verdict(&votes.iter().map(|(what, standing)| number(what, *standing)).collect::<Vec<_>>())
+            verdict(&votes.iter().map(|(what, standing)| number(what, *standing)).chain([7]).collect::<Vec<_>>())
         };
         assert_eq!(of(&[("a", Ready), ("a", Ready)]), Verdict::Planned);
         assert_eq!(of(&[("a", Without), ("a", Without)]), Verdict::Make);
@@ -247,6 +191,6 @@ mod tests {
         assert_eq!(of(&[("a", Without), ("a", Making)]), Verdict::ByName);
         assert_eq!(of(&[("a", Without), ("b", Ready)]), Verdict::ByName);
         // One has joined.
-        assert_eq!(verdict(&[number("a", Ready), 0]), Verdict::ByName);
+        assert_eq!(verdict(&[number("a", Ready), 0, 7]), Verdict::ByName);
     }
 }

@@ -1,0 +1,88 @@
+//! A few numbers of all members, reduced by name.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Ask, Asked, Factors, Name, Negotiator};
+use crate::buffer::{DType, Device, TensorView};
+use crate::collectives::{ReduceOp, Request};
+use crate::error::{Error, Result};
+use crate::world::monitor::interrupt_pending;
+
+/// A wait without anything to do looks for signals so often.
+const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+
+/// Numbers that are under way, or have come.
+pub struct Numbers {
+    outcome: Arc<Outcome>,
+    asked: Asked,
+}
+
+#[derive(Default)]
+struct Outcome {
+    told: Mutex<Option<Result<Vec<u64>>>>,
+    decided: Condvar,
+}
+
+impl Numbers {
+    /// Asks for the reduction of these numbers, as integers of 64 bits. `told` is called with the outcome, by whatever
+    /// thread learns of it; not if this returns an error.
+    ///
+    /// # Errors
+    /// What this rank cannot ask for ([`Negotiator::ask`]).
+    pub fn ask(
+        negotiator: &Negotiator,
+        name: Name,
+        mut numbers: Vec<u64>,
+        op: ReduceOp,
+        told: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
+    ) -> Result<Self> {
+        // SAFETY: the completion owns the numbers, which lie on the heap, and nobody else touches them before it is called.
+        let view =
+            unsafe { TensorView::new(numbers.as_mut_ptr().cast(), numbers.len(), DType::Int64, Device::Cpu, 0) }?;
+        let shape = Some(vec![numbers.len() as u64]);
+        let outcome = Arc::new(Outcome::default());
+        let learned = Arc::clone(&outcome);
+        let done = move |result: Result<Option<usize>>| {
+            let result = result.map(|_| numbers);
+            told(&result);
+            *learned.told.lock() = Some(result);
+            learned.decided.notify_all();
+        };
+        let ask = Ask {
+            name,
+            tensors: vec![(Request::AllReduce { input: view, output: view, op }, shape)],
+            factors: Factors::default(),
+            blocking: false,
+        };
+        Ok(Self { outcome, asked: negotiator.ask(ask, || Box::new(done))? })
+    }
+
+    /// What has come so far.
+    pub fn known(&self) -> Option<Result<Vec<u64>>> {
+        self.outcome.told.lock().clone()
+    }
+
+    /// Waits for them; `during` says for what.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not asked for too long.
+    pub fn wait(&self, during: &str) -> Result<Vec<u64>> {
+        loop {
+            if let Some(result) = self.known() {
+                return result;
+            }
+            if !self.asked.drive() {
+                let mut told = self.outcome.told.lock();
+                if told.is_none() {
+                    self.outcome.decided.wait_for(&mut told, LOOK_FOR_SIGNALS);
+                }
+            }
+            if self.outcome.told.lock().is_none() && interrupt_pending() {
+                return Err(Error::Interrupted { during: during.to_owned() });
+            }
+        }
+    }
+}
