@@ -148,6 +148,7 @@ class CollectiveKernel : public AsyncOpKernel {
       OP_REQUIRES_OK(construction, construction->GetAttr("reduce_op", &reduce_op_));
       OP_REQUIRES_OK(construction, construction->GetAttr("prescale_factor", &prescale));
       OP_REQUIRES_OK(construction, construction->GetAttr("postscale_factor", &postscale));
+      OP_REQUIRES_OK(construction, construction->GetAttr("is_scaled", &is_scaled_));
     }
     if (construction->HasAttr("root_rank")) OP_REQUIRES_OK(construction, construction->GetAttr("root_rank", &root_));
     prescale_ = prescale;
@@ -193,6 +194,7 @@ class CollectiveKernel : public AsyncOpKernel {
     named.shared = false;
     named.prescale = prescale_;
     named.postscale = postscale_;
+    named.is_scaled = is_scaled_;
     named.blocking = blocking_;
     named.num_dims = {num_dims.data(), num_dims.size()};
     named.dims = {dims.data(), dims.size()};
@@ -204,6 +206,7 @@ class CollectiveKernel : public AsyncOpKernel {
   int reduce_op_ = 0;
   double prescale_ = 1.0;
   double postscale_ = 1.0;
+  bool is_scaled_ = false;
   bool blocking_ = false;
   std::string name_;
 };
@@ -237,7 +240,7 @@ class AllgatherKernel final : public CollectiveKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const Tensor& input = context->input(i);
       must(input.dims() > 0, absl::StrCat("`", name(), "`: allgather of a rank-zero tensor: it has no rows"));
-      TensorOperation operation(Collective::AllGatherRows, group, place_of(context));
+      TensorOperation operation(Collective::AllGatherRows, group, Place());
       operation.read(input);
       operation.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
       operation.core.row_elems = row_elems(input.shape());
@@ -332,7 +335,7 @@ class AlltoallKernel final : public CollectiveKernel {
     const std::vector<std::size_t> rows =
         rows_of(context->input(1), input.dim_size(0), group_size(static_cast<std::uint64_t>(group)));
     const std::int64_t sent = static_cast<std::int64_t>(std::accumulate(rows.begin(), rows.end(), std::size_t{0}));
-    TensorOperation operation(Collective::AllToAllRows, group, place_of(context));
+    TensorOperation operation(Collective::AllToAllRows, group, Place());
     operation.read_rows(sent == input.dim_size(0) ? input : input.Slice(0, sent), rows);
     operation.core.rows = rows;
     operation.core.row_elems = row_elems(input.shape());
@@ -422,6 +425,7 @@ class BarrierKernel final : public AsyncOpKernel {
       named.shared = true;
       named.prescale = 1.0;
       named.postscale = 1.0;
+      named.is_scaled = false;
       named.blocking = true;
       named.num_dims = {&num_dims, 1};
       ask(named, {&call, 1}, std::make_unique<GroupCompletion>(context, done, Group()));
@@ -497,12 +501,15 @@ static std::size_t local_size(std::int64_t) { return world_place().local_size; }
 
 SMD_KERNEL("HorovodAllreduce", , AllreduceKernel);
 SMD_KERNEL("HorovodGroupedAllreduce", , AllreduceKernel);
-SMD_KERNEL("HorovodAllgather", , AllgatherKernel);
-SMD_KERNEL("HorovodGroupedAllgather", , AllgatherKernel);
+// The core exchanges rows by name in the host's memory only.
+SMD_KERNEL("HorovodAllgather", .HostMemory("tensor").HostMemory("output"), AllgatherKernel);
+SMD_KERNEL("HorovodGroupedAllgather", .HostMemory("tensors").HostMemory("outputs"), AllgatherKernel);
 SMD_KERNEL("HorovodBroadcast", , BroadcastKernel);
 SMD_KERNEL("HorovodBroadcastInplace", , BroadcastInplaceKernel);
 SMD_KERNEL("HorovodBroadcastInplaceResource", .HostMemory("resources"), BroadcastInplaceResourceKernel);
-SMD_KERNEL("HorovodAlltoall", .HostMemory("splits").HostMemory("received_splits"), AlltoallKernel);
+SMD_KERNEL("HorovodAlltoall",
+           .HostMemory("tensor").HostMemory("splits").HostMemory("output").HostMemory("received_splits"),
+           AlltoallKernel);
 SMD_KERNEL("HorovodReducescatter", , ReducescatterKernel);
 SMD_KERNEL("HorovodGroupedReducescatter", , ReducescatterKernel);
 SMD_CPU_KERNEL("HorovodBarrier", BarrierKernel);

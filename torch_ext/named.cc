@@ -30,6 +30,8 @@ struct Asked {
   bool blocking;
   double prescale = 1.0;
   double postscale = 1.0;
+  // The caller multiplies.
+  bool is_scaled = false;
   // Others may have the name too.
   bool shared = false;
 };
@@ -103,6 +105,7 @@ static Handle start(const Asked& asked, Group group) {
   named.shared = asked.shared;
   named.prescale = asked.prescale;
   named.postscale = asked.postscale;
+  named.is_scaled = asked.is_scaled;
   named.blocking = asked.blocking;
   named.num_dims = {num_dims.data(), num_dims.size()};
   named.dims = {dims.data(), dims.size()};
@@ -113,7 +116,8 @@ static Handle start(const Asked& asked, Group group) {
 
 // In place where there are outputs, which are the inputs then.
 static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::string op, double prescale,
-                         double postscale, std::string kind, std::string name, int64_t process_set, bool blocking) {
+                         double postscale, bool is_scaled, std::string kind, std::string name, int64_t process_set,
+                         bool blocking) {
   return checked([&] {
     const auto number = static_cast<int64_t>(process_set_group(process_set));
     Group group;
@@ -129,7 +133,7 @@ static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::str
       }
       group.add(std::move(operation), input.sizes());
     }
-    return start({std::move(kind), std::move(name), blocking, prescale, postscale}, std::move(group));
+    return start({std::move(kind), std::move(name), blocking, prescale, postscale, is_scaled}, std::move(group));
   });
 }
 
@@ -221,8 +225,8 @@ static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef>
 }
 
 // Rows are shared out evenly, and the first ranks get one more of the rest.
-static Handle reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale, std::string kind,
-                             std::string name, int64_t process_set, bool blocking) {
+static Handle reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale, bool is_scaled,
+                             std::string kind, std::string name, int64_t process_set, bool blocking) {
   return checked([&] {
     const std::uint64_t number = process_set_group(process_set);
     const auto ranks = static_cast<int64_t>(group_size(number));
@@ -242,7 +246,7 @@ static Handle reduce_scatter(at::TensorList inputs, std::string op, double presc
       operation.read_rows(input, rows);
       group.add(std::move(operation), input.sizes());
     }
-    return start({std::move(kind), std::move(name), blocking, prescale, postscale}, std::move(group));
+    return start({std::move(kind), std::move(name), blocking, prescale, postscale, is_scaled}, std::move(group));
   });
 }
 

@@ -71,13 +71,14 @@ TORCH_LIBRARY(smd, m) {
   // name is
   // `<kind>.<name>`, and is given by the core if `name` is empty; `blocking`: this process does nothing else meanwhile.
   // Without outputs the handle has the results.
+  // With `is_scaled`, who calls multiplies with the factors, and they are only compared.
+  const std::string factors = ", float prescale, float postscale, bool is_scaled";
   const std::string named = ", str kind, str name, int process_set, bool blocking";
-  define_named(m, "named_all_reduce",
-               "Tensor[] inputs, Tensor(a!)[] outputs, str op, float prescale, float postscale" + named);
+  define_named(m, "named_all_reduce", "Tensor[] inputs, Tensor(a!)[] outputs, str op" + factors + named);
   define_named(m, "named_broadcast", "Tensor input, Tensor(a!)[] outputs, int root" + named);
   define_named(m, "named_all_gather", "Tensor[] inputs" + named);
   define_named(m, "named_all_to_all", "Tensor input, int[]? splits" + named);
-  define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op, float prescale, float postscale" + named);
+  define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op" + factors + named);
   define_named(m, "named_barrier", "str kind, int process_set");
   define_named(m, "named_join", "");
 }

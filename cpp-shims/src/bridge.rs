@@ -106,6 +106,8 @@ mod ffi {
         shared: bool,
         prescale: f64,
         postscale: f64,
+        /// The caller multiplies: ranks only compare the factors.
+        is_scaled: bool,
         /// This process does nothing else meanwhile.
         blocking: bool,
         /// Of each call's tensor, and all dimensions one after the other.

@@ -173,7 +173,7 @@ pub unsafe fn ask(
             (_, false) => Name::Given(full),
             (_, true) => Name::Shared(full),
         };
-        let factors = Factors { before: named.prescale, after: named.postscale };
+        let factors = Factors { before: named.prescale, after: named.postscale, by_caller: named.is_scaled };
         let asked =
             negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, || completing(completion))?;
         Ok(Box::new(Asked(asked)))

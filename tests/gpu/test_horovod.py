@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 
 import pytest
@@ -109,6 +110,10 @@ def streams_and_errors():
         with pytest.raises(hvd.HorovodInternalError, match=text):
             hvd.allreduce(mine, name="m")
     assert hvd.allreduce(torch.ones(1, device="cuda"), op=hvd.Sum, name="m").item() == size
+    # Factors are applied here, and compared all the same.
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with pytest.raises(hvd.HorovodInternalError, match="Mismatched prescale and/or postscale factors"):
+            call(torch.ones(size, device="cuda"), name="m", prescale_factor=2.0 if odd else 4.0)
     with pytest.raises(ValueError, match="must be on same device"):
         hvd.grouped_allreduce([torch.ones(1), torch.ones(1, device="cuda")])
 
@@ -167,3 +172,71 @@ def everything():
 
 def test_everything():
     run_ranks(everything, NUM_RANKS, timeout=220)
+
+
+def tensorflow():
+    """Values and gradients beside those of the same calls on CPU tensors, eager and in a function."""
+    import numpy as np
+    import tensorflow as tf
+
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    gpus = tf.config.list_physical_devices("GPU")
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+    # What has no kernel for a GPU fails instead of moving.
+    tf.config.set_soft_device_placement(False)
+    calls = {
+        "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "average": lambda x: hvd.allreduce(x),
+        "scaled": lambda x: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0),
+        "grouped": lambda x: hvd.grouped_allreduce([x, x + 1], op=hvd.Sum, prescale_factor=0.5)[1],
+        "allgather": lambda x: hvd.allgather(x[: 2 * size - rank]),
+        "grouped allgather": lambda x: hvd.grouped_allgather([x, x])[1],
+        "alltoall": lambda x: hvd.alltoall(x, splits=[2] * size)[0],
+        "broadcast": lambda x: hvd.broadcast(x, size - 1),
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+        "scaled reducescatter": lambda x: hvd.reducescatter(x, prescale_factor=0.5, postscale_factor=3.0),
+    }
+    if size & (size - 1) == 0:
+        calls["adasum"] = lambda x: hvd.allreduce(x, op=hvd.Adasum)
+    for name, call in calls.items():
+        for dtype in (tf.float32, tf.float16, tf.int32, tf.int64):
+            if name == "adasum" and not dtype.is_floating:
+                continue
+            values = (np.arange(6 * size).reshape(2 * size, 3) % 7 + rank).astype(dtype.as_numpy_dtype)
+            for wrapped in (lambda function: function, tf.function):
+                got = []
+                for device in ("/CPU:0", "/GPU:0"):
+                    with tf.device(device):
+                        x = tf.constant(values)
+
+                        def run(x, call=call, device=device):
+                            with tf.device(device), tf.GradientTape() as tape:
+                                tape.watch(x)
+                                y = call(x)
+                                loss = tf.reduce_sum(tf.cast(y, tf.float32) * (rank + 1.0))
+                            return y, tape.gradient(loss, x) if x.dtype.is_floating else y
+
+                        got.append([value.numpy() for value in wrapped(run)(x)])
+                for here, there in zip(*got, strict=True):
+                    assert np.allclose(here, there, rtol=1e-2 if dtype == tf.float16 else 1e-5), (name, dtype, got)
+    # Rows of a gradient, objects, and what Keras' callbacks average.
+    with tf.device("/GPU:0"):
+        rows = tf.IndexedSlices(tf.ones([rank + 1, 2]), tf.range(rank + 1), tf.constant([size, 2]))
+        assert hvd.allreduce(rows).values.shape[0] == size * (size + 1) // 2
+        assert hvd.allgather_object(rank) == list(range(size))
+        variable = tf.Variable([1.0 + rank])
+        with hvd.DistributedGradientTape(tf.GradientTape(), gradient_predivide_factor=2.0) as tape:
+            loss = variable * (rank + 1.0)
+        assert np.allclose(tape.gradient(loss, [variable])[0], (size + 1) / 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow():
+    import tensorflow as tf
+
+    if not tf.test.is_built_with_cuda():
+        pytest.skip("this TensorFlow is built for CPUs only")
+    run_ranks(tensorflow, NUM_RANKS, env={"TF_FORCE_GPU_ALLOW_GROWTH": "true"}, timeout=220)

@@ -10,6 +10,8 @@ what the operation is called, which is safe as eager calls block.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -126,16 +128,43 @@ def _check_reduction(tensors: Sequence[Any], op: int, process_set: ProcessSet) -
             )
 
 
-def _options(
-    op: int, prescale_factor: float, postscale_factor: float, ignore_name_scope: bool, process_set: ProcessSet
-) -> dict[str, Any]:
-    return {
+def _reduce(
+    kind: str,
+    call: Callable[..., Any],
+    tensors: Sequence[tf.Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    /,
+    **arguments: Any,
+) -> list[tf.Tensor]:
+    """Calls a reduction. Floats are scaled wherever they are, and factors are only compared; scaled integers and Adasum are
+    the host's: TensorFlow copies them."""
+    is_plain = factors == (1.0, 1.0)
+    is_scaled = not is_plain and op != Adasum and all(tensor.dtype.base_dtype.is_floating for tensor in tensors)
+    sent = [_times(tensor, factors[0]) for tensor in tensors] if is_scaled else list(tensors)
+    arguments |= {"tensors": sent} if "num_tensors" in arguments else {"tensor": sent[0]}
+    arguments |= {
         "reduce_op": op,
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "ignore_name_scope": ignore_name_scope,
-        "process_set_id": _number(process_set),
+        "prescale_factor": factors[0],
+        "postscale_factor": factors[1],
+        "is_scaled": is_scaled,
     }
+    on_host = not is_scaled and (op == Adasum or not is_plain)
+    with tf.device("/CPU:0") if on_host else contextlib.nullcontext():
+        result = _run(kind, call, tensors, name, **arguments)
+    outputs = list(result) if "num_tensors" in arguments else [result]
+    return [_times(output, factors[1]) for output in outputs] if is_scaled else outputs
+
+
+def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Half types are scaled in float32, as the core does it."""
+    if factor == 1.0:
+        return tensor
+    dtype = tensor.dtype.base_dtype
+    if dtype.size < 4:
+        return tf.cast(tf.cast(tensor, tf.float32) * factor, dtype)
+    return tensor * tf.constant(factor, dtype)
 
 
 def _allreduce(
@@ -150,8 +179,9 @@ def _allreduce(
     """Reduces a dense tensor; as :func:`horovod.tensorflow.allreduce` but for the default of `op`."""
     tensor = tf.convert_to_tensor(tensor)
     _check_reduction([tensor], op, process_set)
-    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
-    return _run("HorovodAllreduce", MPI_LIB.horovod_allreduce, [tensor], name, tensor=tensor, **options)
+    options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
+    factors = prescale_factor, postscale_factor
+    return _reduce("HorovodAllreduce", MPI_LIB.horovod_allreduce, [tensor], name, op, factors, **options)[0]
 
 
 def _grouped_allreduce(
@@ -168,10 +198,14 @@ def _grouped_allreduce(
         return []
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     _check_reduction(tensors, op, process_set)
-    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
-    options["num_tensors"] = len(tensors)
+    options = {
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": _number(process_set),
+        "num_tensors": len(tensors),
+    }
+    factors = prescale_factor, postscale_factor
     kind = "HorovodGroupedAllreduce"
-    return list(_run(kind, MPI_LIB.horovod_grouped_allreduce, tensors, name, tensors=tensors, **options))
+    return _reduce(kind, MPI_LIB.horovod_grouped_allreduce, tensors, name, op, factors, **options)
 
 
 def allgather(
@@ -333,8 +367,9 @@ def _reducescatter(
     """As :func:`horovod.tensorflow.reducescatter` but for the default of `op`."""
     tensor = tf.convert_to_tensor(tensor)
     _check_reduction([tensor], op, process_set)
-    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
-    return _run("HorovodReducescatter", MPI_LIB.horovod_reducescatter, [tensor], name, tensor=tensor, **options)
+    options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
+    factors = prescale_factor, postscale_factor
+    return _reduce("HorovodReducescatter", MPI_LIB.horovod_reducescatter, [tensor], name, op, factors, **options)[0]
 
 
 def _grouped_reducescatter(
@@ -351,10 +386,14 @@ def _grouped_reducescatter(
         return []
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     _check_reduction(tensors, op, process_set)
-    options = _options(op, prescale_factor, postscale_factor, ignore_name_scope, process_set)
-    options["num_tensors"] = len(tensors)
+    options = {
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": _number(process_set),
+        "num_tensors": len(tensors),
+    }
+    factors = prescale_factor, postscale_factor
     kind = "HorovodGroupedReducescatter"
-    return list(_run(kind, MPI_LIB.horovod_grouped_reducescatter, tensors, name, tensors=tensors, **options))
+    return _reduce(kind, MPI_LIB.horovod_grouped_reducescatter, tensors, name, op, factors, **options)
 
 
 def join() -> tf.Tensor:
@@ -423,6 +462,9 @@ class _Forward:
 
 
 def _factors(operation: Any) -> dict[str, float]:
+    """What the operation multiplies with itself."""
+    if operation.get_attr("is_scaled"):
+        return {"prescale_factor": 1.0, "postscale_factor": 1.0}
     return {
         "prescale_factor": operation.get_attr("prescale_factor"),
         "postscale_factor": operation.get_attr("postscale_factor"),
@@ -505,7 +547,7 @@ def _alltoall_gradient(operation: Any, gradient: tf.Tensor, _: tf.Tensor) -> lis
 
 
 def _scattered(operation: Any, gradient: tf.Tensor, forward: _Forward) -> tf.Tensor:
-    scale = operation.get_attr("prescale_factor") * operation.get_attr("postscale_factor")
+    scale = math.prod(_factors(operation).values())
     if operation.get_attr("reduce_op") == Sum:
         gradient = gradient * forward.size(gradient.dtype)
     return gradient * tf.cast(scale, gradient.dtype) if scale != 1 else gradient

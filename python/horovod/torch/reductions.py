@@ -66,42 +66,40 @@ def _reduce(
 ) -> _Pending:
     spelled = _check_reduction(tensors, op, process_set)
     factors = float(prescale_factor), float(postscale_factor)
+    sent, is_scaled = tensors, False
     if tensors[0].is_cuda and (op == Adasum or factors != (1.0, 1.0)):
-        calls = (kind, name, op, factors, process_set, blocking)
-        return _reduce_otherwise(tensors, in_place, calls, finish)
-    arguments = (spelled, *factors, kind, name or "", _number(process_set), blocking)
+        is_scaled = op != Adasum and all(tensor.is_floating_point() for tensor in tensors)
+        with torch.no_grad():
+            sent = [tensor * factors[0] if is_scaled else tensor.cpu() for tensor in tensors]
+        finish = _finish_otherwise(tensors, in_place, factors[1] if is_scaled else 1.0, finish)
+        in_place = True
+    arguments = (spelled, *factors, is_scaled, kind, name or "", _number(process_set), blocking)
     return _submit(
         _ALL_REDUCE,
-        tensors,
-        tensors if in_place else [],
+        sent,
+        sent if in_place else [],
         *arguments,
-        like=tensors[0],
-        outputs=tensors if in_place else None,
+        like=sent[0],
+        outputs=sent if in_place else None,
         finish=finish,
     )
 
 
-def _reduce_otherwise(
-    tensors: list[torch.Tensor], in_place: bool, call: tuple[Any, ...], finish: Callable[[list], Any]
-) -> _Pending:
-    """What the core does in the host's memory only: scaling, which is done here on the device, where ranks that disagree about
-    factors do not hear of it; and Adasum and scaled integers, which travel through the host."""
-    kind, name, op, factors, process_set, blocking = call
-    on_device = op != Adasum and all(tensor.is_floating_point() for tensor in tensors)
-    with torch.no_grad():
-        sent = [tensor * factors[0] if on_device else tensor.cpu() for tensor in tensors]
-    left = (1.0, 1.0) if on_device else factors
+def _finish_otherwise(
+    tensors: list[torch.Tensor], in_place: bool, factor: float, finish: Callable[[list], Any]
+) -> Callable[[list], Any]:
+    """The end of what the core does in the host's memory only: scaling, which is done here on the device, and compared by the
+    core; and Adasum and scaled integers, which travel through the host."""
 
     # Parameters may be reduced in place, as the core does it.
     @torch.no_grad()
     def back(outputs: list[torch.Tensor]) -> Any:
-        if on_device:
-            outputs = [output.mul_(factors[1]) for output in outputs]
+        outputs = [output.mul_(factor) if factor != 1.0 else output for output in outputs]
         if in_place:
             return finish([tensor.copy_(output) for tensor, output in zip(tensors, outputs, strict=True)])
         return finish([output.to(tensor.device) for tensor, output in zip(tensors, outputs, strict=True)])
 
-    return _reduce(kind, sent, True, name, op, *left, process_set, blocking, back)
+    return back
 
 
 def allreduce_async(

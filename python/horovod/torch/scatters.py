@@ -37,28 +37,28 @@ def _scatter(
     spelled = _check_reduction(tensors, op, process_set)
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ScalarError("Reducescatter does not support scalar inputs: a tensor needs rows to be shared out")
-    sent, factors, finish = _scaled_otherwise(tensors, factors, finish)
-    arguments = (spelled, float(factors[0]), float(factors[1]), kind, name or "", _number(process_set), blocking)
+    sent, is_scaled, finish = _scaled_otherwise(tensors, factors, finish)
+    arguments = (spelled, *map(float, factors), is_scaled, kind, name or "", _number(process_set), blocking)
     return _submit(_REDUCE_SCATTER, sent, *arguments, like=sent[0], finish=finish)
 
 
 def _scaled_otherwise(
     tensors: list[torch.Tensor], factors: tuple[float, float], finish: Callable[[list], Any]
-) -> tuple[list[torch.Tensor], tuple[float, float], Callable[[list], Any]]:
+) -> tuple[list[torch.Tensor], bool, Callable[[list], Any]]:
     """CUDA tensors with factors, which the core applies in the host's memory only: floats are scaled here, on the device,
-    and integers travel through the host."""
+    and the core compares the factors; integers travel through the host."""
     if not tensors[0].is_cuda or factors == (1.0, 1.0):
-        return tensors, factors, finish
+        return tensors, False, finish
     device = tensors[0].device
     with torch.no_grad():
         if not all(tensor.is_floating_point() for tensor in tensors):
             return (
                 [tensor.cpu() for tensor in tensors],
-                factors,
+                False,
                 lambda outputs: finish([output.to(device) for output in outputs]),
             )
         sent = [tensor * factors[0] for tensor in tensors]
-    return sent, (1.0, 1.0), lambda outputs: finish([output.mul_(factors[1]) for output in outputs])
+    return sent, True, lambda outputs: finish([output.mul_(factors[1]) for output in outputs])
 
 
 def reducescatter_async(

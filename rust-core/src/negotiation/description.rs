@@ -183,15 +183,15 @@ impl Description {
                 "Mismatched {name} root ranks: One rank specified root rank {one}, but another rank specified root rank {other}"
             );
         }
+        if self.on_device != other.on_device {
+            return format!(
+                "Mismatched {name} CPU/GPU device selection: One rank uses a GPU, but another rank the CPU"
+            );
+        }
         if self.factors != other.factors {
             let (one, other) = (self.factors, other.factors);
             return format!(
                 "Mismatched prescale and/or postscale factors: One rank has {one}, but another rank has {other}"
-            );
-        }
-        if self.on_device != other.on_device {
-            return format!(
-                "Mismatched {name} CPU/GPU device selection: One rank uses a GPU, but another rank the CPU"
             );
         }
         let of = format!("Mismatched {name} tensor shapes: One rank sent a tensor");

@@ -18,11 +18,13 @@ pub struct Factors {
     pub before: f64,
     /// The result is multiplied with it.
     pub after: f64,
+    /// Who asks multiplies (as for tensors on devices): ranks only compare them.
+    pub by_caller: bool,
 }
 
 impl Default for Factors {
     fn default() -> Self {
-        Self { before: 1.0, after: 1.0 }
+        Self { before: 1.0, after: 1.0, by_caller: false }
     }
 }
 
@@ -57,8 +59,8 @@ pub(super) struct Scaled {
 }
 
 impl Factors {
-    fn bits(&self) -> (u64, u64) {
-        (self.before.to_bits(), self.after.to_bits())
+    fn bits(&self) -> (u64, u64, bool) {
+        (self.before.to_bits(), self.after.to_bits(), self.by_caller)
     }
 
     /// Whether they change nothing.
@@ -75,8 +77,8 @@ impl Factors {
         if dtype == DType::Bool {
             return Err(Error::InvalidArgument(format!("{self}: bool values cannot be scaled")));
         }
-        if on_device {
-            return Err(Error::Unsupported(format!("{self}: tensors on devices are not scaled yet")));
+        if on_device && !self.by_caller {
+            return Err(Error::Unsupported(format!("{self}: tensors on devices are scaled by who asks")));
         }
         Ok(())
     }
@@ -87,7 +89,7 @@ impl Factors {
     /// [`Error::Internal`] if memory cannot be described.
     pub(super) fn apply(&self, request: Request, size: usize) -> Result<Scaled> {
         let mut scaled = Scaled { request, after: None, memory: Vec::new() };
-        if self.are_one() {
+        if self.are_one() || self.by_caller {
             return Ok(scaled);
         }
         let (op, output) = match &mut scaled.request {
@@ -202,7 +204,7 @@ mod tests {
     fn the_average_of_integers_is_truncated_once() {
         let mut values = [5i32];
         let data = view(&mut values, DType::Int32);
-        let factors = Factors { before: 1.0, after: 3.0 };
+        let factors = Factors { after: 3.0, ..Factors::default() };
         let request = Request::AllReduce { input: data, output: data, op: ReduceOp::Average };
         let scaled = factors.apply(request, 2).expect("it is a reduction");
         assert!(matches!(scaled.request, Request::AllReduce { op: ReduceOp::Sum, .. }));
@@ -212,11 +214,26 @@ mod tests {
     }
 
     #[test]
+    fn what_the_caller_multiplies_is_compared_only() {
+        let factors = Factors { before: 2.0, after: 3.0, by_caller: true };
+        assert!(factors.check(DType::Float32, true).is_ok());
+        assert!(Factors { by_caller: false, ..factors }.check(DType::Float32, true).is_err());
+        assert_ne!(factors, Factors { before: 4.0, ..factors });
+        let mut values = [5.0f32];
+        let data = view(&mut values, DType::Float32);
+        let request = Request::AllReduce { input: data, output: data, op: ReduceOp::Average };
+        let scaled = factors.apply(request, 2).expect("it is a reduction");
+        assert!(scaled.after.is_none());
+        assert!(matches!(scaled.request, Request::AllReduce { op: ReduceOp::Average, .. }));
+        assert_eq!(values, [5.0]);
+    }
+
+    #[test]
     fn the_input_of_a_reduce_scatter_stays_as_it_is() {
         let (mut first, mut second, mut out) = ([1.0f32, 2.0, 3.0], [4.0f32], [0.0f32; 3]);
         let inputs = vec![view(&mut first, DType::Float32), view(&mut second, DType::Float32)];
         let request = Request::ReduceScatter { inputs, output: view(&mut out, DType::Float32), op: ReduceOp::Sum };
-        let scaled = Factors { before: 2.0, after: 1.0 }.apply(request, 2).expect("it is a reduction");
+        let scaled = Factors { before: 2.0, ..Factors::default() }.apply(request, 2).expect("it is a reduction");
         let Request::ReduceScatter { inputs, .. } = &scaled.request else { unreachable!() };
         let read = |view: &TensorView| {
             // SAFETY: `scaled` holds the memory.
