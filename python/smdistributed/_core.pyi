@@ -125,6 +125,18 @@ def next_hosts_update(seconds: float) -> tuple[float, int] | None:
     """When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
     or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session."""
 
+def hosts_known_anywhere(acted: int, heard: int, kinds: int) -> tuple[int, int, int]:
+    """
+    What any rank knows of changes of hosts: the latest that was acted on, the latest that was heard of, in microseconds since
+    1970, and the kinds of those that were not acted on. Every rank calls it with what it knows itself.
+    """
+
+def is_started_by_mpi() -> bool:
+    """Whether a launcher of MPI started this process."""
+
+def mpi_plugin() -> str:
+    """The file of the plug-in for this host's MPI, which is compiled if need be."""
+
 def is_launched() -> bool:
     """Whether a launcher's variables are in the environment."""
 

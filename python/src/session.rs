@@ -1,14 +1,18 @@
 //! Life cycle, ranks and groups.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use smd_core::collectives::Request;
 use smd_core::negotiation::timeline;
 use smd_core::session::{self, InitOptions, Session};
+use smd_core::transport::mpi;
 use smd_core::world::env;
 
 use crate::enter::enter;
+
+/// How long another process may take to compile the plug-in for MPI.
+const MPI_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn with<T: Send>(
     py: Python<'_>,
@@ -157,12 +161,19 @@ fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>
     })
 }
 
+/// What any rank knows of changes of hosts: the latest that was acted on, the latest that was heard of, in microseconds since
+/// 1970, and the kinds of those that were not acted on. Every rank calls it with what it knows itself.
+#[pyfunction]
+fn hosts_known_anywhere(py: Python<'_>, acted: u64, heard: u64, kinds: u8) -> PyResult<(u64, u64, u8)> {
+    enter(py, || session::current("check_host_updates")?.hosts_known_anywhere(acted, heard, kinds))
+}
+
 /// From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing.
 #[pyfunction]
 fn start_names_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
-    with(py, "start_timeline", |session| match session.rank() {
-        0 => timeline::start(path, mark_cycles),
-        _ => Ok(()),
+    with(py, "start_timeline", |session| {
+        session.start_names_timeline(path, mark_cycles);
+        Ok(())
     })
 }
 
@@ -173,6 +184,18 @@ fn stop_names_timeline(py: Python<'_>) -> PyResult<()> {
         timeline::stop();
         Ok(())
     })
+}
+
+/// Whether a launcher of MPI started this process.
+#[pyfunction]
+fn is_started_by_mpi() -> bool {
+    env::started_by_mpi(&env::variables())
+}
+
+/// The file of the plug-in for this host's MPI, which is compiled if need be.
+#[pyfunction]
+fn mpi_plugin(py: Python<'_>) -> PyResult<String> {
+    enter(py, || mpi::provide(Instant::now() + MPI_LIMIT).map(|path| path.display().to_string()))
 }
 
 /// Whether a launcher's variables are in the environment.
@@ -215,9 +238,12 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(report_failure, module)?)?;
     module.add_function(wrap_pyfunction!(interrupt, module)?)?;
+    module.add_function(wrap_pyfunction!(hosts_known_anywhere, module)?)?;
     module.add_function(wrap_pyfunction!(start_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;
+    module.add_function(wrap_pyfunction!(is_started_by_mpi, module)?)?;
+    module.add_function(wrap_pyfunction!(mpi_plugin, module)?)?;
     module.add_function(wrap_pyfunction!(is_launched, module)?)?;
     module.add_function(wrap_pyfunction!(missing_environment, module)?)
 }

@@ -58,7 +58,7 @@ knobs! {
     STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",
         "1: no such warning.";
     STALL_SHUTDOWN_SECONDS = "SMD_STALL_SHUTDOWN_SECONDS", ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], "0",
-        "After this time such a collective fails on every rank, and with it all that wait; in seconds. 0: not before `SMD_TIMEOUT_SECONDS`.";
+        "After this time such a collective fails on every rank, and with it all that wait; in seconds. 0, or less than the time of the warning: not before `SMD_TIMEOUT_SECONDS`.";
     FUSION_BYTES = "SMD_FUSION_BYTES", ["HOROVOD_FUSION_THRESHOLD"], "67108864",
         "Collectives with names that are ready together run as one operation up to this size, in bytes; 0: each alone. Rank 0 of the group says so for all.";
     CACHE_CAPACITY = "SMD_CACHE_CAPACITY", ["HOROVOD_CACHE_CAPACITY"], "4096",

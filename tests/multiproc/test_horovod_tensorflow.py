@@ -608,8 +608,12 @@ def batch_normalization():
     mine = tf.constant(images[first : first + 3 * (rank + 1)])
     layer = hvd.SyncBatchNormalization(axis=-1, momentum=0.5)
     plain = tf.keras.layers.BatchNormalization(axis=-1, momentum=0.5)
-    assert layer.name == "sync_batch_normalization"
+    assert layer.name.startswith("sync_batch_normalization")
     assert isinstance(layer, tf.keras.layers.BatchNormalization)
+    # Several in one model.
+    inputs = tf.keras.Input((4,))
+    model = tf.keras.Model(inputs, hvd.SyncBatchNormalization()(hvd.SyncBatchNormalization()(inputs)))
+    model(mine, training=True)
     for call in (layer, tf.function(layer)):
         with tf.GradientTape() as tape:
             tape.watch(mine)
@@ -631,6 +635,31 @@ def batch_normalization():
         raises(ValueError, "does not support fused=True", lambda fused=fused: hvd.SyncBatchNormalization(fused=fused))
 
 
+def late_gradients():
+    """A gradient that is not there in the first pass is in the sum from when it first comes."""
+    tf, *_ = start()
+    from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+
+    variables = [tf.Variable([0.0]), tf.Variable([0.0])]
+    one = tf.constant([1.0])
+    for wrapped in (lambda call: call, tf.function):
+        helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
+        call = wrapped(helper.compute_gradients)
+        assert [value is None for value in call([one, None], variables)] == [False, True]
+        assert [value.numpy().tolist() for value in call([one, one], variables)] == [[2.0], [1.0]]
+
+
+def kernels_for_gpus():
+    """What the core exchanges in the host's memory only is the host's on GPUs, too."""
+    start()
+    from tensorflow.python.framework import kernels
+
+    for name, tensors in (("Allgather", 2), ("GroupedAllgather", 2), ("Alltoall", 4), ("Allreduce", 0)):
+        registered = kernels.get_registered_kernels_for_op(f"Horovod{name}").kernel
+        (found,) = [one for one in registered if one.device_type == "GPU"]
+        assert len(found.host_memory_arg) == tensors, (name, found)
+
+
 def life():
     tf, hvd, _, size = start()
     hvd.shutdown()
@@ -645,7 +674,7 @@ def life():
 
 PARTS = (
     reductions, moving, graphs, gradients, duplicates, mismatches, sparse, process_sets, joins, variables_and_objects, tapes,
-    optimizers_of_tensorflow1, batch_normalization, life,
+    optimizers_of_tensorflow1, batch_normalization, late_gradients, kernels_for_gpus, life,
 )  # fmt: skip
 
 

@@ -625,6 +625,12 @@ def stalls():
     torch, hvd, rank, size = start()
     if size == 1:
         return
+    # An end before the first warning is none.
+    with another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"), standard_error() as said:
+        if rank == 0:
+            time.sleep(2)
+        hvd.allreduce(torch.ones(2), name="later")
+        assert "`SMD_STALL_SHUTDOWN_SECONDS` is 1, less than `SMD_STALL_WARNING_SECONDS`" in said()
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     ended = Path(hvd.broadcast_object(tempfile.mktemp()))
     with another_world(hvd, **limits), standard_error() as said:

@@ -198,6 +198,8 @@ def _worlds(folder):
         wanted = {"NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE", "SHM_ALLREDUCE", "CYCLE_START", "float32"}
         found["first"] = events(first, wanted)
     hvd.barrier()
+    # One that cannot be written is no reason to end a training.
+    hvd.start_timeline(str(Path(folder) / "nowhere" / "lost.json"))
     hvd.start_timeline(second)
     hvd.broadcast(torch.ones(4), 1, name="w")
     hvd.stop_timeline()

@@ -164,24 +164,33 @@ class HorovodBasics:
         """Whether MPI may be called from any thread.
 
         Raises:
-            ValueError: The job does not use MPI.
+            ValueError: The job does not run under MPI.
         """
         self.rank()
-        raise ValueError(
-            "MPI is not enabled: the core has a control plane of its own, and calls MPI from one thread only"
-        )
+        if not self.mpi_enabled():
+            raise ValueError("MPI is not enabled: no launcher of MPI started the job")
+        # The core calls it from one thread only.
+        return False
 
     def mpi_enabled(self) -> bool:
-        """Whether MPI coordinates the processes; it never does."""
-        return False
+        """Whether this process is in a job that a launcher of MPI (``mpirun``) started. MPI moves tensors between its hosts;
+        who is ready for what the core finds out by itself."""
+        return self.is_initialized() and _core.is_started_by_mpi()
 
-    def mpi_built(self) -> bool:
-        """Whether MPI can coordinate the processes."""
-        return False
+    def mpi_built(self, verbose: bool = False) -> bool:
+        """Whether jobs can run under MPI: there is one, and a plug-in for it, which is compiled by the first call.
+
+        Args:
+            verbose: Prints why not.
+        """
+        reason = environment.no_mpi()
+        if reason and verbose:
+            print(reason)
+        return not reason
 
     def gloo_enabled(self) -> bool:
         """Whether the job runs without MPI."""
-        return True
+        return not self.mpi_enabled()
 
     def gloo_built(self) -> bool:
         """Whether jobs run without MPI; they do, over the core's own transports."""
@@ -214,8 +223,10 @@ class HorovodBasics:
             file_path: Opens in Perfetto and Chrome; the same file as before changes nothing.
             mark_cycles: Marks each answer of the negotiation, of which there is one where Horovod has a cycle.
 
+        A file that cannot be written is told in rank 0's log, and nothing else happens.
+
         Raises:
-            ValueError: There is no session, or the file cannot be written.
+            ValueError: There is no session.
         """
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")

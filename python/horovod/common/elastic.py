@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError, at_execution
 from horovod.common.kept import Kept
 from smdistributed import _core
 
@@ -107,13 +107,16 @@ class State:
         """Raises where hosts have come or gone; all ranks alike, so all call it.
 
         Raises:
-            HostsUpdatedInterrupt: Rank 0 has heard of it since the last call.
+            HostsUpdatedInterrupt: A rank has heard of it since the last call.
+            HorovodInternalError: A rank is gone.
         """
         before, latest, kinds = self._last_updated_timestamp, self._last_updated_timestamp, 0
         while not self._host_messages.empty():
             timestamp, kind = self._host_messages.get()
             latest, kinds = max(latest, timestamp), kinds | kind
-        before, self._last_updated_timestamp, kinds = self._bcast_object((before, latest, kinds))
+        if _core.is_initialized():
+            before, latest, kinds = _known_anywhere(before, latest, kinds)
+        self._last_updated_timestamp = latest
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
 
@@ -138,6 +141,15 @@ class State:
 
     def reset(self) -> None:
         """Follows a reset; does nothing by default."""
+
+
+def _known_anywhere(before: float, latest: float, kinds: int) -> tuple[float, float, int]:
+    """Of all ranks' notices, which come at different times."""
+    try:
+        acted, heard, kinds = _core.hosts_known_anywhere(round(before * 1e6), round(latest * 1e6), kinds)
+    except RuntimeError as error:
+        raise at_execution(error) from None
+    return acted / 1e6, heard / 1e6, kinds
 
 
 class ObjectState(State):

@@ -7,6 +7,8 @@ import functools
 import os
 import warnings
 
+from smdistributed import _core
+
 # With a meaning: the core reads those that are settings, launchers the others.
 _KNOWN = {
     "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "FUSION_THRESHOLD",
@@ -47,6 +49,16 @@ def check() -> None:
 
 def _is_ignored(name: str) -> bool:
     return name not in _KNOWN and not name.startswith(_BUILD)
+
+
+@functools.cache
+def no_mpi() -> str:
+    """Why jobs cannot run under MPI; empty if they can."""
+    try:
+        _core.mpi_plugin()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class LocalGradientAggregationHelper:
         return tf.convert_to_tensor(gradient)
 
     def _make(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """The sums, at zero."""
+        """The sums, at zero, of all that has had a gradient: one may come later than others."""
 
         def local(value: Any, name: str) -> tf.Variable:
             collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
@@ -61,15 +61,18 @@ class LocalGradientAggregationHelper:
                 return tf.Variable(value, trainable=False, name=name)
             return tf.compat.v1.Variable(value, trainable=False, name=name, collections=collections, use_resource=True)
 
-        shapes = [underlying(variable).shape for variable in variables]
-        dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+        if self.counter is None:
+            self._sums = [None] * len(gradients)
+        if len(gradients) != len(self._sums):
+            raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
         # Outside of a function that is being traced.
         with tf.init_scope():
-            self.counter = local(tf.zeros([], tf.int32), "aggregation_counter")
-            self._sums = [
-                None if dtype is None else local(tf.zeros(shape, dtype), f"aggregated_gradient_{place}")
-                for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-            ]
+            if self.counter is None:
+                self.counter = local(tf.zeros([], tf.int32), "aggregation_counter")
+            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+                if gradient is not None and self._sums[place] is None:
+                    zeros = tf.zeros(underlying(variable).shape, gradient.dtype)
+                    self._sums[place] = local(zeros, f"aggregated_gradient_{place}")
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds gradients to the sums.
@@ -79,10 +82,7 @@ class LocalGradientAggregationHelper:
         """
         gradients = [self._dense(gradient) for gradient in gradients]
         variables = list(variables)
-        if self.counter is None:
-            self._make(gradients, variables)
-        if len(gradients) != len(self._sums):
-            raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
+        self._make(gradients, variables)
         places = [place for place, total in enumerate(self._sums) if total is not None]
         sums = [self._sums[place] for place in places]
         added = [

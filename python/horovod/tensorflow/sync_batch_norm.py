@@ -57,7 +57,7 @@ def _of_keras3(base: type) -> type:
         __doc__ = _DOC
 
         def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
-            _check(fused, kwargs)
+            _check(fused)
             super().__init__(**kwargs)
 
         def _moments(self, inputs: Any, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -75,7 +75,7 @@ def _of_tf_keras(base: type) -> type:
         __doc__ = _DOC
 
         def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
-            _check(fused, kwargs)
+            _check(fused)
             super().__init__(fused=False, **kwargs)
 
         def _calculate_mean_and_var(
@@ -89,11 +89,9 @@ def _of_tf_keras(base: type) -> type:
     return SyncBatchNormalization
 
 
-def _check(fused: bool | None, options: dict[str, Any]) -> None:
+def _check(fused: bool | None) -> None:
     if fused in (True, None):
         raise ValueError("SyncBatchNormalization does not support fused=True.")
-    if not options.get("name"):
-        options["name"] = "sync_batch_normalization"
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 //! The communicators of a session, and who negotiates for them.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -121,6 +121,21 @@ fn tuning() -> Result<Option<negotiation::Tuning>> {
     }))
 }
 
+/// After which time what waits ends, if that is not the end of every wait. As in Horovod, not before it is told.
+fn stall_limit() -> Result<Option<Duration>> {
+    let (knob, told) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);
+    let Some(limit) = knob.seconds_or_never()? else { return Ok(None) };
+    if config::STALL_CHECK_DISABLE.flag()? || limit >= told.seconds()? {
+        return Ok(Some(limit));
+    }
+    static WARNED: Once = Once::new();
+    WARNED.call_once(|| {
+        let (name, seconds) = (knob.name, limit.as_secs_f64());
+        tracing::warn!("`{name}` is {seconds}, less than `{}`: it has no effect", told.name);
+    });
+    Ok(None)
+}
+
 impl Session {
     /// Who runs collectives by name in the group with this id. The first call starts it and does not wait for other
     /// members; what is submitted waits until all have called this.
@@ -133,7 +148,7 @@ impl Session {
             return Ok(negotiator.clone());
         }
         let communicator = self.communicator(group)?;
-        let limit = config::STALL_SHUTDOWN_SECONDS.seconds_or_never()?.unwrap_or(self.groups.timeout);
+        let limit = stall_limit()?.unwrap_or(self.groups.timeout);
         let options = negotiation::Options {
             cache_capacity: config::CACHE_CAPACITY.count()?,
             fusion_bytes: config::FUSION_BYTES.most_bytes()? as u64,

@@ -306,24 +306,28 @@ impl Session {
         let ranks: Vec<usize> = (0..self.size()).collect();
         let communicator = self.connect(groups::WORLD, &ranks, timeout)?;
         self.groups.insert(groups::WORLD, communicator);
-        self.start_names_timeline()?;
+        self.start_asked_timeline()?;
         if !first {
             trace::start(self.rank(), first)?;
         }
         Ok(())
     }
 
-    /// Rank 0 writes the timeline of collectives by name, if there is to be one. One that cannot be written is told, and no
-    /// reason not to train.
-    fn start_names_timeline(&self) -> Result<()> {
+    /// The timeline of collectives by name that the settings ask for, if any.
+    fn start_asked_timeline(&self) -> Result<()> {
         let Some(path) = config::NAMES_TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
-        let mark_cycles = config::NAMES_TIMELINE_MARK_CYCLES.flag()?;
+        self.start_names_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
+        Ok(())
+    }
+
+    /// Rank 0 writes the timeline of collectives by name from now on ([`timeline::start`]). One that cannot be written is told, and
+    /// no reason not to train.
+    pub fn start_names_timeline(&self, path: &str, mark_cycles: bool) {
         if self.rank() == 0
-            && let Err(error) = timeline::start(&path, mark_cycles)
+            && let Err(error) = timeline::start(path, mark_cycles)
         {
             tracing::warn!("{}", error.text());
         }
-        Ok(())
     }
 
     /// Leaves: waits of other threads end, communicators stop, the others hear a goodbye.

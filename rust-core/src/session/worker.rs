@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Control, Session, introduction, log};
+use crate::collectives::ReduceOp;
 use crate::config;
 use crate::error::{Code, Error, Result};
+use crate::negotiation::{Name, Numbers};
 use crate::world::Monitor;
 use crate::world::env::{self, Launch};
 use crate::world::rendezvous::JobKey;
@@ -85,6 +87,23 @@ impl Session {
                 None
             }
         }
+    }
+
+    /// What any rank of the world knows of changes of hosts: the latest that was acted on, the latest that was heard of, both in
+    /// microseconds since 1970, and the kinds of those that were not acted on, as bits. Every rank calls it, with what it
+    /// knows itself: news reach ranks at different times.
+    ///
+    /// # Errors
+    /// As [`Numbers::wait`].
+    pub fn hosts_known_anywhere(self: &Arc<Self>, acted: u64, heard: u64, kinds: u8) -> Result<(u64, u64, u8)> {
+        let call = "check_host_updates";
+        let negotiator = self.negotiator(self.process_set(0, call)?)?;
+        let mut own = vec![acted, heard];
+        own.extend((0..u8::BITS).map(|bit| u64::from(kinds >> bit & 1)));
+        let all =
+            Numbers::ask(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| ())?.wait(call)?;
+        let kinds = all[2..].iter().enumerate().fold(0, |kinds, (bit, any)| kinds | (*any as u8) << bit);
+        Ok((all[0], all[1], kinds))
     }
 }
 

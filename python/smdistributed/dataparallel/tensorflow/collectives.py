@@ -9,6 +9,7 @@ gets an error that names the ranks and the difference. Eager calls raise the cla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from smdistributed._common import errors, interrupts, shims
@@ -53,7 +54,7 @@ def allreduce(
     Raises:
         ValueError: ``param_index`` is not in ``0 .. num_params - 1``, or ``op`` is no reduction.
     """
-    if not (isinstance(param_index, int) and isinstance(num_params, int) and 0 <= param_index < num_params):
+    if not (isinstance(param_index, Integral) and isinstance(num_params, Integral) and 0 <= param_index < num_params):
         raise ValueError(
             f"`param_index` is {param_index!r} of `num_params` {num_params!r}: expected integers with "
             "0 <= param_index < num_params"
@@ -100,7 +101,7 @@ def broadcast(tensor: tf.Tensor, root_rank: int, name: str | None = None) -> tf.
     Returns:
         A tensor of the same shape and type.
     """
-    return _named(ops.smd_named_broadcast, "broadcast", name, tensor=tf.convert_to_tensor(tensor), root=root_rank)
+    return _named(ops.smd_named_broadcast, "broadcast", name, tensor=tf.convert_to_tensor(tensor), root=int(root_rank))
 
 
 def _named(op: Any, function: str, name: str | None, /, **arguments: Any) -> tf.Tensor:
