@@ -193,9 +193,11 @@ def _worlds(folder):
     first, second = Path(folder) / "first.json", Path(folder) / "second.json"
     hvd.start_timeline(str(first), mark_cycles=True)
     hvd.allreduce(torch.ones(4), name="w")
+    hvd.grouped_allreduce([torch.ones(4), torch.ones(4)], name="together")
     hvd.start_timeline(str(first))
     if hvd.rank() == 0:
         wanted = {"NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE", "SHM_ALLREDUCE", "CYCLE_START", "float32"}
+        wanted |= {"QUEUE", "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"}
         found["first"] = events(first, wanted)
     hvd.barrier()
     # One that cannot be written is no reason to end a training.

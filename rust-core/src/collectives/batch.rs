@@ -23,6 +23,25 @@ const SMALL_BYTES: usize = 32 << 10;
 /// Bytes that travel together at most.
 const TOGETHER_BYTES: usize = 1 << 20;
 
+/// What becomes of collectives of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// They are copied to where they lie side by side.
+    CopyIn,
+    /// The members meet.
+    Run,
+    /// Results are copied to where they belong.
+    CopyOut,
+    /// They are complete, or have failed.
+    Over,
+}
+
+/// Hears of the phases of a batch when they begin.
+pub trait Watch: Send + Sync {
+    /// This one begins, of the collectives at these places.
+    fn enters(&self, phase: Phase, places: &Range<usize>);
+}
+
 /// What to run next, as places in the batch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step {

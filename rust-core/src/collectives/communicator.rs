@@ -16,6 +16,7 @@
 //!   the same place. A member that cannot take part fails the whole batch with one [`Communicator::fail_next`].
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::batch::{self, Step};
+use super::batch::{self, Phase, Step, Watch};
 use super::call::{Call, Kind};
 use super::courier::Courier;
 use super::cuda::{self, Cuda, Flying};
@@ -80,7 +81,7 @@ struct Turns {
 
 enum Job {
     Run(Request, Option<Duration>),
-    Batch(Vec<Request>, Option<Duration>),
+    Batch(Vec<Request>, Option<Duration>, Option<Arc<dyn Watch>>),
     /// On CUDA tensors.
     Launch(Vec<Request>, Option<Duration>),
     Fail(String),
@@ -206,13 +207,14 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::run`]; [`Error::Internal`] for a message between pairs.
     pub fn run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
-        self.shared.run(|| Job::Batch(requests.to_vec(), timeout), || self.shared.batch(requests, timeout))
+        self.shared.run(|| Job::Batch(requests.to_vec(), timeout, None), || self.shared.batch(requests, timeout, None))
     }
 
     /// As [`Communicator::run_batch`], on this thread, if the group does nothing else now; None, and nothing done, if it does.
-    pub fn try_run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Option<Result<()>> {
+    /// `watch` hears of phases.
+    pub fn try_run_batch(&self, requests: &[Request], watch: Option<&dyn Watch>) -> Option<Result<()>> {
         let _turn = self.shared.turn_if_idle()?;
-        Some(self.shared.batch(requests, timeout))
+        Some(self.shared.batch(requests, None, watch))
     }
 
     /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed. On CUDA tensors,
@@ -220,8 +222,13 @@ impl Communicator {
     pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
         match requests.iter().any(cuda::is_on_device) {
             true => self.shared.launch(requests, timeout, done),
-            false => self.shared.queue(Job::Batch(requests, timeout), done),
+            false => self.shared.queue(Job::Batch(requests, timeout, None), done),
         }
+    }
+
+    /// As [`Communicator::submit_batch`], of collectives on CPU tensors; `watch` hears of phases.
+    pub fn submit_watched(self: &Arc<Self>, requests: Vec<Request>, watch: Arc<dyn Watch>, done: Done) {
+        self.shared.queue(Job::Batch(requests, None, Some(watch)), done);
     }
 
     /// What this group has queued into `stream` so far: its end is told from a thread of the core.
@@ -386,7 +393,7 @@ impl Shared {
                 self.rows_on_device(request, *timeout).map(Some)
             }
             Job::Run(request, timeout) => self.collective(request, *timeout).map(|()| None),
-            Job::Batch(requests, timeout) => self.batch(requests, *timeout).map(|()| None),
+            Job::Batch(requests, timeout, watch) => self.batch(requests, *timeout, watch.as_deref()).map(|()| None),
             Job::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
             Job::Fail(message) => self.fail(message).map(|()| None),
             Job::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
@@ -480,15 +487,29 @@ impl Shared {
         }
     }
 
-    fn batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
+    fn batch(&self, requests: &[Request], timeout: Option<Duration>, watch: Option<&dyn Watch>) -> Result<()> {
         let members = self.transport.members();
+        let enter = |phase, places: &Range<usize>| watch.iter().for_each(|watch| watch.enters(phase, places));
         for step in batch::plan(requests, members.me, members.size()) {
             match step {
-                Step::One(at) => self.collective(&requests[at], timeout)?,
-                Step::Together(range) => {
-                    let together = batch::Together::new(&requests[range]);
-                    self.collective(together.request(), timeout).map_err(|error| together.explain(error))?;
-                    together.hand_out();
+                Step::One(at) => {
+                    let places = at..at + 1;
+                    enter(Phase::Run, &places);
+                    let outcome = self.collective(&requests[at], timeout);
+                    enter(Phase::Over, &places);
+                    outcome?;
+                }
+                Step::Together(places) => {
+                    enter(Phase::CopyIn, &places);
+                    let together = batch::Together::new(&requests[places.clone()]);
+                    enter(Phase::Run, &places);
+                    let outcome = self.collective(together.request(), timeout);
+                    if outcome.is_ok() {
+                        enter(Phase::CopyOut, &places);
+                        together.hand_out();
+                    }
+                    enter(Phase::Over, &places);
+                    outcome.map_err(|error| together.explain(error))?;
                 }
             }
         }

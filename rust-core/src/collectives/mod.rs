@@ -33,6 +33,7 @@ pub mod window;
 #[cfg(test)]
 mod tests;
 
+pub use batch::{Phase, Watch};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub use rows::MakeOutputs;

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::description::Description;
+use crate::collectives::{Phase, Watch};
 use crate::error::{Error, Result};
 
 static ENABLED: AtomicBool = AtomicBool::new(false);
@@ -185,26 +186,78 @@ pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
     with(name, |_, pid, ts| ranks[members].iter().map(|rank| ready(pid, ts, *rank)).collect());
 }
 
-/// All members agree; `activity` begins.
-pub(super) fn begins(traced: &Traced, activity: &str) {
-    with(&traced.name, |_, pid, ts| {
-        vec![
-            json!({"ph": "E", "ts": ts, "pid": pid}),
-            json!({"ph": "B", "name": traced.operation, "ts": ts, "pid": pid}),
-            json!({"ph": "B", "name": format!("{activity}_{}", traced.operation), "ts": ts, "pid": pid}),
-        ]
-    });
+/// The operation of names that all members agree on, from then to its end.
+pub(super) struct Traces {
+    /// What carries it: `SHM`.
+    carrier: &'static str,
+    names: Vec<Trace>,
 }
 
-/// It is complete.
-pub(super) fn ends(traced: &Traced) {
-    let Traced { dtype, shape, .. } = traced;
-    with(&traced.name, |_, pid, ts| {
-        vec![
-            json!({"ph": "E", "ts": ts, "pid": pid}),
-            json!({"ph": "E", "ts": ts, "pid": pid, "args": {"dtype": dtype, "shape": shape}}),
-        ]
-    });
+/// A name, and which of the operation's collectives are its.
+struct Trace {
+    traced: Traced,
+    places: Range<usize>,
+    /// An activity has begun, and not ended.
+    is_active: AtomicBool,
+}
+
+impl Traces {
+    pub(super) fn new(carrier: &'static str) -> Self {
+        Self { carrier, names: Vec::new() }
+    }
+
+    /// All members agree on this one. On the CPU it waits for its turn now; a device does not tell when it begins.
+    pub(super) fn add(&mut self, traced: Traced, places: Range<usize>, on_device: bool) {
+        with(&traced.name, |_, pid, ts| {
+            vec![
+                json!({"ph": "E", "ts": ts, "pid": pid}),
+                json!({"ph": "B", "name": traced.operation, "ts": ts, "pid": pid}),
+            ]
+        });
+        let trace = Trace { traced, places, is_active: AtomicBool::new(false) };
+        match on_device {
+            true => trace.turns_to(Some(&format!("{}_{}", self.carrier, trace.traced.operation))),
+            false => trace.turns_to(Some("QUEUE")),
+        }
+        self.names.push(trace);
+    }
+
+    /// It is complete, or has failed.
+    pub(super) fn end(&self) {
+        for trace in &self.names {
+            trace.turns_to(None);
+            let Traced { name, dtype, shape, .. } = &trace.traced;
+            with(name, |_, pid, ts| {
+                vec![json!({"ph": "E", "ts": ts, "pid": pid, "args": {"dtype": dtype, "shape": shape}})]
+            });
+        }
+    }
+}
+
+impl Trace {
+    /// One activity ends, and another one begins.
+    fn turns_to(&self, activity: Option<&str>) {
+        let was_active = self.is_active.swap(activity.is_some(), Ordering::Relaxed);
+        with(&self.traced.name, |_, pid, ts| {
+            let end = was_active.then(|| json!({"ph": "E", "ts": ts, "pid": pid}));
+            let begin = activity.map(|activity| json!({"ph": "B", "name": activity, "ts": ts, "pid": pid}));
+            end.into_iter().chain(begin).collect()
+        });
+    }
+}
+
+impl Watch for Traces {
+    fn enters(&self, phase: Phase, places: &Range<usize>) {
+        let concerned = |trace: &&Trace| trace.places.start < places.end && places.start < trace.places.end;
+        for trace in self.names.iter().filter(concerned) {
+            match phase {
+                Phase::CopyIn => trace.turns_to(Some("MEMCPY_IN_FUSION_BUFFER")),
+                Phase::Run => trace.turns_to(Some(&format!("{}_{}", self.carrier, trace.traced.operation))),
+                Phase::CopyOut => trace.turns_to(Some("MEMCPY_OUT_FUSION_BUFFER")),
+                Phase::Over => trace.turns_to(None),
+            }
+        }
+    }
 }
 
 /// It failed in its negotiation.
@@ -240,9 +293,14 @@ mod tests {
         };
         negotiates(&traced, 0);
         heard("allreduce.w", 1..3, &[0, 4, 5]);
-        begins(&traced, "SHM");
+        let mut traces = Traces::new("SHM");
+        traces.add(traced, 0..2, false);
         read();
-        ends(&traced);
+        for phase in [Phase::CopyIn, Phase::Run, Phase::CopyOut, Phase::Over] {
+            traces.enters(phase, &(1..2));
+            traces.enters(phase, &(2..3));
+        }
+        traces.end();
         cycle();
         stop();
         stop();
@@ -262,12 +320,15 @@ mod tests {
                 "4",
                 "5",
                 "ALLREDUCE",
+                "QUEUE",
+                "MEMCPY_IN_FUSION_BUFFER",
                 "SHM_ALLREDUCE",
+                "MEMCPY_OUT_FUSION_BUFFER",
                 "CYCLE_START"
             ]
         );
         let count = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count();
-        assert_eq!((count("B"), count("E")), (3, 3));
+        assert_eq!((count("B"), count("E")), (6, 6));
         assert_eq!(events[2]["args"]["name"], "allreduce.w");
         assert_eq!(events.iter().rev().nth(1).unwrap()["args"], json!({"dtype": "float32", "shape": "[2, 3]"}));
     }

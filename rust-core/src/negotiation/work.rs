@@ -16,11 +16,11 @@ use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
-use super::timeline::{self, Traced};
+use super::timeline::{self, Traced, Traces};
 use super::tree::Tree;
 use super::tune::{self, Tuner};
 use crate::buffer::TensorView;
-use crate::collectives::{Communicator, Done, Kind, Request};
+use crate::collectives::{Communicator, Done, Kind, Request, Watch};
 use crate::error::{Code, Error, Result};
 use crate::transport::{Members, NAP, Transport};
 use crate::world::monitor;
@@ -265,16 +265,23 @@ impl Work {
                 return Err(error);
             }
         };
+        let traces = after.traces.clone();
         let done = move |result: Result<Option<usize>>| after.end(result);
         if inline {
+            let watch = traces.as_deref().map(|traces| traces as &dyn Watch);
             // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
-            let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, None));
+            let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, watch));
             if let Some(outcome) = outcome {
                 done(outcome.map(|()| None));
                 return Ok(());
             }
         }
-        self.communicator.submit_batch(requests, None, Box::new(done));
+        match traces {
+            Some(traces) if !requests.iter().any(Description::is_on_device) => {
+                self.communicator.submit_watched(requests, traces, Box::new(done));
+            }
+            _ => self.communicator.submit_batch(requests, None, Box::new(done)),
+        }
         Ok(())
     }
 
@@ -283,6 +290,7 @@ impl Work {
         let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
+        let mut traces: Option<Traces> = None;
         for part in parts {
             match part {
                 Part::Own(ticket) => {
@@ -290,8 +298,10 @@ impl Work {
                     bytes += open.bytes;
                     after.calls.push(open.done);
                     if let Some(traced) = open.traced {
-                        timeline::begins(&traced, self.activity(&open.requests));
-                        after.traces.push(traced);
+                        let on_device = open.requests.iter().any(Description::is_on_device);
+                        let places = requests.len()..requests.len() + open.requests.len();
+                        let traces = traces.get_or_insert_with(|| Traces::new(self.carrier(on_device)));
+                        traces.add(traced, places, on_device);
                     }
                     for request in open.requests {
                         let scaled = open.factors.apply(request, size)?;
@@ -316,13 +326,14 @@ impl Work {
                 }
             }
         }
+        after.traces = traces.map(Arc::new);
         Ok((requests, bytes))
     }
 
     /// What carries an operation, for the timeline.
-    fn activity(&self, requests: &[Request]) -> &'static str {
+    fn carrier(&self, on_device: bool) -> &'static str {
         match self.transport.name() {
-            _ if requests.iter().any(Description::is_on_device) => "NCCL",
+            _ if on_device => "NCCL",
             "tcp" => "TCP",
             "mpi" => "MPI",
             _ => "SHM",
@@ -380,7 +391,7 @@ impl Work {
 #[derive(Default)]
 struct After {
     calls: Vec<Done>,
-    traces: Vec<Traced>,
+    traces: Option<Arc<Traces>>,
     neutral: Vec<Neutral>,
     memory: Vec<Vec<u64>>,
     factors: Vec<(TensorView, f64)>,
@@ -401,7 +412,7 @@ impl After {
     }
 
     fn tell(&mut self, result: Result<Option<usize>>) {
-        self.traces.drain(..).for_each(|traced| timeline::ends(&traced));
+        self.traces.take().iter().for_each(|traces| traces.end());
         for done in std::mem::take(&mut self.calls) {
             done(result.clone());
         }
