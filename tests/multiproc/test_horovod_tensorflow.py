@@ -642,11 +642,14 @@ def late_gradients():
 
     variables = [tf.Variable([0.0]), tf.Variable([0.0])]
     one = tf.constant([1.0])
-    for wrapped in (lambda call: call, tf.function):
-        helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
-        call = wrapped(helper.compute_gradients)
-        assert [value is None for value in call([one, None], variables)] == [False, True]
-        assert [value.numpy().tolist() for value in call([one, one], variables)] == [[2.0], [1.0]]
+    helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
+    assert [value is None for value in helper.compute_gradients([one, None], variables)] == [False, True]
+    assert [value.numpy().tolist() for value in helper.compute_gradients([one, one], variables)] == [[2.0], [1.0]]
+    # What is traced stays as it is.
+    helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
+    call = tf.function(helper.compute_gradients)
+    call([one, None], variables)
+    raises(ValueError, "has a gradient now, and had none", lambda: call([one, one], variables))
 
 
 def kernels_for_gpus():

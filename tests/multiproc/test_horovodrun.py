@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -44,7 +45,31 @@ def test_what_there_is():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Horovod v{horovod.__version__}:\n\nAvailable Frameworks:\n")
     assert "    [X] Gloo\n" in done.stdout
+    assert f"    [{'X' if shutil.which('mpicc') else ' '}] MPI\n" in done.stdout
     assert "    [ ] MXNet\n" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no MPI")
+def test_under_mpi():
+    text = """
+from horovod.common.basics import HorovodBasics
+core = HorovodBasics()
+before = core.mpi_enabled(), core.gloo_enabled()
+core.init()
+print(before, core.mpi_enabled(), core.gloo_enabled(), core.mpi_threads_supported())
+"""
+    line = [
+        "mpirun",
+        *(["--allow-run-as-root"] if os.getuid() == 0 else []),
+        "--oversubscribe",
+        "-n",
+        "1",
+        sys.executable,
+        "-c",
+        text,
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(False, True) True False False\n", done.stdout + done.stderr
 
 
 @pytest.fixture

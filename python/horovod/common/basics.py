@@ -177,16 +177,9 @@ class HorovodBasics:
         who is ready for what the core finds out by itself."""
         return self.is_initialized() and _core.is_started_by_mpi()
 
-    def mpi_built(self, verbose: bool = False) -> bool:
-        """Whether jobs can run under MPI: there is one, and a plug-in for it, which is compiled by the first call.
-
-        Args:
-            verbose: Prints why not.
-        """
-        reason = environment.no_mpi()
-        if reason and verbose:
-            print(reason)
-        return not reason
+    def mpi_built(self) -> bool:
+        """Whether jobs can run under MPI: there is one, and a plug-in for it, which is compiled by the first call."""
+        return environment.has_mpi()
 
     def gloo_enabled(self) -> bool:
         """Whether the job runs without MPI."""

@@ -52,13 +52,12 @@ def _is_ignored(name: str) -> bool:
 
 
 @functools.cache
-def no_mpi() -> str:
-    """Why jobs cannot run under MPI; empty if they can."""
+def has_mpi() -> bool:
+    """Whether there is a plug-in for this host's MPI, or one can be compiled."""
     try:
-        _core.mpi_plugin()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        return bool(_core.mpi_plugin())
+    except RuntimeError:
+        return False
 
 
 @functools.cache

@@ -65,14 +65,21 @@ class LocalGradientAggregationHelper:
             self._sums = [None] * len(gradients)
         if len(gradients) != len(self._sums):
             raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
+        late = [place for place, total in enumerate(self._sums) if total is None and gradients[place] is not None]
+        if late and self.counter is not None and tf.inside_function():
+            # What was traced before would leave it out, and TensorFlow makes variables in a function's first trace only.
+            name = getattr(variables[late[0]], "name", late[0])
+            raise ValueError(
+                f"variable `{name}` has a gradient now, and had none when the first of {self.backward_passes_per_step} passes was "
+                "traced: all passes of a tf.function need gradients of the same variables"
+            )
         # Outside of a function that is being traced.
         with tf.init_scope():
             if self.counter is None:
                 self.counter = local(tf.zeros([], tf.int32), "aggregation_counter")
-            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-                if gradient is not None and self._sums[place] is None:
-                    zeros = tf.zeros(underlying(variable).shape, gradient.dtype)
-                    self._sums[place] = local(zeros, f"aggregated_gradient_{place}")
+            for place in late:
+                zeros = tf.zeros(underlying(variables[place]).shape, gradients[place].dtype)
+                self._sums[place] = local(zeros, f"aggregated_gradient_{place}")
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds gradients to the sums.
