@@ -626,7 +626,7 @@ def stalls():
     if size == 1:
         return
     # An end before the first warning is none.
-    with another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"), standard_error() as said:
+    with standard_error() as said, another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"):
         if rank == 0:
             time.sleep(2)
         hvd.allreduce(torch.ones(2), name="later")
