@@ -128,7 +128,7 @@ pub(super) enum Call {
         name: String,
         requests: Vec<Request>,
         factors: Factors,
-        description: Description,
+        description: Box<Description>,
         blocking: bool,
         since: Instant,
         done: Done,
@@ -198,7 +198,7 @@ impl Negotiator {
             Err(error) => (Description::poison(error.to_string()), Box::new(move |_| done(Err(error))) as Done),
         };
         let (name, since) = (name.to_owned(), Instant::now());
-        let (requests, factors) = (vec![request], Factors::default());
+        let (requests, factors, description) = (vec![request], Factors::default(), Box::new(description));
         self.shared.call(Call::Named { name, requests, factors, description, blocking, since, done });
     }
 
@@ -211,7 +211,7 @@ impl Negotiator {
     pub fn ask(&self, ask: Ask, done: impl FnOnce() -> Done) -> Result<Asked> {
         let Ask { name, tensors, factors, blocking } = ask;
         let Members { ranks, me } = &self.shared.members;
-        let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
+        let description = Box::new(Description::of_all(&tensors, factors, *me, ranks.len())?);
         let requests = tensors.into_iter().map(|(request, _)| request).collect();
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();

@@ -190,7 +190,7 @@ impl Work {
                 let bytes = description.all_bytes();
                 let traced = Traced::new(&name, &description);
                 traced.iter().for_each(|traced| timeline::negotiates(traced, shared.monitor.me()));
-                match self.machine.submit(self.ticket, &name, description, blocking, since(called)) {
+                match self.machine.submit(self.ticket, &name, *description, blocking, since(called)) {
                     Ok(()) => drop(self.open.insert(self.ticket, Open { requests, bytes, factors, traced, done })),
                     Err(error) => done(Err(error)),
                 }
