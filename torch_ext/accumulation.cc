@@ -9,6 +9,8 @@
 //   what is cast anew for each of them, outside of autocast or in a recomputed forward, is added up as PyTorch does.
 // - ACC-2: a parameter with hooks on its gradient keeps PyTorch's way, since a hook is to see each gradient.
 
+#include "accumulation.h"
+
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -37,16 +39,6 @@ bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
   return total.is_cuda() && total.scalar_type() == at::kFloat && (type == at::kHalf || type == at::kBFloat16) &&
          addend.device() == total.device() && addend.sizes() == total.sizes() && addend.strides() == total.strides() &&
          total.is_non_overlapping_and_dense() && !addend.is_neg() && !total.is_neg();
-}
-
-void add_to(const at::Tensor& total, const at::Tensor& addend) {
-  const at::NoGradGuard no_grad;
-  if (has_kernel(total, addend)) {
-    checked([&] { add_up(describe(total), describe(addend)); });
-    total.unsafeGetTensorImpl()->bump_version();
-  } else {
-    total.add_(addend);
-  }
 }
 
 // Runs before a cast's backward, which gets no gradient if the hook has taken it.
@@ -102,6 +94,16 @@ void add_up_casts(const std::vector<at::Tensor>& roots) {
 }
 
 }  // namespace
+
+void add_to(const at::Tensor& total, const at::Tensor& addend) {
+  const at::NoGradGuard no_grad;
+  if (has_kernel(total, addend)) {
+    checked([&] { add_up(describe(total), describe(addend)); });
+    total.unsafeGetTensorImpl()->bump_version();
+  } else {
+    total.add_(addend);
+  }
+}
 
 TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("add_up_casts(Tensor[] roots) -> ()"); }
 

@@ -156,6 +156,45 @@ def test_sums_of_two_types_are_those_of_pytorch():
     assert run_ranks(_sums_body, 1, timeout=60) == [[]]
 
 
+def _products_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({})
+    _device()
+    torch.manual_seed(1)
+    failed = []
+    for narrow in (torch.bfloat16, torch.float16):
+        for later in (False, True):
+            layer = torch.nn.Linear(1000, 520).cuda()
+            exact = torch.zeros(520, 1000, dtype=torch.float64, device="cuda")
+            waiting = []
+            for _ in range(3):
+                x = torch.randn(4, 16, 1000, device="cuda", requires_grad=True)
+                with torch.autocast("cuda", narrow):
+                    output = layer(x)
+                gradient = torch.randn_like(output)
+                exact += gradient.flatten(0, 1).double().T @ x.detach().to(narrow).flatten(0, 1).double()
+                weights = torch.classes.smd.WeightGradients([output], [x])
+                torch.autograd.backward(output, gradient, inputs=weights.begin(later))
+                waiting.append(weights)
+            if later and layer.weight.grad is not None:
+                failed.append(f"{narrow}: not later")
+            for weights in waiting:
+                weights.run()
+            error = ((layer.weight.grad - exact).norm() / exact.norm()).item()
+            # Of one rounding to the narrow type, it is 1e-4 (float16) or 1e-3.
+            if layer.weight.grad.dtype != torch.float32 or error > 1e-5:
+                failed.append(f"{narrow}, {later}: {error:.1e}")
+    smp.shutdown()
+    return failed
+
+
+def test_products_add_up_without_a_rounding_to_the_narrow_type():
+    assert run_ranks(_products_body, 1, timeout=60) == [[]]
+
+
 def _offloading_body():
     import torch
 

@@ -21,7 +21,6 @@ from smdistributed.modelparallel.torch.materialize import (  # noqa: E402
 )
 from smdistributed.modelparallel.torch.spellings import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
-from smdistributed.modelparallel.torch.split_backward import run_input_part  # noqa: E402
 
 
 def test_every_documented_name_is_there():
@@ -40,31 +39,86 @@ def test_every_documented_name_is_there():
         smp.tensor_parallelism()
 
 
-def _graph(shared):
+class _Layers(torch.nn.Module):
+    """Weights of all kinds: of products that can wait, and of what cannot."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.image = torch.nn.Conv2d(2, 3, 3, padding=1, bias=False)
+        self.first, self.second = torch.nn.Linear(48, 5), torch.nn.Linear(5, 5, bias=False)
+        self.norm = torch.nn.LayerNorm(5)
+        self.last = torch.nn.Parameter(torch.randn(5, 5) / 3)
+        if kind == "hooked":
+            self.second.weight.register_hook(lambda gradient: gradient)
+
+    def forward(self, x):
+        hidden = self.norm(self.first(self.image(x).flatten(1)))
+        once = torch.utils.checkpoint.checkpoint if self.kind == "recomputed" else lambda call, *args, **_: call(*args)
+        hidden = hidden + once(lambda y: torch.tanh(self.second(y)), hidden, use_reentrant=self.kind == "reentrant")
+        if self.kind == "reentrant":
+            hidden = torch.utils.checkpoint.checkpoint(self.second, hidden, use_reentrant=True)
+        if self.kind == "shared":
+            hidden = self.second(hidden) * self.second.weight[0]
+        if self.kind == "twice":
+            hidden = self.second(hidden)
+        return torch.addmm(hidden, hidden, self.last)
+
+
+#: Of each kind of layers: weights whose gradients come later, where the input is to have a gradient.
+_LATER = {
+    "plain": {"image.weight", "first.weight", "second.weight", "last"},
+    "twice": {"image.weight", "first.weight", "second.weight", "last"},
+    "recomputed": {"image.weight", "first.weight", "second.weight", "last"},
+    "hooked": {"image.weight", "first.weight", "last"},
+    "shared": {"image.weight", "first.weight", "last"},
+    "reentrant": set(),
+}
+
+
+def _flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    in_place = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}
+    return FlopCounterMode(display=False, custom_mapping=in_place)
+
+
+def _equal(one, other):
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("kind", _LATER)
+def test_gradients_of_weights_beside_a_backward_are_those_of_a_whole_one(kind, wanted, later):
     torch.manual_seed(0)
-    first, second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
-    leaf = torch.randn(3, 5, requires_grad=True)
-    hidden = torch.tanh(first(leaf))
-    output = (first if shared else second)(hidden) * leaf
-    return leaf, output, [*first.parameters(), *(() if shared else second.parameters())]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_backward_in_two_parts_is_the_whole_one(shared):
-    leaf, output, parameters = _graph(shared)
-    gradient = torch.randn(3, 5)
-    rest = run_input_part([output], [gradient], [leaf])
-    assert leaf.grad is not None
-    if shared:
-        assert rest is None, "a parameter that is used twice would count twice"
-    else:
-        assert all(parameter.grad is None for parameter in parameters)
-        rest.run()
-    again, whole, others = _graph(shared)
-    whole.backward(gradient)
-    torch.testing.assert_close(leaf.grad, again.grad)
-    for ours, theirs in zip(parameters, others, strict=True):
+    layers = _Layers(kind).double()
+    expected, x = copy.deepcopy(layers), torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_(wanted) for _ in range(2)]
+    for _ in range(2):
+        gradient = torch.randn(3, 5, dtype=torch.float64)
+        before = {name: None if each.grad is None else each.grad.clone() for name, each in layers.named_parameters()}
+        output, whole = layers(inputs[0]), expected(inputs[1])
+        with _flops() as ours:
+            weights = torch.classes.smd.WeightGradients([output], [])
+            torch.autograd.backward(output, gradient, inputs=weights.begin(later) if weights.size() else None)
+            waiting = {name for name, each in layers.named_parameters() if _equal(each.grad, before[name])}
+            weights.run()
+        # Without a gradient of the input, nothing but its weight leads to the first layer.
+        assert waiting == (_LATER[kind] - (set() if wanted else {"image.weight"}) if later else set())
+        with _flops() as theirs:
+            whole.backward(gradient)
+        assert ours.get_total_flops() == theirs.get_total_flops(), "no product is computed twice"
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for ours, theirs in zip(layers.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_an_input_that_serves_as_a_weight_has_its_gradient_at_once():
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    for inputs, size in (([x, weight], 0), ([x], 1)):
+        weights = torch.classes.smd.WeightGradients([torch.nn.functional.linear(x, weight)], inputs)
+        assert weights.size() == size
 
 
 def _cast_of(parameter, node):

@@ -24,7 +24,6 @@ from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Recording
 from smdistributed.modelparallel.torch.running import Contexts, Simple, casts_are_kept, check
-from smdistributed.modelparallel.torch.split_backward import WeightPart, run_input_part
 from smdistributed.modelparallel.torch.tasks import Task, Value
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
 
@@ -52,8 +51,14 @@ class _Run:
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         #: Stages that have taken their values.
         self.takers = 0
-        #: The second part of a backward whose first one has run.
-        self.weights: WeightPart | None = None
+        #: Weights whose gradients are computed apart from the rest of its backward, once they are looked for.
+        self.weights: Any = None
+
+    def find_weights(self) -> None:
+        """Looks for them, in what comes before the exports."""
+        roots = [each for each in self.exports.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+        inputs = [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
+        self.weights = torch.classes.smd.WeightGradients(roots, inputs)
 
 
 class Microbatch:
@@ -147,14 +152,17 @@ class Executor:
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if not trains:
             exports = {value: tensor.detach() for value, tensor in exports.items()}
-        elif number not in self._known:
-            # The casts of later microbatches are the same nodes (EXE-4).
-            self._known.add(number)
-            if any(tasks[task].context.autocast for task in stage.tasks):
-                torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
         mb.keep(exports)
         if trains:
-            mb.runs[number] = _Run(leaves, exports, kept)
+            if number not in self._known:
+                # The casts of later microbatches are the same nodes (EXE-4).
+                self._known.add(number)
+                if any(tasks[task].context.autocast for task in stage.tasks):
+                    torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
+            run = mb.runs[number] = _Run(leaves, exports, kept)
+            # Of a stage that runs early, not all is there that a backward may begin with.
+            if not self._early:
+                run.find_weights()
         elif stage.gives:
             mb.runs[number] = _Run({}, exports)
         for maker in stage.takes:
@@ -204,30 +212,28 @@ class Executor:
             run = mb.runs.pop(number)
             roots, gradients = self._roots(mb, number, run)
             if roots:
-                torch.autograd.backward(roots, gradients)
+                _run_backward(roots, gradients, run.weights, later=False)
             self._return_gradients(mb, number, run.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
     def input_part(self, mb: Microbatch, number: int) -> None:
-        """The first part of a backward: its leaves' gradients are ready to go."""
+        """The first part of a backward: all but its weights' gradients; its leaves' are ready to go."""
         start = _core.timeline_now()
         stage = mb.layout.stages[number]
         if stage.trains:
             run = mb.runs[number]
             roots, gradients = self._roots(mb, number, run)
             if roots:
-                run.weights = run_input_part(roots, gradients, list(run.leaves.values()))
+                _run_backward(roots, gradients, run.weights, later=True)
             self._return_gradients(mb, number, run.leaves)
             run.leaves, run.exports = {}, {}
         _core.timeline_stage("input", number, mb.recording.microbatch, start)
 
     def weight_part(self, mb: Microbatch, number: int) -> None:
-        """The second part: its parameters' gradients are added up."""
+        """The second part: its weights' gradients are added up."""
         start = _core.timeline_now()
         if mb.layout.stages[number].trains:
-            weights = mb.runs.pop(number).weights
-            if weights is not None:
-                weights.run()
+            mb.runs.pop(number).weights.run()
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
     def _roots(
@@ -403,3 +409,10 @@ class Executor:
         if kind == "RF":
             return not layout.stages[number].early
         return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
+
+
+def _run_backward(
+    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
+) -> None:
+    """A backward; the gradients of ``weights`` (`torch_ext/weights.h`) are computed beside it, or ``later``."""
+    torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)

@@ -298,6 +298,8 @@ class Pipeline:
             stage = mb.layout.stages[number]
             run.exports = {value: run.exports[value] for value in stage.exports}
             mb.keep(run.exports)
+            if stage.trains:
+                run.find_weights()
         return mb
 
     def _plan(self, part: Sequence[Microbatch]) -> list[tuple[str, int, int, int | None]]:

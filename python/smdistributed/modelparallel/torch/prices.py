@@ -98,7 +98,12 @@ class Counter(TorchDispatchMode):
             # A gradient of either costs about as much as the forward.
             wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
             self._input += time * min(2, len(wanted - self._parameters))
-            self._weight += time * bool(wanted & self._parameters)
+            if wanted & self._parameters:
+                # Of a backward's two parts, the second one has products only.
+                if func._overloadpacket in _FLOPS:
+                    self._weight += time
+                else:
+                    self._input += time
         elif taken & self._parameters:
             self._parameters |= made
         return out

@@ -1,0 +1,309 @@
+#include "weights.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "accumulation.h"
+
+namespace smd::torch_ext {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+namespace nodes = torch::autograd::generated;
+
+// What hooks leave and `run` takes; it lives as long as either.
+struct WeightGradients::Pending {
+  bool later = false;
+  // Hooks run on autograd's threads.
+  std::mutex mutex;
+  std::vector<std::function<void()>> products;
+};
+
+namespace {
+
+template <class Kind>
+Kind* as(Node* node) {
+  return typeid(*node) == typeid(Kind) ? static_cast<Kind*>(node) : nullptr;
+}
+
+// Adds `product` to the gradient of `weight`.
+void add_gradient(const at::Tensor& weight, const at::Tensor& product) {
+  auto& total = weight.mutable_grad();
+  const auto here = product.to(weight.device());
+  if (total.defined()) {
+    add_to(total, here);
+  } else {
+    total = here.to(weight.scalar_type());
+  }
+}
+
+// Adds `left` times `right`, matrices, to the gradient of `weight`.
+void add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right) {
+  auto& total = weight.mutable_grad();
+  const auto type = left.scalar_type();
+  const bool alike = type == weight.scalar_type();
+  const bool widens =
+      left.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && weight.scalar_type() == at::kFloat;
+  const bool fits = left.device() == weight.device() &&
+                    (!total.defined() || (total.layout() == at::kStrided && total.device() == weight.device() &&
+                                          total.scalar_type() == weight.scalar_type()));
+  if (!fits || !(alike || widens)) {
+    add_gradient(weight, at::mm(left, right));
+  } else if (!total.defined()) {
+    total = alike ? at::mm(left, right) : at::mm(left, right, at::kFloat);
+  } else if (alike) {
+    total.addmm_(left, right);
+  } else {
+    at::addmm_out(total, total, left, right, at::kFloat);
+  }
+}
+
+// What `saved` has, which a node will ask for as well. Hooks of the script's may give it only once.
+at::Tensor unpacked(SavedVariable& saved) {
+  auto tensor = saved.unpack();
+  if (saved.has_hooks()) saved = SavedVariable(tensor, false);
+  return tensor.detach();
+}
+
+// A node with a weight. `product` says what is to be computed, now that a gradient has arrived.
+struct Layer {
+  Node* node;
+  // Of the node's edges, the one to the weight.
+  std::size_t edge;
+  AccumulateGrad* accumulator;
+  std::function<std::function<void()>(const at::Tensor&)> product;
+};
+
+// The accumulator at the end of an edge, and whether the weight is transposed on the way. Between the two there are
+// casts of autocast at most.
+std::pair<AccumulateGrad*, bool> weight_at(const torch::autograd::Edge& edge) {
+  auto* node = edge.function.get();
+  bool transposed = false;
+  if (node != nullptr && as<nodes::TBackward0>(node) != nullptr) {
+    transposed = true;
+    node = node->next_edge(0).function.get();
+  }
+  if (node != nullptr && as<nodes::ToCopyBackward0>(node) != nullptr) node = node->next_edge(0).function.get();
+  return {node == nullptr ? nullptr : dynamic_cast<AccumulateGrad*>(node), transposed};
+}
+
+bool is_plain(const at::Tensor& weight) {
+  using torch::autograd::impl::hooks;
+  using torch::autograd::impl::post_acc_grad_hooks;
+  return weight.layout() == at::kStrided && !weight.key_set().has(c10::DispatchKey::Python) && weight.is_contiguous() &&
+         at::isFloatingType(weight.scalar_type()) && hooks(weight).empty() && post_acc_grad_hooks(weight) == nullptr;
+}
+
+std::optional<Layer> matrix_layer(Node* node, std::size_t edge, SavedVariable& input) {
+  const auto [accumulator, transposed] = weight_at(node->next_edge(edge));
+  if (accumulator == nullptr || !is_plain(accumulator->variable)) return std::nullopt;
+  auto product = [weight = accumulator->variable, transposed = transposed, &input](const at::Tensor& gradient) {
+    return [weight, transposed, gradient, rows = unpacked(input)] {
+      if (transposed) {
+        add_product(weight, gradient.t(), rows);
+      } else {
+        add_product(weight, rows.t(), gradient);
+      }
+    };
+  };
+  return Layer{node, edge, accumulator, std::move(product)};
+}
+
+std::optional<Layer> convolution(nodes::ConvolutionBackward0* node) {
+  const auto [accumulator, transposed] = weight_at(node->next_edge(1));
+  if (accumulator == nullptr || transposed || !is_plain(accumulator->variable)) return std::nullopt;
+  auto product = [node, weight = accumulator->variable](const at::Tensor& gradient) {
+    return [weight, gradient, input = unpacked(node->input_), narrow = unpacked(node->weight_), stride = node->stride,
+            padding = node->padding, dilation = node->dilation, transposed = node->transposed,
+            output_padding = node->output_padding, groups = node->groups] {
+      const auto found =
+          at::convolution_backward_symint(gradient, input, narrow, c10::nullopt, stride, padding, dilation, transposed,
+                                          output_padding, groups, {false, true, false});
+      add_gradient(weight, std::get<1>(found));
+    };
+  };
+  return Layer{node, 1, accumulator, std::move(product)};
+}
+
+// What `node` is, if its weight's gradient can be computed apart.
+std::optional<Layer> layer_of(Node* node) {
+  if (auto* linear = as<nodes::AddmmBackward0>(node)) {
+    return linear->alpha.equal(1) ? matrix_layer(node, 2, linear->mat1_) : std::nullopt;
+  }
+  if (auto* product = as<nodes::MmBackward0>(node)) return matrix_layer(node, 1, product->self_);
+  if (auto* spread = as<nodes::ConvolutionBackward0>(node)) return convolution(spread);
+  return std::nullopt;
+}
+
+// Runs before a layer's node.
+class Note final : public FunctionPreHook {
+ public:
+  Note(std::shared_ptr<WeightGradients::Pending> pending,
+       std::function<std::function<void()>(const at::Tensor&)> product)
+      : pending_(std::move(pending)), product_(std::move(product)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    const auto& gradient = gradients.at(0);
+    if (!gradient.defined()) return gradients;
+    auto product = product_(gradient);
+    const std::lock_guard lock(pending_->mutex);
+    if (pending_->later) {
+      pending_->products.push_back(std::move(product));
+    } else {
+      compute(product);
+    }
+    return gradients;
+  }
+
+  static void compute(const std::function<void()>& product) {
+    const at::NoGradGuard no_grad;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    product();
+  }
+
+ private:
+  std::shared_ptr<WeightGradients::Pending> pending_;
+  std::function<std::function<void()>(const at::Tensor&)> product_;
+};
+
+// A graph, looked through from its roots.
+class Search {
+ public:
+  // False for a graph in which a backward cannot be told what to look for.
+  bool look(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& inputs) {
+    for (const auto& input : inputs) inputs_.insert(input.unsafeGetTensorImpl());
+    for (const auto& root : roots) {
+      if (root.grad_fn() != nullptr) {
+        visit(root.grad_fn().get());
+      } else if (root.requires_grad()) {
+        // Nobody else may hold it.
+        accumulators_.push_back(torch::autograd::impl::grad_accumulator(root));
+        visit(accumulators_.back().get());
+      }
+    }
+    while (!stack_.empty()) {
+      auto [node, left] = stack_.back();
+      stack_.pop_back();
+      if (left) {
+        leave(node);
+      } else if (!enter(node)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Layers whose weights nothing else leads to (WGT-2).
+  std::vector<Layer> layers() {
+    std::vector<Layer> found;
+    for (auto& layer : taken_) {
+      if (known_.count(layer.accumulator) == 0) found.push_back(std::move(layer));
+    }
+    return found;
+  }
+
+  std::vector<at::Tensor> leaves;
+
+ private:
+  void visit(Node* node) {
+    if (known_.count(node) == 0) stack_.emplace_back(node, false);
+  }
+
+  bool enter(Node* node) {
+    // It may have been met again before its turn came.
+    if (!known_.emplace(node, false).second) return true;
+    if (auto* accumulator = dynamic_cast<AccumulateGrad*>(node)) {
+      known_[node] = true;
+      leaves.push_back(accumulator->variable);
+      return true;
+    }
+    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something.
+    if (node->name() == "CheckpointFunctionBackward") return false;
+    stack_.emplace_back(node, true);
+    auto layer = layer_of(node);
+    if (layer && inputs_.count(layer->accumulator->variable.unsafeGetTensorImpl()) != 0) layer.reset();
+    for (std::size_t edge = 0; edge < node->num_outputs(); ++edge) {
+      auto* child = node->next_edge(edge).function.get();
+      if (child != nullptr && !(layer && layer->edge == edge)) visit(child);
+    }
+    if (layer) layers_.emplace(node, std::move(*layer));
+    return true;
+  }
+
+  // All nodes before `node` have been left.
+  void leave(Node* node) {
+    const auto layer = layers_.find(node);
+    const auto edge = layer == layers_.end() ? node->num_outputs() : layer->second.edge;
+    bool reaches = false;
+    for (std::size_t each = 0; each < node->num_outputs(); ++each) {
+      auto* child = node->next_edge(each).function.get();
+      reaches = reaches || (each != edge && child != nullptr && known_[child]);
+    }
+    if (layer != layers_.end() && reaches) {
+      taken_.push_back(std::move(layer->second));
+    } else if (layer != layers_.end()) {
+      visit(layer->second.accumulator);
+      reaches = true;
+    }
+    known_[node] = reaches;
+  }
+
+  std::unordered_set<const c10::TensorImpl*> inputs_;
+  std::vector<std::shared_ptr<Node>> accumulators_;
+  // Nodes, and whether a leaf lies before each.
+  std::unordered_map<Node*, bool> known_;
+  std::vector<std::pair<Node*, bool>> stack_;
+  std::unordered_map<Node*, Layer> layers_;
+  std::vector<Layer> taken_;
+};
+
+}  // namespace
+
+WeightGradients::WeightGradients(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& inputs)
+    : pending_(std::make_shared<Pending>()) {
+  Search search;
+  if (!search.look(roots, inputs)) return;
+  for (auto& layer : search.layers()) {
+    layer.node->add_pre_hook(std::make_unique<Note>(pending_, std::move(layer.product)));
+    ++size_;
+  }
+  leaves_ = std::move(search.leaves);
+}
+
+std::vector<at::Tensor> WeightGradients::begin(bool later) {
+  pending_->later = later;
+  // Leaves hold their gradients, which may leave before what is put off is computed.
+  return std::exchange(leaves_, {});
+}
+
+void WeightGradients::run() {
+  for (const auto& product : std::exchange(pending_->products, {})) Note::compute(product);
+}
+
+TORCH_LIBRARY_FRAGMENT(smd, m) {
+  m.class_<WeightGradients>("WeightGradients")
+      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
+      .def("size", &WeightGradients::size)
+      .def("begin", &WeightGradients::begin)
+      .def("run", &WeightGradients::run);
+}
+
+}  // namespace smd::torch_ext
