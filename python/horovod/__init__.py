@@ -16,24 +16,11 @@ from types import ModuleType
 # Scripts compare it with the last version of the original; what follows the plus sign does not take part.
 __version__ = "0.28.1+smd.1"
 
-_DRIVEN = "the core's launcher drives jobs: use `horovodrun`, `horovod.run` or `smdrun`"
 #: Modules of the original that are not here, and what there is instead.
 _MISSING = {
     "ray": "start the job with `horovodrun`, or each rank with `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`",
     "spark": "start the job with `horovodrun`, or with `horovod.run` for a function",
     "mxnet": "MXNet's last release is of 2022; Horovod 0.28.1 is the last one for it",
-    "tensorflow.data": "use `tf.data.experimental.service` itself",
-    "runner.http": _DRIVEN,
-    "runner.driver": _DRIVEN,
-    "runner.task": _DRIVEN,
-    "runner.task_fn": _DRIVEN,
-    "runner.common.service": _DRIVEN,
-    "runner.common.util.network": _DRIVEN,
-    "runner.util.cache": _DRIVEN,
-    "runner.util.network": _DRIVEN,
-    "runner.elastic.driver": _DRIVEN,
-    "runner.elastic.registration": _DRIVEN,
-    "runner.elastic.rendezvous": _DRIVEN,
 }
 
 

@@ -184,6 +184,47 @@ def partition_to_json(partitions: dict[str, int]) -> str:
 def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
     """The modules and partitions in the text of a partition file; `name` is the file's."""
 
+class ElasticHosts:
+    """The hosts that a job may use, oldest first, and those that it may not use for a while, or ever again."""
+
+    def __init__(self, cooldown: tuple[float, float] | None = None) -> None: ...
+    def discover(self, found: Sequence[tuple[str, int]]) -> None:
+        """These hosts were found: names and slots."""
+    def ban(self, host: str) -> None:
+        """A worker failed there."""
+    def is_banned(self, host: str) -> bool:
+        """Whether a host may not be used now."""
+    def usable(self) -> list[tuple[str, int]]:
+        """Names and slots of the hosts that may be used, oldest first."""
+
+class ElasticDriver:
+    """Who works where, and when a session begins. It starts nothing: it says what is to be done."""
+
+    def __init__(
+        self, hosts: ElasticHosts, first: int, least: int, most: int, resets: int | None, timeout: float
+    ) -> None: ...
+    def discover(self, found: Sequence[tuple[str, int]]) -> None:
+        """These hosts were found: names and slots."""
+    def ban(self, host: str) -> None:
+        """A host is not used any more, and its workers are ended."""
+    def is_banned(self, host: str) -> bool:
+        """Whether a host may not be used now."""
+    def usable(self) -> list[tuple[str, int]]:
+        """Names and slots of the hosts that may be used, oldest first."""
+    def entered(self, worker: int) -> None:
+        """A worker asks for a place in the next session."""
+    def ended(self, worker: int, failure: str | None = None) -> None:
+        """A worker has ended: well, or as `failure` says."""
+    def stop_all(self, why: str) -> None:
+        """The job is to end, for this reason."""
+    def tick(self) -> float | None:
+        """Lets time pass; returns after how many seconds to call again, at the latest, if ever."""
+    def take_actions(self) -> list[tuple[str, list[int], tuple[str, int] | None, int, str]]:
+        """What is to be done since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1
+        for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (by rank), `notify` and `say`."""
+    def outcome(self) -> tuple[bool, str] | None:
+        """Once the job has ended and no worker is left: whether it is done, and else why not."""
+
 class StepOperations:
     """The operations of a step, in an order in which they can be computed, and the variables that they take: of each its shape as
     text, its bytes, and whether it binds a layer to a partition."""

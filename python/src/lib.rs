@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod buckets;
 mod checkpoint;
 mod config;
+mod elastic;
 mod enter;
 mod error;
 mod gradients;
@@ -36,6 +37,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
+    module.add_class::<elastic::ElasticHosts>()?;
+    module.add_class::<elastic::ElasticDriver>()?;
     module.add_class::<operations::StepOperations>()?;
     module.add_class::<operations::StepPlacement>()?;
     module.add_class::<pipeline::PipelineLayout>()?;

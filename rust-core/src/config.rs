@@ -29,7 +29,7 @@ macro_rules! knobs {
 knobs! {
     TIMEOUT_SECONDS = "SMD_TIMEOUT_SECONDS", [], "1800",
         "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks. As long a rank that serves the rendezvous stays for the others when it is done.";
-    INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", [], "300",
+    INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",
         "Silence of a host, in seconds, after which its ranks count as dead. A process that dies is noticed at once; this is for hosts and links.";
@@ -73,6 +73,12 @@ knobs! {
         "1: that trace marks each answer of the negotiation.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
         "What to log on standard error: error, warn, info, debug or trace.";
+    LOG_HIDE_TIME = "SMD_LOG_HIDE_TIME", ["HOROVOD_LOG_HIDE_TIME"], "1",
+        "0: lines of the log begin with the time, in Horovod's form: `[2026-01-20 12:00:01.123456: W file.rs:12] [rank]: text`, with T, D, I, W or E for the level.";
+    DISABLE_GROUP_FUSION = "SMD_DISABLE_GROUP_FUSION", ["HOROVOD_DISABLE_GROUP_FUSION"], "0",
+        "1: each group of tensors that one call gives, and each single tensor, is an operation of its own, whatever `SMD_FUSION_BYTES` says. Rank 0 of the group says so for all.";
+    THREAD_AFFINITY = "SMD_THREAD_AFFINITY", ["HOROVOD_THREAD_AFFINITY"], "",
+        "Numbers of cores, with commas, one for each process of a host: the thread that runs a process's collectives by name stays on its core. A list that does not fit is told in the log and has no effect.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",
         "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
     KERAS_COMPAT = "SMD_KERAS_COMPAT", [], "1",
@@ -99,7 +105,8 @@ impl Knob {
         self.set().map(|(_, text)| text)
     }
 
-    fn set(&self) -> Option<(&'static str, String)> {
+    /// The spelling that is used, and its text.
+    pub fn set(&self) -> Option<(&'static str, String)> {
         let mut names = std::iter::once(self.name).chain(self.aliases.iter().copied());
         names.find_map(|name| Some((name, std::env::var(name).ok().filter(|value| !value.is_empty())?)))
     }

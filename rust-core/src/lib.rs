@@ -19,6 +19,7 @@
 
 pub mod buffer;
 pub mod checkpoint;
+mod clock;
 pub mod collectives;
 pub mod config;
 pub mod device;

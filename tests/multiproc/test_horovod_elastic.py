@@ -1,21 +1,14 @@
-"""Elastic states, and training that goes on after torchrun has started all workers anew.
-
-Called as a script, this checks the states of TensorFlow and Keras instead, which take long to import.
-"""
+"""Elastic states, and training that goes on after torchrun has started all workers anew."""
 
 import json
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support import run_ranks
+from support import Forked, run_ranks
 
 
 def _torch_states():
@@ -155,8 +148,11 @@ def test_states_of_pytorch():
     assert (first["padded"], second["padded"]) == ((1, [9]), (1, [9])), "fewer are left than there are ranks"
 
 
-def states_of_tensorflow_and_keras():
-    results = run_ranks(_keras_states, 2, timeout=200)
+@pytest.mark.timeout(240)
+def test_states_of_tensorflow_and_keras():
+    pytest.importorskip("tensorflow")
+    # Ranks of their own would import TensorFlow anew.
+    results = run_ranks(_keras_states, 2, timeout=200, launcher=Forked("tensorflow"))
     for found in results:
         assert found["variable"] == [0.0, 1.0]
         assert found["restored"] == ([0.0, 1.0], 0)
@@ -219,7 +215,3 @@ def test_torchrun_starts_all_anew(tmp_path):
     assert done.returncode == 0, done.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert results == [[4, 5.0]] * 2, "from the last commit on"
-
-
-if __name__ == "__main__":
-    states_of_tensorflow_and_keras()

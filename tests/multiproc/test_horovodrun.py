@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import horovod
+from horovod.runner.util.network import get_local_host_intfs
 from support import run_ranks
 
 
@@ -83,22 +84,44 @@ def ssh(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n{skip}\nshift\n{skip}\nexec sh -c "$*"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    # Checks are kept there for an hour.
+    monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / "calls"
 
 
 def test_other_hosts_through_ssh(ssh):
     # An address of no machine: documentation has it for itself.
     script = (
-        "import os; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_CROSS_RANK'], os.environ['SMD_SECRET'][:0])"
+        "import os; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_CROSS_RANK'], os.environ['NCCL_SOCKET_IFNAME'], "
+        "os.environ['SMD_SECRET'][:0])"
     )
-    done = horovodrun("-np", 3, "-H", "localhost:2,192.0.2.1:1", "-p", 2222, sys.executable, "-c", script)
+    job = ("-np", 3, "-H", "localhost:2,192.0.2.1:1", "-p", 2222)
+    done = horovodrun(*job, "--verbose", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    assert sorted(line.split(":")[1].strip() for line in done.stdout.splitlines()) == ["0 0", "0 1", "1 0"]
+    lines = done.stdout.splitlines()
+    common = ",".join(sorted(get_local_host_intfs()))
+    assert sorted(line.split(":")[1].strip() for line in lines if line.startswith("[")) == [
+        f"{place} {common}" for place in ("0 0", "0 1", "1 0")
+    ]
+    said = [line for line in lines if not line.startswith(("[", "Launching"))]
+    assert said == [
+        "Remote host found: 192.0.2.1",
+        "Checking ssh on all remote hosts.",
+        "SSH was successful into all the remote hosts.",
+        "Testing interfaces on all the hosts.",
+        f"Common interface found: {common.replace(',', ' ')}",
+    ]
+    assert len([line for line in lines if line.startswith("Launching horovod task function: ")]) == 3
     calls = ssh.read_text().splitlines()
-    assert len(calls) == 2
+    assert len(calls) == 3, "whether it can be reached, which interfaces it has, and the job"
     assert all("-p 2222" in call and "192.0.2.1" in call for call in calls)
     assert not any("SECRET" in call for call in calls), "values travel over the standard input"
-    done = horovodrun("-np", 1, "-H", "192.0.2.1:1", sys.executable, "-c", "import sys; sys.exit(5)")
+    assert horovodrun(*job, sys.executable, "-c", script).returncode == 0
+    assert len(ssh.read_text().splitlines()) == 4, "the checks are kept"
+    options = ("--disable-cache", "--network-interface", "lo")
+    done = horovodrun("-np", 1, "-H", "192.0.2.1:1", *options, sys.executable, "-c", script + "; exit(5)")
+    assert " lo " in done.stdout
+    assert len(ssh.read_text().splitlines()) == 6, "what the user says needs no test"
     assert done.returncode == 1
     assert "Process 0 exit with status code 5.\n" in done.stderr
 
@@ -249,3 +272,20 @@ def test_worlds_communicators_and_timelines(tmp_path):
     assert all(one["world"] for one in found)
     assert "allreduce.w" in found[0]["first"]
     assert "allreduce.later" not in found[0]["second"]
+
+
+def test_the_log_has_the_time_if_it_is_asked_for():
+    script = "from horovod.common.basics import HorovodBasics; hvd = HorovodBasics(); hvd.init(); hvd.shutdown()"
+    # There are two processes, and one core.
+    job = ("-np", 2, "--thread-affinity", "0", "--gloo-timeout-seconds", 60, "--hierarchical-allreduce")
+    for option, line in (
+        ("--log-with-timestamp", r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}: E affinity\.rs:\d+\] \[%d\]: "),
+        ("--log-without-timestamp", r"\[smd %d\] ERROR "),
+    ):
+        done = horovodrun(*job, option, sys.executable, "-W", "error", "-c", script)
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            expected = (
+                rf"\[{rank}\]<stderr>:" + line % rank + "`HOROVOD_THREAD_AFFINITY` is `0`: expected 2 numbers of cores"
+            )
+            assert re.search(expected, done.stderr), done.stderr

@@ -91,7 +91,15 @@ def test_numbers_that_are_refused(line):
 
 @pytest.mark.parametrize(
     "name",
-    ["FUSION_THRESHOLD", "CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS", "DYNAMIC_PROCESS_SETS", "TIMELINE_MARK_CYCLES"],
+    [
+        "FUSION_THRESHOLD",
+        "CACHE_CAPACITY",
+        "STALL_CHECK_TIME_SECONDS",
+        "DISABLE_GROUP_FUSION",
+        "GLOO_TIMEOUT_SECONDS",
+        "DYNAMIC_PROCESS_SETS",
+        "TIMELINE_MARK_CYCLES",
+    ],
 )
 def test_variables_that_are_refused(name, monkeypatch):
     """By the name that was used, which is not the core's own."""
@@ -113,6 +121,16 @@ def test_variables_without_a_meaning(monkeypatch):
         environment.check()
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "ccl")
     with pytest.raises(ValueError, match="expected gloo or mpi"):
+        environment.check()
+
+
+def test_hints_and_settings_with_a_meaning(monkeypatch):
+    monkeypatch.setattr(environment, "_warned", False)
+    hints = ("HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLGATHER", "TORUS_ALLREDUCE", "ENABLE_ASYNC_COMPLETION")
+    for name in (*hints, "LOG_HIDE_TIME", "GLOO_TIMEOUT_SECONDS", "DISABLE_GROUP_FUSION", "THREAD_AFFINITY"):
+        monkeypatch.setenv(f"HOROVOD_{name}", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         environment.check()
 
 
@@ -335,7 +353,7 @@ def test_small_helpers(monkeypatch):
     assert not env.is_exportable("BASH_FUNC_x")
     assert not env.is_exportable("OLDPWD")
     for name in list(os.environ):
-        if name.startswith(("HOROVOD_", "OMPI_", "PMI_")):
+        if name.startswith(("HOROVOD_", "OMPI_", "PMI_", "RANK")):
             monkeypatch.delenv(name)
     assert env.get_env_rank_and_size() == (0, 1)
     monkeypatch.setenv("PMI_RANK", "1")

@@ -222,14 +222,14 @@ def run(
         start_timeout: Seconds until all processes must have joined.
         ssh_port: Port of ``ssh``.
         ssh_identity_file: Key for it.
-        disable_cache: Accepted.
+        disable_cache: Checks of other hosts are done anew, not once an hour.
         output_filename: A folder that gets what each process prints.
         verbose: Says what is being done.
         use_gloo: The core's own control plane, as by default.
         use_mpi: ``mpirun`` starts the processes.
         mpi_args: More arguments of it.
         network_interface: Deprecated: `network_interfaces`.
-        network_interfaces: Accepted.
+        network_interfaces: Interfaces for NCCL, as a list or with commas; by default those that hosts have in common.
         executable: The Python to use.
         np: Deprecated: `num_proc`.
         min_np: Deprecated: `min_num_proc`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,15 +14,17 @@ from horovod.common import util
 from horovod.common.util import gloo_built as gloo_built
 from horovod.runner.common.util import config_parser, hosts, timeout
 from horovod.runner.common.util import settings as hvd_settings
+from horovod.runner.driver import driver_service
 from horovod.runner.elastic import settings as elastic_settings
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.gloo_run import FAILED, gloo_run, gloo_run_elastic, is_here
 from horovod.runner.js_run import is_jsrun_installed, js_run
 from horovod.runner.mpi_run import mpi_available, mpi_run
-from horovod.runner.util import lsf, remote
+from horovod.runner.util import cache, lsf, remote
 
 _SSH_ATTEMPTS = 5
 _SSH_TIMEOUT_S = 10
+_CHECKS_MINUTES = 60
 
 
 class _SplitSet(argparse.Action):
@@ -52,9 +55,14 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add("-v", "--version", action="version", version=horovod.__version__, help="the version")
     add("-np", "--num-proc", dest="num_proc", type=int, help="processes to start")
     flag(parser, "-cb", "--check-build", dest="check_build", help="says what there is, and ends")
-    flag(parser, "--disable-cache", dest="disable_cache", help="accepted; checks are not kept")
+    flag(parser, "--disable-cache", dest="disable_cache", help="checks of other hosts are done anew, not once an hour")
     add("--start-timeout", type=int, help="seconds until all processes must have joined; HOROVOD_START_TIMEOUT")
-    add("--network-interfaces", dest="nics", action=_SplitSet, help="interfaces, with commas: accepted; ways are found")
+    add(
+        "--network-interfaces",
+        dest="nics",
+        action=_SplitSet,
+        help="interfaces for NCCL, with commas; by default those that hosts have in common",
+    )
     add("--network-interface", dest="nics", action=_SplitSet, help="the same, one at a time")
     add("--output-filename", help="a folder that gets what each process prints, too")
     flag(parser, "--verbose", dest="verbose", help="says what is being done")
@@ -104,17 +112,17 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     flag(parser, "--tcp", dest="tcp_flag", default=none, help="with --mpi: TCP only")
     add("--binding-args", help="with --mpi: how processes are bound")
     add("--num-nccl-streams", type=int, help="passed on")
-    add("--thread-affinity", help="passed on")
-    add("--gloo-timeout-seconds", type=int, help="passed on")
+    add("--thread-affinity", help="numbers of cores, one for each process of a host")
+    add("--gloo-timeout-seconds", type=int, help="seconds until all processes must have joined")
     add("--log-level", choices=config_parser.LOG_LEVELS, help="of the core")
-    flag(parser, "--log-with-timestamp", dest="log_with_timestamp", default=none, help="accepted")
+    flag(parser, "--log-with-timestamp", dest="log_with_timestamp", default=none, help="of the core's log")
     flag(
         parser,
         "--log-without-timestamp",
         dest="log_with_timestamp",
         default=none,
         action="store_false",
-        help="accepted",
+        help="lines of the log without the time, as by default",
     )
     flag(
         parser, "--log-hide-timestamp", dest="log_with_timestamp", default=none, action="store_false", help="deprecated"
@@ -274,6 +282,7 @@ Available Tensor Operations:
 OpenSMD runs it: "Gloo" stands for its own control plane and transports; `smdrun doctor` says more."""
 
 
+@cache.use_cache()
 def _check_all_hosts_ssh_successful(
     host_addresses: Sequence[str], ssh_port: int | None = None, ssh_identity_file: str | None = None
 ) -> bool:
@@ -320,6 +329,32 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     return env
 
 
+def _checks(settings: hvd_settings.Settings) -> cache.Cache:
+    """What the checks of the last hour have found."""
+    asked = (settings.hosts, settings.ssh_port, settings.ssh_identity_file, sorted(settings.nics or ()))
+    parameters = hashlib.md5(repr(asked).encode(), usedforsecurity=False).hexdigest()
+    return cache.Cache(os.path.expanduser("~/.horovod"), _CHECKS_MINUTES, parameters)
+
+
+def _common_interfaces(
+    settings: hvd_settings.Settings,
+    names: list[str],
+    elsewhere: list[str],
+    kept: cache.Cache | None,
+    env: dict[str, str],
+) -> set[str]:
+    """The interfaces that NCCL is told of: those that are asked for, or on several hosts those that they have in common."""
+    if not settings.nics and "NCCL_SOCKET_IFNAME" in env and elsewhere:
+        return set()
+    try:
+        found = driver_service.get_common_interfaces(settings, names, elsewhere, fn_cache=kept)
+    except (RuntimeError, TimeoutError, timeout.TimeoutException) as error:
+        # The core finds ways by itself, and NCCL mostly does.
+        print(f"horovodrun: warning: the interfaces of the hosts could not be compared: {error}", file=sys.stderr)
+        return set()
+    return found if elsewhere or settings.nics else set()
+
+
 def _run_static(args: argparse.Namespace) -> None:
     listed = args.hosts
     if args.hostfile:
@@ -329,26 +364,29 @@ def _run_static(args: argparse.Namespace) -> None:
     hosts.get_host_assignments(hosts.parse_hosts(listed), args.num_proc)
     settings = hvd_settings.Settings(hosts=listed, **_settings(args))
     elsewhere = [name for name in names if not is_here(name)]
-    if settings.verbose >= 2:
-        if elsewhere:
-            print(f"Remote host found: {' '.join(elsewhere)}")
-        else:
-            print("All hosts are local, finding the interfaces with address 127.0.0.1")
-            print("Local interface found lo")
+    kept = None if args.disable_cache or not elsewhere else _checks(settings)
     if elsewhere:
         if settings.verbose >= 2:
+            print(f"Remote host found: {' '.join(elsewhere)}")
             print("Checking ssh on all remote hosts.")
-        if not _check_all_hosts_ssh_successful(elsewhere, args.ssh_port, args.ssh_identity_file):
+        if not _check_all_hosts_ssh_successful(elsewhere, args.ssh_port, args.ssh_identity_file, fn_cache=kept):
             raise RuntimeError("could not connect to some hosts via ssh")
         if settings.verbose >= 2:
             print("SSH was successful into all the remote hosts.")
     sys.stdout.flush()
     env = _environment(args)
+
+    def own_run() -> None:
+        found = _common_interfaces(settings, names, elsewhere, kept, env)
+        if found:
+            env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(found))
+        gloo_run(settings, found, env, None, args.command)
+
     nothing_chosen = not (args.use_gloo or args.use_mpi or args.use_jsrun)
     run_controller(
         # The original would prefer an MPI that is here. Where nothing is said, nothing but the core is needed.
         args.use_gloo or nothing_chosen,
-        lambda: gloo_run(settings, args.nics, env, None, args.command),
+        own_run,
         args.use_mpi,
         lambda: mpi_run(settings, args.nics, env, args.command),
         args.use_jsrun,
@@ -380,7 +418,11 @@ def _run_elastic(args: argparse.Namespace) -> None:
         cooldown_range=args.cooldown_range,
         **_settings(args),
     )
-    gloo_run_elastic(settings, _environment(args), args.command)
+    env = _environment(args)
+    if args.nics:
+        # Hosts that come later have to have them as well.
+        env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(args.nics))
+    gloo_run_elastic(settings, env, args.command)
 
 
 def _run(args: argparse.Namespace) -> None:

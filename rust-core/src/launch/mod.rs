@@ -20,7 +20,7 @@
 mod args;
 mod checkpoint;
 mod distribution;
-mod elastic;
+pub mod elastic;
 mod environment;
 mod output;
 mod parameters;

@@ -7,6 +7,8 @@
 
 use std::io::{self, Write};
 
+use crate::clock;
+
 /// A line without its end is passed on as it is when it gets longer than this.
 const MAX_LINE_BYTES: usize = 64 * 1024;
 
@@ -205,27 +207,13 @@ fn prefix(style: Style, rank: usize) -> Vec<u8> {
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let Style { width, .. } = style;
     if let Look::Horovod { stream, timestamp } = style.look {
-        let time = if timestamp { local_time() } else { String::new() };
+        let time = if timestamp { clock::date_and_time() } else { String::new() };
         format!("{time}[{rank}]<{stream}>:").into_bytes()
     } else if style.colour {
         format!("\x1b[{}m[{rank:width$}]\x1b[0m ", COLOURS[rank % COLOURS.len()]).into_bytes()
     } else {
         format!("[{rank:width$}] ").into_bytes()
     }
-}
-
-/// The time as `Mon Jan 20 12:00:01 2020`.
-fn local_time() -> String {
-    let mut text = [0u8; 64];
-    // SAFETY: the calls write to variables of this frame, whose sizes they are told; `localtime_r` fills `fields` before it is
-    // read, and one that fails leaves the zeros, which are a valid time.
-    let length = unsafe {
-        let now = libc::time(std::ptr::null_mut());
-        let mut fields: libc::tm = std::mem::zeroed();
-        libc::localtime_r(&now, &mut fields);
-        libc::strftime(text.as_mut_ptr().cast(), text.len(), c"%a %b %d %H:%M:%S %Y".as_ptr(), &fields)
-    };
-    String::from_utf8_lossy(&text[..length]).into_owned()
 }
 
 #[cfg(test)]

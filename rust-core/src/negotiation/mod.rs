@@ -30,6 +30,7 @@
 //!   has no name yet. Names that the negotiation gives are counted by kind, on success only, and anew after a `join`, so
 //!   that they stay in step.
 
+pub mod affinity;
 mod bits;
 mod cache;
 mod description;

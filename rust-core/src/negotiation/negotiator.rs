@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::Elsewhere;
 use super::description::Description;
 use super::factors::Factors;
 use super::tune::Tuning;
 use super::work::Work;
+use super::{Elsewhere, affinity};
 use crate::collectives::{Communicator, Done, Request};
 use crate::error::{Error, Result};
 use crate::transport::{Backoff, Members, NAP, Transport, cores};
@@ -40,6 +40,8 @@ pub struct Options {
     pub stall_limit: Duration,
     /// Tries sizes of what runs together. The first member's counts.
     pub tuning: Option<Tuning>,
+    /// The core that the thread stays on.
+    pub core: Option<usize>,
 }
 
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages.
@@ -174,11 +176,14 @@ impl Negotiator {
             transport: OnceLock::new(),
             closed: OnceLock::new(),
         });
-        let own = shared.clone();
+        let (own, core) = (shared.clone(), shared.options.core);
         let mut inbox = shared.inbox.lock();
         let thread = std::thread::Builder::new()
             .name(format!("smd-names-{id:x}"))
-            .spawn(move || own.run(connect))
+            .spawn(move || {
+                core.into_iter().for_each(affinity::pin);
+                own.run(connect);
+            })
             .map_err(|error| Error::io("starting the thread that negotiates", error))?;
         inbox.thread = Some(thread.thread().id());
         drop(inbox);

@@ -14,8 +14,14 @@ use crate::transport::{Members, ShmTransport, Transport};
 use crate::world::{Departure, LocalStore, Monitor};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-const OPTIONS: Options =
-    Options { cache_capacity: 100, fusion_bytes: 1 << 20, stall_warning: TIMEOUT, stall_limit: TIMEOUT, tuning: None };
+const OPTIONS: Options = Options {
+    cache_capacity: 100,
+    fusion_bytes: 1 << 20,
+    stall_warning: TIMEOUT,
+    stall_limit: TIMEOUT,
+    tuning: None,
+    core: None,
+};
 
 type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
 

@@ -75,7 +75,7 @@ pub(super) struct Work {
 impl Work {
     pub(super) fn new(shared: &Shared, communicator: Arc<Communicator>) -> Self {
         let Members { ranks, me } = &shared.members;
-        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit, ref tuning } = shared.options;
+        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit, ref tuning, .. } = shared.options;
         let tree = Tree::new(*me, ranks.len());
         let limits = Limits { cache: cache_capacity, fusion_bytes };
         let patience = Patience { warning: stall_warning, limit: stall_limit };

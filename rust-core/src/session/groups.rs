@@ -116,7 +116,7 @@ fn tuning() -> Result<Option<negotiation::Tuning>> {
     Ok(Some(negotiation::Tuning {
         warmup_samples: config::AUTOTUNE_WARMUP_SAMPLES.count()?,
         steps_per_sample: config::AUTOTUNE_STEPS_PER_SAMPLE.count()?,
-        fixed: config::FUSION_BYTES.text().is_some(),
+        fixed: config::FUSION_BYTES.text().is_some() || config::DISABLE_GROUP_FUSION.flag()?,
         log: config::AUTOTUNE_LOG.text().map(Into::into),
     }))
 }
@@ -151,7 +151,12 @@ impl Session {
         let limit = stall_limit()?.unwrap_or(self.groups.timeout);
         let options = negotiation::Options {
             cache_capacity: config::CACHE_CAPACITY.count()?,
-            fusion_bytes: config::FUSION_BYTES.most_bytes()? as u64,
+            // Tensors of one call are one operation in any case.
+            fusion_bytes: match config::DISABLE_GROUP_FUSION.flag()? {
+                true => 0,
+                false => config::FUSION_BYTES.most_bytes()? as u64,
+            },
+            core: negotiation::affinity::core(self.local_rank(), self.local_size()),
             stall_warning: match config::STALL_CHECK_DISABLE.flag()? {
                 true => self.groups.timeout,
                 false => config::STALL_WARNING_SECONDS.seconds()?,

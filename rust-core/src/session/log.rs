@@ -1,8 +1,8 @@
-//! Log lines on standard error, with the rank in front: `[smd 1] WARN text`.
+//! Log lines on standard error, with the rank in front: `[smd 1] WARN text`, or in Horovod's form, with the time.
 
 use std::fmt;
 use std::sync::Once;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::filter::LevelFilter;
@@ -10,11 +10,12 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::config;
+use crate::{clock, config};
 
 static STARTED: Once = Once::new();
 static RANK: AtomicUsize = AtomicUsize::new(NO_RANK);
 const NO_RANK: usize = usize::MAX;
+static SHOWS_TIME: AtomicBool = AtomicBool::new(false);
 
 /// Starts logging, once in a process, at the level of [`config::LOG`]. A program that set up `tracing` before keeps
 /// its own way. The launcher and a job of one have no rank to show.
@@ -26,7 +27,12 @@ pub fn start(rank: Option<usize>) {
             .with_max_level(level.unwrap_or(LevelFilter::WARN))
             .with_writer(std::io::stderr)
             .event_format(Line);
+        let hides_time = config::LOG_HIDE_TIME.flag();
+        SHOWS_TIME.store(hides_time.as_ref().is_ok_and(|hides| !hides), Ordering::Relaxed);
         let _ = tracing::subscriber::set_global_default(subscriber.finish());
+        if let Err(error) = hides_time {
+            tracing::warn!("{}", error.text());
+        }
         if level.is_none() {
             let text = config::LOG.text().unwrap_or_default();
             tracing::warn!("`{}` is `{text}`: expected error, warn, info, debug or trace", config::LOG.name);
@@ -49,6 +55,17 @@ fn level() -> Option<LevelFilter> {
     }
 }
 
+/// A level in one letter.
+fn letter(level: Level) -> char {
+    match level {
+        Level::ERROR => 'E',
+        Level::WARN => 'W',
+        Level::INFO => 'I',
+        Level::DEBUG => 'D',
+        Level::TRACE => 'T',
+    }
+}
+
 struct Line;
 
 impl<S, N> FormatEvent<S, N> for Line
@@ -57,14 +74,26 @@ where
     N: for<'a> FormatFields<'a> + 'static,
 {
     fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
-        match RANK.load(Ordering::Relaxed) {
+        let rank = RANK.load(Ordering::Relaxed);
+        let metadata = event.metadata();
+        if SHOWS_TIME.load(Ordering::Relaxed) {
+            let file = metadata.file().map_or("", |path| path.rsplit('/').next().unwrap_or(path));
+            let line = metadata.line().unwrap_or_default();
+            write!(writer, "[{}: {} {file}:{line}] ", clock::to_the_microsecond(), letter(*metadata.level()))?;
+            if rank != NO_RANK {
+                write!(writer, "[{rank}]: ")?;
+            }
+            context.field_format().format_fields(writer.by_ref(), event)?;
+            return writeln!(writer);
+        }
+        match rank {
             NO_RANK => write!(writer, "[smd] ")?,
             rank => write!(writer, "[smd {rank}] ")?,
         }
-        let level = event.metadata().level();
+        let level = metadata.level();
         // Whoever reads at these levels wants to know where a line comes from.
         if *level >= Level::DEBUG {
-            write!(writer, "{level} {}: ", event.metadata().target())?;
+            write!(writer, "{level} {}: ", metadata.target())?;
         } else {
             write!(writer, "{level} ")?;
         }

@@ -1,3 +1,14 @@
-"""Texts."""
+"""Texts and kinds."""
+
+from enum import IntFlag
 
 RESET_LIMIT_EXCEEDED_MESSAGE = "number of resets during elastic job exceeded limit: {}"
+
+
+class HostUpdateResult(IntFlag):
+    """What has changed."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added

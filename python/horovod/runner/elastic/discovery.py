@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 from horovod.runner.common.util import safe_shell_exec
+from horovod.runner.elastic.constants import HostUpdateResult
+from smdistributed import _core
 
 
 class HostDiscovery:
@@ -58,3 +61,105 @@ class FixedHosts(HostDiscovery):
     def set(self, available_hosts: dict[str, Any]) -> None:
         """Other ones."""
         self._available_hosts = available_hosts
+
+
+class DiscoveredHosts:
+    """The hosts of a moment.
+
+    Args:
+        host_slots: Slots by name.
+        host_assignment_order: Names, oldest first.
+    """
+
+    def __init__(self, host_slots: dict[str, int], host_assignment_order: list[str]) -> None:
+        self.host_slots = host_slots
+        self.host_assignment_order = host_assignment_order
+
+    @property
+    def available_hosts(self) -> set[str]:
+        """Names."""
+        return set(self.host_assignment_order)
+
+    def get_slots(self, host: str) -> int:
+        """Slots of a host; 0 if it is none of these."""
+        return self.host_slots.get(host, 0)
+
+    def count_available_slots(self) -> int:
+        """Slots of all of them."""
+        return sum(self.get_slots(host) for host in self.host_assignment_order)
+
+
+class HostManager:
+    """The hosts that may be used, as `discovery` finds them: the oldest first, without those where a worker failed.
+
+    What is decided is the core's, as for ``smdrun elastic``.
+
+    Args:
+        discovery: A :class:`HostDiscovery`.
+        cooldown_range: How long a host that is blacklisted is not used, the first time and at most, in seconds; for ever without it.
+
+    Raises:
+        ValueError: The range is none: both are 1 to 3600, the smaller first.
+    """
+
+    def __init__(self, discovery: HostDiscovery, cooldown_range: tuple[float, float] | None = None) -> None:
+        if cooldown_range is not None:
+            low, high = cooldown_range
+            if not 1 <= low <= high <= 3600:
+                raise ValueError(
+                    f"cooldown_range is {cooldown_range}: expected two numbers of seconds, 1 to 3600, the smaller first"
+                )
+            cooldown_range = (float(low), float(high))
+        self._discovery = discovery
+        self._lock = threading.Lock()
+        self._known = _core.ElasticHosts(cooldown_range)
+        #: Who decides: the driver's core, once there is one, and these hosts before.
+        self._hosts: Any = self._known
+        self._current = DiscoveredHosts({}, [])
+
+    @property
+    def current_hosts(self) -> DiscoveredHosts:
+        """Those of the last look."""
+        with self._lock:
+            return self._current
+
+    def update_available_hosts(self) -> HostUpdateResult:
+        """Asks the discovery, and returns what is different since the last time: hosts or slots more, fewer, or both."""
+        found = self._discovery.find_available_hosts_and_slots()
+        with self._lock:
+            self._hosts.discover(list(found.items()))
+            return self._look()
+
+    def blacklist(self, host: str) -> None:
+        """A worker failed there: the host is not used any more, or for a while."""
+        with self._lock:
+            self._hosts.ban(host)
+            self._look()
+
+    def is_blacklisted(self, host: str) -> bool:
+        """Whether it may not be used now."""
+        with self._lock:
+            return bool(self._hosts.is_banned(host))
+
+    def decided_by(self, make: Any) -> Any:
+        """From now on, what `make` makes of the hosts so far decides; it is returned."""
+        with self._lock:
+            self._hosts = make(self._known)
+            return self._hosts
+
+    def look(self) -> HostUpdateResult:
+        """What is different since the last look, without asking the discovery: bans begin and end."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> HostUpdateResult:
+        before = self._current
+        usable = self._hosts.usable()
+        now = self._current = DiscoveredHosts(dict(usable), [name for name, _ in usable])
+        change = HostUpdateResult.no_update
+        for name in before.available_hosts | now.available_hosts:
+            if now.get_slots(name) < before.get_slots(name):
+                change |= HostUpdateResult.removed
+            elif now.get_slots(name) > before.get_slots(name):
+                change |= HostUpdateResult.added
+        return change

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from enum import IntFlag
+from typing import Any
 
 from horovod.common.elastic import WorkerNotificationManager as WorkerNotificationManager
 from horovod.common.elastic import notification_manager as notification_manager
+from horovod.runner.common.util import network
+from horovod.runner.elastic.constants import HostUpdateResult as HostUpdateResult
 
 
-class HostUpdateResult(IntFlag):
-    """What has changed."""
+class HostsUpdatedRequest:
+    """Hosts have come or gone.
 
-    no_update = 0
-    removed = 1
-    added = 2
-    mixed = removed | added
+    Args:
+        timestamp: When, in seconds since 1970.
+        res: What has changed.
+    """
+
+    def __init__(self, timestamp: float, res: HostUpdateResult = HostUpdateResult.no_update) -> None:
+        self.timestamp = timestamp
+        self.res = res
+
+
+class WorkerNotificationService(network.BasicService):
+    """Where a worker hears of hosts that an :class:`~horovod.runner.elastic.driver.ElasticDriver` found.
+
+    Args:
+        key: The job's secret.
+        nic: The interface to be found at; all by default.
+        manager: Passes the news on to states.
+    """
+
+    NAME = "worker notification service"
+
+    def __init__(self, key: bytes, nic: str | None, manager: WorkerNotificationManager) -> None:
+        self._manager = manager
+        super().__init__(self.NAME, key, {nic} if nic else None)
+
+    def _handle(self, req: Any, client_address: Any) -> Any:
+        if isinstance(req, HostsUpdatedRequest):
+            self._manager.handle_hosts_updated(req.timestamp, int(req.res))
+            return network.AckResponse()
+        return super()._handle(req, client_address)
+
+
+class WorkerNotificationClient(network.BasicClient):
+    """Tells a worker.
+
+    Args:
+        addresses: Of its service.
+        key: The job's secret.
+        verbose: Accepted.
+        match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+    """
+
+    def __init__(self, addresses: Any, key: bytes, verbose: int = 0, match_intf: bool = False) -> None:
+        super().__init__(WorkerNotificationService.NAME, addresses, key, verbose, match_intf=match_intf)
+
+    def notify_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Hosts have changed at this time."""
+        self._send(HostsUpdatedRequest(timestamp, update_res))

@@ -105,22 +105,27 @@ impl Args {
                 "`--max-np` is {most}, less than `-n`, which is {first}, or `--min-np`, which is {least}"
             )));
         }
-        let seconds = |low: u64, high: u64| Cooldown { low: Duration::from_secs(low), high: Duration::from_secs(high) };
-        let cooldown = match self.blacklist_cooldown_range.as_deref() {
-            None => None,
-            Some(&[low, high]) if low >= 1 && high <= 3600 && low <= high => Some(seconds(low, high)),
-            Some(range) => {
-                return Err(Error::Config(format!(
-                    "`--blacklist-cooldown-range` is {range:?}: expected two numbers of seconds, 1 to 3600, the smaller first"
-                )));
-            }
-        };
         let timeout = match self.elastic_timeout {
             Some(seconds) => Duration::from_secs(seconds),
             None => crate::config::ELASTIC_TIMEOUT_SECONDS.seconds()?,
         };
         // More slots than the least are welcome, and worth no wait.
-        Ok(Limits { first: first.max(least), least, most, resets: self.reset_limit, timeout, cooldown })
+        Ok(Limits { first: first.max(least), least, most, resets: self.reset_limit, timeout })
+    }
+
+    /// How long hosts where workers fail are not used.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a range that is none.
+    pub fn cooldown(&self) -> Result<Option<Cooldown>> {
+        let seconds = |low: u64, high: u64| Cooldown { low: Duration::from_secs(low), high: Duration::from_secs(high) };
+        match self.blacklist_cooldown_range.as_deref() {
+            None => Ok(None),
+            Some(&[low, high]) if low >= 1 && high <= 3600 && low <= high => Ok(Some(seconds(low, high))),
+            Some(range) => Err(Error::Config(format!(
+                "`--blacklist-cooldown-range` is {range:?}: expected two numbers of seconds, 1 to 3600, the smaller first"
+            ))),
+        }
     }
 }
 

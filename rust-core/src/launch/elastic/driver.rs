@@ -17,14 +17,14 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use super::hosts::{Cooldown, Hosts, Place};
+use super::hosts::{Hosts, Place};
 
 /// Members of a running session hear again of places that differ from theirs, in case a script lost the first word.
 const REPEAT: Duration = Duration::from_secs(5);
 
 /// What the user asked for.
 #[derive(Clone, Debug)]
-pub(super) struct Limits {
+pub struct Limits {
     /// Slots that the first session waits for.
     pub first: usize,
     /// Slots without which nobody trains.
@@ -35,11 +35,10 @@ pub(super) struct Limits {
     pub resets: Option<usize>,
     /// DRV-4.
     pub timeout: Duration,
-    pub cooldown: Option<Cooldown>,
 }
 
 /// Names a worker: a process.
-pub(super) type WorkerId = usize;
+pub type WorkerId = usize;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -61,24 +60,46 @@ struct Worker {
 
 /// What the driver wants done.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// Start a process there; `rank` and `size` are what it will probably be.
-    Start { worker: WorkerId, place: Place, rank: usize, size: usize },
+pub enum Action {
+    /// Start a process.
+    Start {
+        /// Its name from now on.
+        worker: WorkerId,
+        /// Where.
+        place: Place,
+        /// What it will probably be.
+        rank: usize,
+        /// Of so many.
+        size: usize,
+    },
     /// End a process.
-    Stop { worker: WorkerId },
+    Stop {
+        /// Which.
+        worker: WorkerId,
+    },
     /// Tell one that waits that there is no place for it.
-    Remove { worker: WorkerId },
-    /// Begin a session, in the order of ranks.
-    Seat { workers: Vec<WorkerId> },
-    /// Tell those who train that places were removed (1), added (2), or both (3).
-    Notify { kinds: u8 },
+    Remove {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// Begin a session.
+    Seat {
+        /// In the order of ranks.
+        workers: Vec<WorkerId>,
+    },
+    /// Tell those who train.
+    Notify {
+        /// Places were removed (1), added (2), or both (3).
+        kinds: u8,
+    },
     /// Tell the user.
     Say(String),
 }
 
 /// How the job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub enum Outcome {
+    /// The training is done.
     Done,
     /// Why it could not go on.
     Failed(String),
@@ -86,7 +107,7 @@ pub(super) enum Outcome {
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct Driver {
+pub struct Driver {
     limits: Limits,
     hosts: Hosts,
     /// Those that have not ended.
@@ -107,8 +128,8 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    pub fn new(limits: Limits) -> Self {
-        let hosts = Hosts::new(limits.cooldown);
+    /// A job that may use these hosts and those that are discovered.
+    pub fn new(limits: Limits, hosts: Hosts) -> Self {
         Self {
             limits,
             hosts,
@@ -168,11 +189,27 @@ impl Driver {
                     worker.place.host
                 ));
                 self.failure.get_or_insert(failure);
-                self.hosts.ban(&worker.place.host, now, jitter);
-                self.stop(|other| other.place.host == worker.place.host);
+                self.leave(&worker.place.host, jitter, now);
             }
         }
         self.settle(now);
+    }
+
+    /// The user takes a host for a bad one, as if a worker had failed there.
+    pub fn ban(&mut self, host: &str, jitter: f64, now: Instant) {
+        self.leave(host, jitter, now);
+        self.settle(now);
+    }
+
+    /// The hosts as they are now.
+    pub fn hosts(&self) -> &Hosts {
+        &self.hosts
+    }
+
+    /// DRV-3.
+    fn leave(&mut self, host: &str, jitter: f64, now: Instant) {
+        self.hosts.ban(host, now, jitter);
+        self.stop(|worker| worker.place.host == host);
     }
 
     /// The user wants no more, for this reason.

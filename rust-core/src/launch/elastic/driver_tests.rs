@@ -9,8 +9,8 @@ struct Job {
 impl Job {
     fn new(first: usize, least: usize, most: usize) -> Self {
         let timeout = Duration::from_secs(60);
-        let limits = Limits { first, least, most, resets: None, timeout, cooldown: None };
-        Self { driver: Driver::new(limits), now: Instant::now() }
+        let limits = Limits { first, least, most, resets: None, timeout };
+        Self { driver: Driver::new(limits, Hosts::new(None)), now: Instant::now() }
     }
 
     fn hosts(&mut self, text: &str) -> Vec<Action> {
@@ -279,4 +279,15 @@ fn every_order_of_events_keeps_the_invariants() {
             }
         }
     }
+}
+
+#[test]
+fn a_host_that_the_user_bans_loses_its_workers() {
+    let mut job = Job::new(2, 1, 2);
+    job.hosts("a:1\nb:1");
+    assert_eq!(job.enter(&[0, 1]), [seat(&[0, 1])]);
+    job.driver.ban("b", 0.0, job.now);
+    assert_eq!(job.driver.take_actions()[0], Action::Stop { worker: 1 });
+    assert_eq!(job.driver.hosts().usable(), [("a".to_owned(), 1)]);
+    assert!(job.driver.hosts().is_banned("b", job.now));
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// A place for one worker.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Place {
+pub struct Place {
     /// The host's name, as discovered.
     pub host: String,
     /// Which of its slots.
@@ -18,8 +18,10 @@ pub(super) struct Place {
 
 /// How long a host is not used after its n-th failure: `low` doubled n times, at most `high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cooldown {
+pub struct Cooldown {
+    /// The first time, at least.
     pub low: Duration,
+    /// At most.
     pub high: Duration,
 }
 
@@ -30,7 +32,12 @@ impl Cooldown {
     }
 }
 
-#[derive(Debug)]
+/// Spreads the ends of bans: 0 to 1.
+pub fn jitter() -> f64 {
+    getrandom::u32().map_or(0.5, |number| f64::from(number) / f64::from(u32::MAX))
+}
+
+#[derive(Clone, Debug)]
 struct Ban {
     failures: u32,
     /// None: for ever.
@@ -38,8 +45,8 @@ struct Ban {
 }
 
 /// See the module's text.
-#[derive(Debug)]
-pub(super) struct Hosts {
+#[derive(Clone, Debug)]
+pub struct Hosts {
     cooldown: Option<Cooldown>,
     /// Oldest first, with slots.
     order: Vec<(String, usize)>,
@@ -48,6 +55,7 @@ pub(super) struct Hosts {
 }
 
 impl Hosts {
+    /// No host yet. Without `cooldown` a ban is for ever.
     pub fn new(cooldown: Option<Cooldown>) -> Self {
         Self { cooldown, order: Vec::new(), bans: HashMap::new(), discovered: Vec::new() }
     }
@@ -67,9 +75,8 @@ impl Hosts {
 
     /// Lets time pass: bans end.
     pub fn refresh(&mut self, now: Instant) {
-        let usable = |host: &str| self.bans.get(host).is_none_or(|ban| ban.until.is_some_and(|until| until <= now));
-        let found: Vec<(String, usize)> =
-            self.discovered.iter().filter(|(host, slots)| *slots > 0 && usable(host)).cloned().collect();
+        let usable = |(host, slots): &&(String, usize)| *slots > 0 && !self.is_banned(host, now);
+        let found: Vec<(String, usize)> = self.discovered.iter().filter(usable).cloned().collect();
         let mut order: Vec<(String, usize)> = Vec::new();
         for (host, _) in &self.order {
             order.extend(found.iter().find(|(name, _)| name == host).cloned());
@@ -97,6 +104,16 @@ impl Hosts {
     pub fn all_lost(&self) -> bool {
         let lost = |host: &str| self.bans.get(host).is_some_and(|ban| ban.until.is_none());
         !self.discovered.is_empty() && self.discovered.iter().all(|(host, _)| lost(host))
+    }
+
+    /// Whether a worker failed there and its time is not over.
+    pub fn is_banned(&self, host: &str, now: Instant) -> bool {
+        self.bans.get(host).is_some_and(|ban| ban.until.is_none_or(|until| until > now))
+    }
+
+    /// Names and slots of the hosts that may be used, oldest first.
+    pub fn usable(&self) -> &[(String, usize)] {
+        &self.order
     }
 
     /// The first `most` places, host by host.
@@ -155,6 +172,7 @@ mod tests {
         hosts.discover(found("a:1\nb:1"), now);
         hosts.ban("a", now, 0.0);
         assert!(!hosts.all_lost());
+        assert!(hosts.is_banned("a", now) && !hosts.is_banned("b", now));
         assert_eq!(names(&hosts, 9), ["b/0"]);
         hosts.discover(found("a:1\nb:1"), now + Duration::from_secs(10_000));
         assert_eq!(names(&hosts, 9), ["b/0"]);

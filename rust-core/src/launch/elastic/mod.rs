@@ -18,6 +18,9 @@ use std::ffi::OsString;
 
 use super::USAGE_EXIT_CODE;
 
+pub use driver::{Action, Driver, Limits, Outcome, WorkerId};
+pub use hosts::{Cooldown, Hosts, Place, jitter};
+
 pub(super) use args::{HostList, hosts};
 
 /// Runs `smdrun elastic` (`argv` begins with `elastic`) and returns its exit code.

@@ -23,7 +23,7 @@ use super::super::warden::Warden;
 use super::args::Args;
 use super::discovery::{Discovery, Script};
 use super::driver::{Action, Driver, Outcome, WorkerId};
-use super::hosts::Place;
+use super::hosts::{Hosts, Place, jitter};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
@@ -45,7 +45,7 @@ const FAREWELL_TIME: Duration = Duration::from_secs(30);
 pub(super) fn run(args: &Args) -> Result<i32> {
     let limits = args.limits()?;
     let timeout = limits.timeout;
-    let driver = Driver::new(limits);
+    let driver = Driver::new(limits, Hosts::new(args.cooldown()?));
     let discovery = match (&args.host_discovery_script, &args.hosts) {
         (Some(script), _) => Discovery::Script(Script::new(script, args.slots_per_host)),
         (None, hosts) => Discovery::Fixed(hosts.clone()),
@@ -364,9 +364,4 @@ fn describe(worker: &Running, exit: Exit) -> String {
         Some(exception) => format!("process {rank} exit with status code {}: {exception}", exit.code()),
         None => format!("process {rank} exit with status code {}", exit.code()),
     }
-}
-
-/// 0 to 1.
-fn jitter() -> f64 {
-    getrandom::u32().map_or(0.5, |number| f64::from(number) / f64::from(u32::MAX))
 }

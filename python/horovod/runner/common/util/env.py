@@ -35,4 +35,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
             raise RuntimeError(
                 f"Could not determine process rank and size: only one of {rank_name} and {size_name} is in the environment"
             )
+    # Of torchrun. Other programs use such names as well, so one alone says nothing.
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1

@@ -1,0 +1,1 @@
+"""Services through which the parts of a job find each other."""

@@ -1,0 +1,198 @@
+"""Where dispatchers and workers of TensorFlow's data service, and those who train, find each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from horovod.runner.common.util import network
+from horovod.runner.common.util.network import Registrations
+
+#: A request waits so long at most; then the client asks again, and so hears that the service is gone.
+_ONE_WAIT = 20.0
+
+
+class _RegisterDispatcher:
+    def __init__(self, dispatcher_id: int, address: str) -> None:
+        self.dispatcher_id = dispatcher_id
+        self.address = address
+
+
+class _RegisterWorker:
+    def __init__(self, dispatcher_id: int, worker_id: int) -> None:
+        self.dispatcher_id = dispatcher_id
+        self.worker_id = worker_id
+
+
+class _Dispatcher:
+    """Where is it?"""
+
+    def __init__(self, dispatcher_id: int, seconds: float) -> None:
+        self.dispatcher_id = dispatcher_id
+        self.seconds = seconds
+
+
+class _Workers:
+    """Are all of this dispatcher's there?"""
+
+    def __init__(self, dispatcher_id: int, seconds: float) -> None:
+        self.dispatcher_id = dispatcher_id
+        self.seconds = seconds
+
+
+class _Shutdown:
+    """The training is done."""
+
+
+class _IsShutdown:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+class _Answer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class ComputeService(network.BasicService):
+    """Knows where dispatchers are, and which workers have joined them.
+
+    Args:
+        dispatchers: How many there are.
+        workers_per_dispatcher: How many workers each has.
+        key: The secret.
+        nics: Interfaces to be found at; all by default.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+
+    NAME = "Compute service"
+
+    def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes, nics: Any = None) -> None:
+        if dispatchers <= 0:
+            raise ValueError(f"The number of dispatchers must be larger than 0: {dispatchers}")
+        if workers_per_dispatcher <= 0:
+            raise ValueError(f"The number of workers per dispatcher must be larger than 0: {workers_per_dispatcher}")
+        self._numbers = range(dispatchers)
+        self._workers_per_dispatcher = workers_per_dispatcher
+        self._dispatchers = Registrations()
+        self._workers = [Registrations() for _ in self._numbers]
+        self._done = threading.Event()
+        super().__init__(self.NAME, key, nics)
+
+    def _check(self, dispatcher_id: int) -> None:
+        if dispatcher_id not in self._numbers:
+            raise IndexError(f"there is no dispatcher {dispatcher_id}: there are {len(self._numbers)}")
+
+    def _handle(self, req: Any, client_address: tuple[str, int]) -> Any:
+        if isinstance(req, _RegisterDispatcher):
+            self._check(req.dispatcher_id)
+            known = dict(self._dispatchers.items()).get(req.dispatcher_id, req.address)
+            if known != req.address:
+                raise ValueError(f"Dispatcher with id {req.dispatcher_id} has already been registered under {known}")
+            self._dispatchers.put(req.dispatcher_id, req.address)
+            return network.AckResponse()
+        if isinstance(req, _RegisterWorker):
+            self._check(req.dispatcher_id)
+            self._workers[req.dispatcher_id].put(req.worker_id, True)
+            return network.AckResponse()
+        if isinstance(req, _Dispatcher):
+            self._check(req.dispatcher_id)
+            return _Answer(self._within(self._dispatchers, [req.dispatcher_id], req.seconds))
+        if isinstance(req, _Workers):
+            self._check(req.dispatcher_id)
+            first = req.dispatcher_id * self._workers_per_dispatcher
+            numbers = range(first, first + self._workers_per_dispatcher)
+            return _Answer(self._within(self._workers[req.dispatcher_id], numbers, req.seconds))
+        if isinstance(req, _Shutdown):
+            self._done.set()
+            return network.AckResponse()
+        if isinstance(req, _IsShutdown):
+            return _Answer(self._done.wait(req.seconds))
+        return super()._handle(req, client_address)
+
+    @staticmethod
+    def _within(told: Registrations, numbers: Any, seconds: float) -> Any:
+        try:
+            told.wait(numbers, seconds, "registrations")
+        except TimeoutError:
+            return None
+        return [told[number] for number in numbers]
+
+
+class ComputeClient(network.BasicClient):
+    """Asks a :class:`ComputeService`.
+
+    Args:
+        compute_addresses: Where it is found.
+        key: The secret.
+        verbose: Accepted.
+        match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+    """
+
+    def __init__(
+        self, compute_addresses: network.Addresses, key: bytes, verbose: int = 1, match_intf: bool = False
+    ) -> None:
+        super().__init__(ComputeService.NAME, compute_addresses, key, verbose, match_intf=match_intf)
+
+    def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
+        """A dispatcher is found there.
+
+        Raises:
+            RuntimeError: There is no such dispatcher, or it is found elsewhere.
+        """
+        self._send(_RegisterDispatcher(dispatcher_id, dispatcher_address))
+
+    def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
+        """A worker has joined a dispatcher.
+
+        Raises:
+            RuntimeError: There is no such dispatcher.
+        """
+        self._send(_RegisterWorker(dispatcher_id, worker_id))
+
+    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
+        """Waits for a dispatcher, and returns where it is found.
+
+        Raises:
+            TimeoutError: It took longer than `timeout` seconds.
+            RuntimeError: There is no such dispatcher.
+        """
+        found = self._wait(lambda seconds: _Dispatcher(dispatcher_id, seconds), timeout, f"dispatcher {dispatcher_id}")
+        return str(found[0])
+
+    def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
+        """Waits until all workers have joined a dispatcher.
+
+        Raises:
+            TimeoutError: It took longer than `timeout` seconds.
+            RuntimeError: There is no such dispatcher.
+        """
+        self._wait(
+            lambda seconds: _Workers(dispatcher_id, seconds), timeout, f"the workers of dispatcher {dispatcher_id}"
+        )
+
+    def _wait(self, request: Any, timeout: float, what: str) -> Any:
+        left = timeout
+        while True:
+            seconds = min(left, _ONE_WAIT)
+            answer = self._send(request(seconds), timeout=seconds + 60).value
+            if answer is not None:
+                return answer
+            left -= seconds
+            if left <= 0:
+                raise TimeoutError(f"timed out after {timeout:.0f} s waiting for {what} to register")
+
+    def shutdown(self) -> None:
+        """The training is done: dispatchers and workers may end."""
+        self._send(_Shutdown())
+
+    def wait_for_shutdown(self) -> None:
+        """Waits until the training is done, or the service is gone."""
+        try:
+            while not self._send(_IsShutdown(_ONE_WAIT), timeout=_ONE_WAIT + 60).value:
+                continue
+        except (OSError, EOFError):
+            # It ends with the job that it belongs to.
+            return

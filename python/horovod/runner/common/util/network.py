@@ -1,0 +1,320 @@
+"""Services of a launcher, which answer requests of whoever knows the job's secret.
+
+A request is an object, pickled. Nothing of a peer is unpickled before it has proved the secret: what travels has a digest over the
+connection's challenge, which the service makes, so that nobody can say again what another has said.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import socketserver
+import struct
+import threading
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+from horovod.runner.common.util import secret
+from horovod.runner.util.network import get_local_host_intfs
+from horovod.runner.util.threads import execute_function_multithreaded, in_thread
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = pickle
+
+_CHALLENGE_BYTES = 16
+_LENGTH = struct.Struct("!Q")
+#: Who has not sent its request in this time is a stranger; in seconds.
+_GREETING_TIME = 20
+#: Largest request or answer.
+_MOST_BYTES = 1 << 31
+
+#: Interfaces, and where a service is found there.
+Addresses = dict[str, list[tuple[str, int]]]
+
+
+class PingRequest:
+    """Who is there?"""
+
+
+class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
+    """A service answers at none of its addresses."""
+
+
+class PingResponse:
+    """This service.
+
+    Args:
+        service_name: Its name.
+        source_address: The address that the client has for the service.
+    """
+
+    def __init__(self, service_name: str, source_address: str) -> None:
+        self.service_name = service_name
+        self.source_address = source_address
+
+
+class AckResponse:
+    """It is done."""
+
+
+class _Failure:
+    """What a service raised."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Wire:
+    """Objects on a stream.
+
+    Args:
+        key: The secret.
+        challenge: What digests begin with.
+    """
+
+    def __init__(self, key: bytes, challenge: bytes = b"") -> None:
+        self._key = key
+        self._challenge = challenge
+
+    def _digest(self, message: bytes) -> bytes:
+        return secret.compute_digest(self._key, self._challenge + message)
+
+    def write(self, obj: Any, wfile: BinaryIO) -> None:
+        """Sends an object."""
+        message = cloudpickle.dumps(obj)
+        wfile.write(self._digest(message) + _LENGTH.pack(len(message)) + message)
+        wfile.flush()
+
+    def read(self, rfile: BinaryIO) -> Any:
+        """Receives one.
+
+        Raises:
+            EOFError: The peer is gone.
+            RuntimeError: It does not know the secret.
+        """
+        digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
+        (length,) = _LENGTH.unpack(_exactly(rfile, _LENGTH.size))
+        if length > _MOST_BYTES:
+            raise RuntimeError("Security error: a message is too long")
+        message = _exactly(rfile, length)
+        if not secret.check_digest(self._key, self._challenge + message, digest):
+            raise RuntimeError("Security error: digest did not match the message")
+        return pickle.loads(message)
+
+
+def _exactly(rfile: BinaryIO, count: int) -> bytes:
+    data = rfile.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+
+class BasicService:
+    """Answers requests until :meth:`shutdown`. Others extend `_handle`.
+
+    Args:
+        service_name: Clients compare it: another service may have got an address meanwhile.
+        key: The secret.
+        nics: Interfaces to be found at; all by default.
+    """
+
+    def __init__(self, service_name: str, key: bytes, nics: Iterable[str] | None = None) -> None:
+        service = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                service._talk(self)
+
+        self._service_name = service_name
+        self._key = key
+        self._nics = set(nics or ())
+        self._server = _Server(("0.0.0.0", 0), Handler)
+        self._port = self._server.server_address[1]
+        self._thread = in_thread(self._server.serve_forever, (0.05,), name=service_name)
+
+    def _talk(self, connection: socketserver.StreamRequestHandler) -> None:
+        challenge = os.urandom(_CHALLENGE_BYTES)
+        wire = Wire(self._key, challenge)
+        try:
+            connection.connection.settimeout(_GREETING_TIME)
+            connection.wfile.write(challenge)
+            request = wire.read(connection.rfile)
+            connection.connection.settimeout(None)
+        except Exception:
+            # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
+            return
+        try:
+            answer = self._handle(request, connection.client_address)
+        except Exception as error:
+            answer = _Failure(f"{type(error).__name__}: {error}")
+        try:
+            wire.write(answer, connection.wfile)
+        except OSError:
+            # It does not wait for the answer any more.
+            return
+
+    def _handle(self, req: Any, client_address: tuple[str, int]) -> Any:
+        """The answer to a request.
+
+        Raises:
+            NotImplementedError: There is none.
+        """
+        if isinstance(req, PingRequest):
+            return PingResponse(self._service_name, client_address[0])
+        raise NotImplementedError(f"{self._service_name} knows no {type(req).__name__}")
+
+    def addresses(self) -> Addresses:
+        """Where clients find it."""
+        found = get_local_host_intfs()
+        return {name: [(ip, self._port)] for name, ip in found.items() if not self._nics or name in self._nics}
+
+    def get_port(self) -> int:
+        """Its port, at all interfaces."""
+        return self._port
+
+    def shutdown(self) -> None:
+        """Answers no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class BasicClient:
+    """Asks a service.
+
+    Args:
+        service_name: Its name.
+        addresses: Where it may be.
+        key: The secret.
+        verbose: Accepted.
+        match_intf: Leave out addresses that are reached from an interface of another name.
+        probe_timeout: Longest wait for an address, in seconds.
+        attempts: How often each is tried.
+
+    Raises:
+        NoValidAddressesFound: It answers nowhere.
+    """
+
+    def __init__(
+        self,
+        service_name: str,
+        addresses: Addresses,
+        key: bytes,
+        verbose: int = 0,
+        match_intf: bool = False,
+        probe_timeout: float = 20,
+        attempts: int = 3,
+    ) -> None:
+        self._service_name = service_name
+        self._key = key
+        self._match_intf = match_intf
+        self._probe_timeout = probe_timeout
+        self._attempts = attempts
+        self._addresses = self._probe(addresses)
+        if not self._addresses:
+            raise NoValidAddressesFound(
+                f"{service_name} was not found at any of the addresses {addresses}: is there a firewall between the hosts?"
+            )
+
+    def addresses(self) -> Addresses:
+        """Where it answers."""
+        return self._addresses
+
+    def local_address(self) -> str:
+        """This host's address, as the service has it."""
+        address = next(iter(self._addresses.values()))[0]
+        return str(self._ask(address, PingRequest(), self._probe_timeout).source_address)
+
+    def _probe(self, addresses: Addresses) -> Addresses:
+        # The loopback last: an address that others reach as well is worth more, and `local_address` follows from it.
+        names = sorted(addresses, key=lambda name: name == "lo")
+        rows = [(name, tuple(address)) for name in names for address in addresses[name]]
+        answers = execute_function_multithreaded(self._answers, rows)
+        found: Addresses = {}
+        for index, (name, address) in enumerate(rows):
+            if answers[index]:
+                found.setdefault(name, []).append(address)
+        return found
+
+    def _answers(self, name: str, address: tuple[str, int]) -> bool:
+        for _ in range(self._attempts):
+            try:
+                answer = self._ask(address, PingRequest(), self._probe_timeout)
+            except (OSError, EOFError, RuntimeError):
+                continue
+            if not isinstance(answer, PingResponse) or answer.service_name != self._service_name:
+                return False
+            return not self._match_intf or get_local_host_intfs().get(name) == answer.source_address
+        return False
+
+    def _ask(self, address: tuple[str, int], request: Any, timeout: float | None) -> Any:
+        with socket.create_connection(address, timeout=self._probe_timeout) as connection:
+            # An answer may take its time, but not a host that is gone.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            with connection.makefile("rwb") as stream:
+                wire = Wire(self._key, _exactly(stream, _CHALLENGE_BYTES))
+                connection.settimeout(timeout)
+                wire.write(request, stream)
+                return wire.read(stream)
+
+    def _send(self, req: Any, timeout: float | None = None) -> Any:
+        """The answer to a request.
+
+        Raises:
+            RuntimeError: The service could not do it.
+            OSError, EOFError: It is gone.
+        """
+        address = next(iter(self._addresses.values()))[0]
+        answer = self._ask(address, req, timeout)
+        if isinstance(answer, _Failure):
+            raise RuntimeError(f"{self._service_name}: {answer.text}")
+        return answer
+
+
+class Registrations:
+    """What members of a job have told, by their numbers; whoever needs it waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._told: dict[Any, Any] = {}
+
+    def __getitem__(self, number: Any) -> Any:
+        with self._changed:
+            return self._told[number]
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._told)
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """All of it, by number."""
+        with self._changed:
+            return sorted(self._told.items())
+
+    def put(self, number: Any, told: Any) -> None:
+        """One has told this."""
+        with self._changed:
+            self._told[number] = told
+            self._changed.notify_all()
+
+    def wait(self, numbers: Iterable[Any], seconds: float | None, what: str) -> None:
+        """Waits until all these have.
+
+        Raises:
+            TimeoutError: It took longer; says who is missing.
+        """
+        wanted = set(numbers)
+        with self._changed:
+            if not self._changed.wait_for(lambda: wanted <= set(self._told), seconds):
+                missing = sorted(wanted - set(self._told))
+                raise TimeoutError(f"timed out after {seconds:.0f} s waiting for {what}: {missing} are missing")

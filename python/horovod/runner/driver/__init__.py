@@ -1,0 +1,1 @@
+"""What looks for the interfaces that hosts have in common."""

@@ -1,0 +1,169 @@
+"""Finds the interfaces at which all hosts of a job reach each other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from horovod.runner.common.service import driver_service
+from horovod.runner.common.util import codec, secret
+from horovod.runner.common.util.network import Addresses
+from horovod.runner.common.util.timeout import Timeout
+from horovod.runner.util import cache, remote
+from horovod.runner.util.network import get_local_host_intfs
+
+#: Longest wait for a host, in seconds, where the settings name none.
+_TIMEOUT_S = 30
+
+
+class HorovodRunDriverService(driver_service.BasicDriverService):
+    """The launcher's end.
+
+    Args:
+        num_hosts: Hosts.
+        key: The secret.
+        nics: Interfaces to be found at; all by default.
+    """
+
+    NAME = "horovod driver service"
+
+    def __init__(self, num_hosts: int, key: bytes, nics: Any = None) -> None:
+        super().__init__(num_hosts, self.NAME, key, nics)
+
+
+class HorovodRunDriverClient(driver_service.BasicDriverClient):
+    """A host's end.
+
+    Args:
+        driver_addresses: Where the driver may be found.
+        key: The secret.
+        verbose: Accepted.
+        match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+    """
+
+    def __init__(self, driver_addresses: Addresses, key: bytes, verbose: int = 0, match_intf: bool = False) -> None:
+        super().__init__(HorovodRunDriverService.NAME, driver_addresses, key, verbose, match_intf=match_intf)
+
+
+def _launch_task(index: int, host: str, is_here: bool, told: str, settings: Any) -> subprocess.Popen:
+    """Starts a host's task, which is told everything through its standard input: other users see command lines."""
+    path = os.environ.get("PYTHONPATH")
+    words = [*([f"PYTHONPATH={shlex.quote(path)}"] if path else []), shlex.quote(sys.executable)]
+    command = f"cd {shlex.quote(os.getcwd())} && {' '.join(words)} -m horovod.runner.task_fn"
+    if not is_here:
+        command = remote.get_ssh_command(command, host, settings.ssh_port, settings.ssh_identity_file)
+    if settings.verbose >= 2:
+        print(f"Launching horovod task function: {command}", flush=True)
+    task = subprocess.Popen(
+        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert task.stdin is not None
+    try:
+        task.stdin.write(told)
+        task.stdin.close()
+    except BrokenPipeError:
+        # It has ended; the driver says who is missing.
+        return task
+    return task
+
+
+def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settings: Any) -> set[str]:
+    """Has each host's task look for the next one's.
+
+    Raises:
+        TimeoutError: A host is missing; what its task said follows.
+        RuntimeError: Hosts have no interface in common.
+    """
+    key = settings.key or secret.make_secret_key()
+    limit = settings.start_timeout or Timeout(_TIMEOUT_S, "{activity} took longer than {timeout} seconds")
+    driver = HorovodRunDriverService(len(all_host_names), key, settings.nics)
+    tasks: list[subprocess.Popen] = []
+    try:
+        for index, host in enumerate(all_host_names):
+            told = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
+            tasks.append(_launch_task(index, host, host in local_host_names, str(codec.dumps_base64(told)), settings))
+        try:
+            driver.wait_for_initial_registration(limit)
+            driver.wait_for_task_to_task_address_updates(limit)
+        except TimeoutError as error:
+            missing = [f"{all_host_names[index]}: {_said(task)}" for index, task in enumerate(tasks) if task.poll()]
+            raise TimeoutError("; ".join([str(error), *missing])) from None
+        common = driver.get_common_interfaces()
+        for task in tasks:
+            # Each waits for the one before.
+            task.wait(limit.remaining() + 1)
+        return common
+    finally:
+        for task in tasks:
+            if task.poll() is None:
+                task.kill()
+            task.wait()
+            if task.stderr is not None:
+                task.stderr.close()
+        driver.shutdown()
+
+
+def _said(task: subprocess.Popen) -> str:
+    text = (task.stderr.read() if task.stderr else "").strip()
+    return text.splitlines()[-1] if text else f"exit code {task.returncode}"
+
+
+def get_local_interfaces(settings: Any) -> set[str]:
+    """The interfaces of a job on this host alone: those that are asked for, or the loopback's."""
+    if settings.verbose >= 2:
+        print("All hosts are local, finding the interfaces with address 127.0.0.1")
+    found = settings.nics or {name for name, ip in get_local_host_intfs().items() if ip == "127.0.0.1"}
+    if settings.verbose >= 2:
+        print(f"Local interface found {' '.join(sorted(found))}")
+    return set(found)
+
+
+@cache.use_cache()
+def _found(all_host_names: tuple[str, ...], local_host_names: tuple[str, ...], settings: Any) -> list[str]:
+    return sorted(_driver_fn(all_host_names, set(local_host_names), settings))
+
+
+class _Unkept:
+    """Settings, which do not change what is found: the cache's parameters stand for them."""
+
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
+
+    def __repr__(self) -> str:
+        return "settings"
+
+
+def get_common_interfaces(
+    settings: Any, all_host_names: Sequence[str], remote_host_names: Sequence[str] | None = None, fn_cache: Any = None
+) -> set[str]:
+    """The interfaces at which all hosts of a job reach each other.
+
+    Args:
+        settings: Those of the job; `nics`, if there are any, are taken as they are.
+        all_host_names: Hosts.
+        remote_host_names: Those that are not this one.
+        fn_cache: A :class:`~horovod.runner.util.cache.Cache` that keeps the answer, or ``None``.
+
+    Raises:
+        TimeoutError: A host is missing.
+        RuntimeError: Hosts have no interface in common.
+    """
+    if not remote_host_names:
+        return get_local_interfaces(settings)
+    if settings.nics:
+        found = set(settings.nics)
+    else:
+        if settings.verbose >= 2:
+            print("Testing interfaces on all the hosts.", flush=True)
+        here = tuple(name for name in all_host_names if name not in set(remote_host_names))
+        found = set(_found(tuple(all_host_names), here, _Unkept(settings), fn_cache=fn_cache))
+    if settings.verbose >= 2:
+        print(f"Common interface found: {' '.join(sorted(found))}", flush=True)
+    return found

@@ -1,0 +1,383 @@
+"""An elastic job whose workers are calls of a function: who starts processes by other ways than ssh uses this.
+
+What is decided, who works where and when a session begins, is the core's, as in ``smdrun elastic`` and ``horovodrun --min-np``.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from horovod.runner.common.util.hosts import INVALID_SLOT_INFO, HostInfo, SlotInfo, get_host_assignments
+from horovod.runner.common.util.network import Addresses
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.runner.elastic.constants import HostUpdateResult
+from horovod.runner.elastic.discovery import HostDiscovery, HostManager
+from horovod.runner.elastic.registration import WorkerStateRegistry
+from horovod.runner.elastic.worker import WorkerNotificationClient
+from horovod.runner.util.threads import in_thread
+from smdistributed import _core
+
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
+ELASTIC_TIMEOUT_SECS = 600
+
+#: What a worker without a place gets to end by itself, in seconds.
+_FAREWELL_SECS = 30
+
+#: Where a worker runs: host and slot.
+Place = tuple[str, int]
+
+
+class Results:
+    """How a job ended.
+
+    Args:
+        error_message: Why it could not go on; ``None`` if it is done.
+        worker_results: Exit code and time of the end of the last worker of each place, by ``host[slot]``.
+    """
+
+    def __init__(self, error_message: str | None, worker_results: dict[str, tuple[int, float]]) -> None:
+        self.error_message = error_message
+        self.worker_results = worker_results
+
+
+class _Worker:
+    def __init__(self, number: int, place: Place) -> None:
+        self.number = number
+        self.place = place
+        self.stop = threading.Event()
+        #: It waits for a session.
+        self.is_waiting = False
+        #: Where it hears of hosts.
+        self.server: tuple[Addresses, bytes] | None = None
+
+
+class ElasticDriver:
+    """Drives a job.
+
+    Args:
+        rendezvous: A :class:`~horovod.runner.http.http_server.RendezvousServer`, which is told the places of each session.
+        discovery: Finds hosts; is asked every second.
+        min_num_proc: Slots without which nobody trains.
+        max_num_proc: Slots beyond which none is used; ``None``: all are.
+        timeout: Longest wait for slots, or for a worker to come back, in seconds.
+        reset_limit: Sessions after the first, at most.
+        cooldown_range: See :class:`~horovod.runner.elastic.discovery.HostManager`.
+        verbose: 1: says what happens.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        discovery: HostDiscovery,
+        min_num_proc: int,
+        max_num_proc: int | None,
+        timeout: float | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[float, float] | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._min_num_proc = min_num_proc
+        self._max_num_proc = max_num_proc
+        self._timeout = ELASTIC_TIMEOUT_SECS if timeout is None else timeout
+        self._reset_limit = reset_limit
+        self._verbose = verbose
+        self._host_manager = HostManager(discovery, cooldown_range)
+        self._worker_registry = WorkerStateRegistry(self, self._host_manager, reset_limit, verbose)
+        self._changed = threading.Condition(threading.RLock())
+        self._core: Any = None
+        self._create_worker: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]] | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._seats: dict[Place, SlotInfo] = {}
+        self._results: dict[str, tuple[int, float]] = {}
+        self._error: str | None = None
+        self._shutdown = threading.Event()
+        self._finished = threading.Event()
+        self._notices: queue.SimpleQueue[tuple[_Worker, float, HostUpdateResult] | None] = queue.SimpleQueue()
+        in_thread(self._discover_hosts, name="horovod-discovery")
+        in_thread(self._notify, name="horovod-notices")
+
+    # What users call.
+
+    def start(
+        self, num_proc: int, create_worker_fn: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
+    ) -> None:
+        """Waits for slots and starts workers.
+
+        Args:
+            num_proc: Slots that the first session waits for.
+            create_worker_fn: Runs a worker to its end, in a thread of its own, and returns its exit code and when it ended, in seconds
+                since 1970. Gets the worker's place, and events: when one is set, the worker is to end.
+
+        Raises:
+            TimeoutException: There were not enough slots in time.
+        """
+        self.wait_for_available_slots(num_proc)
+        most = sys.maxsize if self._max_num_proc is None else self._max_num_proc
+        limits = (max(num_proc, self._min_num_proc), self._min_num_proc, most, self._reset_limit, self._timeout)
+        with self._changed:
+            self._create_worker = create_worker_fn
+            self._core = self._host_manager.decided_by(lambda hosts: _core.ElasticDriver(hosts, *limits))
+            self._act()
+        in_thread(self._tick, name="horovod-elastic")
+
+    def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> None:
+        """Waits until there are so many slots, on so many hosts.
+
+        Raises:
+            TimeoutException: That took longer than the job's timeout.
+            RuntimeError: The job has ended.
+        """
+
+        def enough() -> bool:
+            hosts = self._host_manager.current_hosts
+            is_there = hosts.count_available_slots() >= min_num_proc and len(hosts.host_assignment_order) >= min_hosts
+            return is_there or self._shutdown.is_set()
+
+        with self._changed:
+            if not self._changed.wait_for(enough, self._timeout):
+                there = self._host_manager.current_hosts.count_available_slots()
+                raise TimeoutException(
+                    f"timed out after {self._timeout:.0f} s waiting for the minimum number of slots to become available: there "
+                    f"are {there} of {min_num_proc}, on {len(self._host_manager.current_hosts.available_hosts)} host(s)"
+                )
+            if self._shutdown.is_set():
+                raise RuntimeError(f"the job has ended: {self._error or 'it was stopped'}")
+
+    def get_results(self) -> Results:
+        """Waits for the end of the job, and returns how it ended."""
+        self._finished.wait()
+        with self._changed:
+            return Results(self._error, dict(self._results))
+
+    def stop(self, error_message: str | None = None) -> None:
+        """Ends the job and its workers."""
+        with self._changed:
+            if self._finished.is_set():
+                return
+            self._error = self._error or error_message
+            self._shutdown.set()
+            if self._core is None:
+                self._finish()
+            else:
+                self._core.stop_all(error_message or "stopped")
+                self._act()
+            self._changed.notify_all()
+
+    def finished(self) -> bool:
+        """Whether the job has ended."""
+        return self._finished.is_set()
+
+    # What workers and those who start them call.
+
+    def record_ready(self, host: str, slot: int) -> None:
+        """A worker asks for a place in the next session; returns when that begins, or when there is none for it any more."""
+        self._worker_registry.record_ready(host, slot)
+        with self._changed:
+            worker = self._worker(host, slot)
+            if worker is not None:
+                self._changed.wait_for(lambda: not worker.is_waiting or worker.stop.is_set() or self._finished.is_set())
+
+    def entered(self, host: str, slot: int) -> None:
+        """As :meth:`record_ready`, without the wait.
+
+        Raises:
+            RuntimeError: There is no worker at this place.
+        """
+        with self._changed:
+            worker = self._worker(host, slot)
+            if worker is None:
+                raise RuntimeError(f"there is no worker {host}[{slot}]")
+            worker.is_waiting = True
+            self._seats.pop(worker.place, None)
+            self._core.entered(worker.number)
+            self._act()
+
+    def register_worker_server(self, host: str, slot: int, addresses: Addresses, secret_key: bytes) -> None:
+        """Where a worker hears of hosts."""
+        with self._changed:
+            worker = self._worker(host, slot)
+            if worker is not None:
+                worker.server = (addresses, secret_key)
+
+    def get_worker_client(self, slot_info: SlotInfo) -> WorkerNotificationClient | None:
+        """Tells the worker of a place of hosts; ``None`` if nothing is known of its service."""
+        with self._changed:
+            worker = self._worker(slot_info.hostname, slot_info.local_rank)
+            server = worker.server if worker is not None else None
+        return WorkerNotificationClient(*server) if server is not None else None
+
+    def get_slot_info(self, host: str, slot: int) -> SlotInfo:
+        """The place in the present session; that with the rank -1 if there is none."""
+        with self._changed:
+            return self._seats.get((host, slot), INVALID_SLOT_INFO)
+
+    def has_rank_assignment(self, host: str, slot: int) -> bool:
+        """Whether there is one."""
+        return self.get_slot_info(host, slot).rank != -1
+
+    def get_coordinator_info(self) -> SlotInfo | None:
+        """The place of rank 0."""
+        with self._changed:
+            return next((slot for slot in self._seats.values() if slot.rank == 0), None)
+
+    def world_size(self) -> int:
+        """Workers of the present session."""
+        with self._changed:
+            return len(self._seats)
+
+    def local_size(self, host: str) -> int:
+        """Those of a host."""
+        with self._changed:
+            return sum(name == host for name, _ in self._seats)
+
+    @property
+    def host_manager(self) -> HostManager:
+        """The job's hosts."""
+        return self._host_manager
+
+    # What happens by itself.
+
+    def _worker(self, host: str, slot: int) -> _Worker | None:
+        """The one that lives, if several have been there."""
+        return next((worker for worker in reversed(self._workers.values()) if worker.place == (host, slot)), None)
+
+    def _discover_hosts(self) -> None:
+        has_worked = False
+        while not self._shutdown.is_set() and not self._finished.is_set():
+            try:
+                change = self._host_manager.update_available_hosts()
+                has_worked = True
+            except Exception as error:
+                if not has_worked:
+                    self.stop(f"the discovery of hosts failed: {error}")
+                    return
+                self._say(f"the discovery of hosts failed, the last ones stay: {error}")
+            else:
+                with self._changed:
+                    if change != HostUpdateResult.no_update:
+                        self._changed.notify_all()
+                    if self._core is not None:
+                        self._act()
+            self._shutdown.wait(DISCOVER_HOSTS_FREQUENCY_SECS)
+
+    def _tick(self) -> None:
+        with self._changed:
+            while not self._finished.is_set():
+                following = self._core.tick()
+                self._act()
+                self._changed.wait(DISCOVER_HOSTS_FREQUENCY_SECS if following is None else min(following, 1.0))
+
+    def _act(self) -> None:
+        """Does what the core wants done. The lock is held."""
+        for kind, numbers, place, kinds, text in self._core.take_actions():
+            workers = [self._workers[number] for number in numbers if number in self._workers]
+            if kind == "start":
+                self._start_worker(_Worker(numbers[0], place))
+            elif kind == "stop":
+                workers[0].stop.set()
+            elif kind == "remove":
+                self._remove(workers[0])
+            elif kind == "seat":
+                self._seat(workers)
+            elif kind == "notify":
+                self._tell(HostUpdateResult(kinds))
+            else:
+                self._say(text)
+        self._host_manager.look()
+        outcome = self._core.outcome()
+        if outcome is not None and not self._finished.is_set():
+            is_done, why = outcome
+            if not is_done and not (self._shutdown.is_set() and self._error is None):
+                self._error = self._error or why
+            self._finish()
+        self._changed.notify_all()
+
+    def _finish(self) -> None:
+        self._shutdown.set()
+        self._finished.set()
+        self._notices.put(None)
+
+    def _start_worker(self, worker: _Worker) -> None:
+        hosts = self._host_manager
+        hosts.look()
+        found = hosts.current_hosts
+        listed = [HostInfo(name, found.get_slots(name)) for name in found.host_assignment_order]
+        slots = get_host_assignments(listed, 0, self._max_num_proc)
+        slot = next((slot for slot in slots if (slot.hostname, slot.local_rank) == worker.place), INVALID_SLOT_INFO)
+        self._workers[worker.number] = worker
+        in_thread(self._run_worker, (worker, slot), name=f"horovod-worker-{worker.number}")
+
+    def _run_worker(self, worker: _Worker, slot: SlotInfo) -> None:
+        assert self._create_worker is not None
+        why = None
+        try:
+            code, at = self._create_worker(slot, [self._shutdown, worker.stop])
+        except Exception as error:
+            code, at, why = 1, time.time(), repr(error)
+        host, number = worker.place
+        if code == 0:
+            self._worker_registry.record_success(host, number)
+        else:
+            self._worker_registry.record_failure(host, number)
+        with self._changed:
+            del self._workers[worker.number]
+            self._seats.pop(worker.place, None)
+            self._results[f"{host}[{number}]"] = (code, at)
+            failure = None if code == 0 else why or f"{host}[{number}] exit with status code {code}"
+            self._core.ended(worker.number, failure)
+            self._act()
+
+    def _remove(self, worker: _Worker) -> None:
+        self._seats.pop(worker.place, None)
+        worker.is_waiting = False
+        patience = threading.Timer(_FAREWELL_SECS, worker.stop.set)
+        patience.daemon = True
+        patience.start()
+
+    def _seat(self, workers: list[_Worker]) -> None:
+        local: dict[str, int] = collections.Counter()
+        slots = []
+        for rank, worker in enumerate(workers):
+            host = worker.place[0]
+            slots.append(SlotInfo(host, rank, local[host], 0, len(workers)))
+            local[host] += 1
+            worker.is_waiting = False
+        across: dict[int, int] = collections.Counter()
+        for slot in slots:
+            slot.local_size, slot.cross_rank = local[slot.hostname], across[slot.local_rank]
+            across[slot.local_rank] += 1
+        for slot in slots:
+            slot.cross_size = across[slot.local_rank]
+        self._seats = {worker.place: slot for worker, slot in zip(workers, slots, strict=True)}
+        self._worker_registry.reset()
+        self._rendezvous.init(slots)
+
+    def _tell(self, kinds: HostUpdateResult) -> None:
+        coordinator = min(self._seats, key=lambda place: self._seats[place].rank, default=None)
+        worker = self._worker(*coordinator) if coordinator is not None else None
+        if worker is not None:
+            self._notices.put((worker, time.time(), kinds))
+
+    def _notify(self) -> None:
+        """Nobody waits for a worker that does not answer."""
+        while (notice := self._notices.get()) is not None:
+            worker, at, kinds = notice
+            server = worker.server
+            if server is None:
+                # It has not said yet where it hears; the core repeats its news.
+                continue
+            try:
+                WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)
+            except Exception as error:
+                self._say(f"worker {worker.place[0]}[{worker.place[1]}] did not take the news of hosts: {error}")
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            print(f"horovod: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,47 @@
+"""Where workers of an elastic job ask for their places."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from horovod.runner.http.http_server import BAD_REQUEST, OK, RANK_AND_SIZE, RendezvousHandler
+
+#: Scope of the addresses at which workers hear of hosts.
+WORKER_ADDRESSES = "worker_addresses"
+
+
+def create_rendezvous_handler(driver: Any) -> type[RendezvousHandler]:
+    """The handler of a :class:`~horovod.runner.http.http_server.RendezvousServer` of this driver.
+
+    ``GET rank_and_size/<host>:<slot>`` is answered when the next session begins, with ``rank,size,local_rank,local_size,cross_rank,
+    cross_size``; the rank is -1 if there is no place for the worker any more. ``PUT worker_addresses/<host>:<slot>`` says, as JSON, where a
+    worker hears of hosts: by interface a list of addresses and ports.
+    """
+
+    class ElasticRendezvousHandler(RendezvousHandler):
+        def _get(self, scope: str, key: str) -> tuple[int, bytes]:
+            if scope != RANK_AND_SIZE:
+                return super()._get(scope, key)
+            place = _place(key)
+            if place is None:
+                return BAD_REQUEST, b""
+            driver.record_ready(*place)
+            return OK, driver.get_slot_info(*place).to_response_string().encode()
+
+        def _put(self, scope: str, key: str, value: bytes) -> tuple[int, bytes]:
+            if scope != WORKER_ADDRESSES:
+                return super()._put(scope, key, value)
+            place = _place(key)
+            if place is None:
+                return BAD_REQUEST, b""
+            found = {name: [(ip, int(port)) for ip, port in addresses] for name, addresses in json.loads(value).items()}
+            driver.register_worker_server(*place, found, self.server.key)
+            return OK, b""
+
+    return ElasticRendezvousHandler
+
+
+def _place(key: str) -> tuple[str, int] | None:
+    host, _, slot = key.rpartition(":")
+    return (host, int(slot)) if host and slot.isdigit() else None

@@ -1,0 +1,1 @@
+"""A key-value store over HTTP, in which members of a job leave what others need."""

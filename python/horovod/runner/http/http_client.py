@@ -1,0 +1,79 @@
+"""Values of the store."""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import pickle
+import secrets
+from typing import Any
+
+from horovod.runner.common.util import secret
+from horovod.runner.http import http_server
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = pickle
+
+#: Longest wait for an answer, in seconds. That for a place in an elastic job takes as long as a host takes to come.
+_TIMEOUT_S = 600
+
+
+def request(
+    method: str, addr: str, port: int, scope: str, key: str, body: bytes = b"", secret_key: bytes | None = None
+) -> bytes:
+    """Asks the store.
+
+    Args:
+        method: ``GET``, ``PUT`` or ``DELETE``.
+        addr: The server's host.
+        port: Its port.
+        scope: Of the value.
+        key: Of the value.
+        body: The value to put.
+        secret_key: The job's secret; by default that of ``_HOROVOD_SECRET_KEY``.
+
+    Returns:
+        What it answers.
+
+    Raises:
+        RuntimeError: There is no such value, or the other side has another secret.
+        OSError: It is gone.
+    """
+    proof = secret_key or secret.from_environment()
+    if proof is None:
+        raise RuntimeError(f"the store needs the job's secret: give `secret_key`, or set `{secret.HOROVOD_SECRET_KEY}`")
+    path, nonce = f"/{scope}/{key}", secrets.token_hex(16)
+    headers = {
+        http_server.NONCE: nonce,
+        http_server.DIGEST: http_server.digest_of_request(proof, method, path, nonce, body),
+    }
+    connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request(method, path, body or None, headers)
+        answer = connection.getresponse()
+        value = answer.read()
+    finally:
+        connection.close()
+    expected = http_server.digest_of_answer(proof, answer.status, nonce, value)
+    if not hmac.compare_digest(expected, answer.headers.get(http_server.DIGEST, "")):
+        raise RuntimeError(f"what answers at {addr}:{port} does not know this job's secret")
+    if answer.status == http_server.NOT_FOUND:
+        raise RuntimeError(f"the store at {addr}:{port} has no value {scope}/{key}")
+    if answer.status != http_server.OK:
+        raise RuntimeError(f"the store at {addr}:{port} refuses {method} {path}: status {answer.status}")
+    return value
+
+
+def read_data_from_kvstore(addr: str, port: int, scope: str, key: str, secret_key: bytes | None = None) -> Any:
+    """An object that another has put there. See :func:`request`."""
+    # The answer's digest says that it is from the job.
+    return pickle.loads(request("GET", addr, port, scope, key, secret_key=secret_key))
+
+
+def put_data_into_kvstore(
+    addr: str, port: int, scope: str, key: str, value: Any, secret_key: bytes | None = None
+) -> None:
+    """Leaves an object there. See :func:`request`."""
+    request("PUT", addr, port, scope, key, cloudpickle.dumps(value), secret_key)

@@ -1,0 +1,260 @@
+"""The store's servers.
+
+    GET, PUT, DELETE /scope/key
+
+Each request proves the job's secret: its digest is over the method, the path, a number that is used once and the body. An answer's
+is over that number and the answer, so a client takes it for the answer to its own request or not at all.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from horovod.runner.common.util import secret
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.util.threads import in_thread
+
+OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND = 200, 400, 403, 404
+#: Headers of the number and of the digest, in hexadecimal digits.
+NONCE, DIGEST = "X-Horovod-Nonce", "X-Horovod-Digest"
+#: Who has not sent its request in this time is a stranger; in seconds.
+_GREETING_TIME = 20
+#: Largest value.
+_MOST_BYTES = 1 << 31
+#: Scope of the places that workers ask for.
+RANK_AND_SIZE = "rank_and_size"
+
+
+def digest_of_request(key: bytes, method: str, path: str, nonce: str, body: bytes) -> str:
+    """What proves a request."""
+    return secret.compute_digest(key, f"{method} {path} {nonce} ".encode() + body).hex()
+
+
+def digest_of_answer(key: bytes, status: int, nonce: str, body: bytes) -> str:
+    """What proves an answer."""
+    return secret.compute_digest(key, f"{status} {nonce} ".encode() + body).hex()
+
+
+class KVStoreHandler(BaseHTTPRequestHandler):
+    """One request. Others extend `_get`, `_put` and `_delete`."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = _GREETING_TIME
+    server: KVStoreHTTPServer
+
+    def do_GET(self) -> None:
+        """Answers with a value."""
+        self._answer("GET")
+
+    def do_PUT(self) -> None:
+        """Takes a value."""
+        self._answer("PUT")
+
+    def do_DELETE(self) -> None:
+        """Forgets a value."""
+        self._answer("DELETE")
+
+    def _answer(self, method: str) -> None:
+        nonce = self.headers.get(NONCE, "")
+        status, body = self._done(method, nonce)
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(DIGEST, digest_of_answer(self.server.key, status, nonce, body))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _done(self, method: str, nonce: str) -> tuple[int, bytes]:
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdigit() or int(length) > _MOST_BYTES:
+            self.close_connection = True
+            return BAD_REQUEST, b""
+        body = self.rfile.read(int(length))
+        expected = digest_of_request(self.server.key, method, self.path, nonce, body)
+        if not secret.hmac.compare_digest(expected, self.headers.get(DIGEST, "")) or not self.server.is_new(nonce):
+            # Nothing that it says is looked at.
+            self.close_connection = True
+            return FORBIDDEN, b""
+        words = self.path.lstrip("/").split("/", 1)
+        if len(words) != 2 or not all(words):
+            return BAD_REQUEST, b""
+        act = {"GET": self._get, "PUT": self._put, "DELETE": self._delete}[method]
+        return act(*words, body) if method == "PUT" else act(*words)
+
+    def _get(self, scope: str, key: str) -> tuple[int, bytes]:
+        value = self.server.get(scope, key)
+        return (NOT_FOUND, b"") if value is None else (OK, value)
+
+    def _put(self, scope: str, key: str, value: bytes) -> tuple[int, bytes]:
+        self.server.put(scope, key, value)
+        return OK, b""
+
+    def _delete(self, scope: str, key: str) -> tuple[int, bytes]:
+        return (OK if self.server.delete(scope, key) else NOT_FOUND), b""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says what is asked, if the server is to."""
+        if self.server.verbose >= 2:
+            super().log_message(format, *args)
+
+
+class KVStoreHTTPServer(ThreadingHTTPServer):
+    """The values, by scope and key.
+
+    Args:
+        handler: Answers requests.
+        key: The secret.
+        verbose: 2: says what is asked.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, handler: type[KVStoreHandler], key: bytes, verbose: int = 0) -> None:
+        self.key = key
+        self.verbose = verbose
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[str, bytes]] = collections.defaultdict(dict)
+        self._nonces: set[str] = set()
+        super().__init__(("0.0.0.0", 0), handler)
+
+    def is_new(self, nonce: str) -> bool:
+        """Whether this number was not used before; now it is."""
+        with self._lock:
+            if not nonce or nonce in self._nonces:
+                return False
+            self._nonces.add(nonce)
+            return True
+
+    def get(self, scope: str, key: str) -> bytes | None:
+        """A value, or ``None``."""
+        with self._lock:
+            return self._values.get(scope, {}).get(key)
+
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        """Keeps a value."""
+        with self._lock:
+            self._values[scope][key] = value
+
+    def delete(self, scope: str, key: str) -> bool:
+        """Forgets a value; false if there was none."""
+        with self._lock:
+            return self._values.get(scope, {}).pop(key, None) is not None
+
+    def forget(self, scope: str) -> None:
+        """Forgets all values of a scope."""
+        with self._lock:
+            self._values.pop(scope, None)
+
+
+class RendezvousHandler(KVStoreHandler):
+    """Of a :class:`RendezvousServer`: a member that needs a scope no more deletes its own key there."""
+
+    server: RendezvousHTTPServer
+
+    def _delete(self, scope: str, key: str) -> tuple[int, bytes]:
+        self.server.finish(scope, key)
+        return OK, b""
+
+
+class RendezvousHTTPServer(KVStoreHTTPServer):
+    """Values of scopes whose members are known. When all have left a scope, its values are forgotten."""
+
+    def __init__(self, handler: type[KVStoreHandler], key: bytes, verbose: int = 0) -> None:
+        super().__init__(handler, key, verbose)
+        self._sizes: dict[str, int] = {}
+        self._left: dict[str, set[str]] = collections.defaultdict(set)
+
+    def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
+        """Other processes have other places from now on; what was left for the ones before is forgotten."""
+        sizes: dict[str, int] = collections.Counter()
+        places = {}
+        for slot in host_alloc_plan:
+            for scope in ("global", f"local{slot.cross_rank}", f"cross{slot.local_rank}"):
+                sizes[scope] += 1
+            places[f"{slot.hostname}:{slot.local_rank}"] = slot.to_response_string().encode()
+        with self._lock:
+            for scope in self._sizes:
+                self._values.pop(scope, None)
+            self._sizes = dict(sizes)
+            self._left.clear()
+            self._values[RANK_AND_SIZE] = places
+
+    def finish(self, scope: str, key: str) -> None:
+        """A member has left a scope."""
+        with self._lock:
+            self._left[scope].add(key)
+            if len(self._left[scope]) >= self._sizes.get(scope, 1):
+                self._values.pop(scope, None)
+                del self._left[scope]
+
+
+class _Service:
+    """A server in a thread."""
+
+    def __init__(self, key: bytes | None) -> None:
+        #: The secret: the environment's, or a new one.
+        self.key = key or secret.from_environment() or secret.make_secret_key()
+        self.httpd: Any = None
+        self._thread: threading.Thread | None = None
+
+    def _run(self, httpd: KVStoreHTTPServer) -> int:
+        self.httpd = httpd
+        self._thread = in_thread(httpd.serve_forever, (0.05,), name="horovod-http")
+        return int(httpd.server_address[1])
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self.httpd.shutdown()
+            self.httpd.server_close()
+            self._thread.join()
+            self._thread = None
+
+
+class KVStoreServer(_Service):
+    """A store.
+
+    Args:
+        verbose: 2: says what is asked.
+        key: The secret; by default that of ``_HOROVOD_SECRET_KEY``, or a new one. Clients need it.
+    """
+
+    def __init__(self, verbose: int = 0, key: bytes | None = None) -> None:
+        super().__init__(key)
+        self._verbose = verbose
+
+    def start_server(self, handler_cls: type[KVStoreHandler] = KVStoreHandler) -> int:
+        """Starts, and returns the port."""
+        return self._run(KVStoreHTTPServer(handler_cls, self.key, self._verbose))
+
+    def shutdown_server(self) -> None:
+        """Ends."""
+        self._end()
+
+
+class RendezvousServer(_Service):
+    """A store with the places of processes in it.
+
+    Args:
+        verbose: 2: says what is asked.
+        key: See :class:`KVStoreServer`.
+    """
+
+    def __init__(self, verbose: int = 0, key: bytes | None = None) -> None:
+        super().__init__(key)
+        self._verbose = verbose
+
+    def start(self, handler_cls: type[KVStoreHandler] = RendezvousHandler) -> int:
+        """Starts, and returns the port."""
+        return self._run(RendezvousHTTPServer(handler_cls, self.key, self._verbose))
+
+    def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
+        """Gives out these places: ``rank_and_size/<host>:<local rank>`` of the store has each of them."""
+        self.httpd.init(host_alloc_plan)
+
+    def stop(self) -> None:
+        """Ends."""
+        self._end()

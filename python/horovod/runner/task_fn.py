@@ -1,0 +1,46 @@
+"""What runs on each host while interfaces are looked for: ``python -m horovod.runner.task_fn``, told everything on its standard input."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from horovod.runner.common.util import codec, host_hash, timeout
+from horovod.runner.common.util.network import Addresses
+from horovod.runner.driver.driver_service import HorovodRunDriverClient
+from horovod.runner.task.task_service import HorovodRunTaskClient, HorovodRunTaskService
+
+
+def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes, seconds: float, nics: Any) -> None:
+    limit = timeout.Timeout(seconds, "{activity} took longer than {timeout} seconds")
+    task = HorovodRunTaskService(index, key, nics)
+    try:
+        driver = HorovodRunDriverClient(driver_addresses, key)
+        driver.register_task(index, task.addresses(), host_hash.host_hash())
+        following = (index + 1) % num_hosts
+        while True:
+            try:
+                places = driver.all_task_addresses(following)
+                break
+            except RuntimeError:
+                # It is not there yet.
+                limit.check_time_out_for(f"the start of task {following}")
+                time.sleep(0.05)
+        found = HorovodRunTaskClient(following, places, key, match_intf=True)
+        driver.register_task_to_task_addresses(following, found.addresses())
+        found.task_to_task_address_check_completed()
+        # The one before may still be looking.
+        task.wait_for_task_to_task_address_check_finish_signal(limit)
+    finally:
+        task.shutdown()
+
+
+def main() -> int:
+    """Reads what the driver tells, and does it."""
+    _task_fn(*codec.loads_base64(sys.stdin.read()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What checks have found, kept in a file for a while."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Cache:
+    """Values by key, in a file of a folder.
+
+    Args:
+        cache_folder: The folder; it is made.
+        cache_staleness_threshold_in_minutes: Older values count for nothing.
+        parameters_hash: What values depend on; with another one none is there.
+    """
+
+    def __init__(self, cache_folder: str, cache_staleness_threshold_in_minutes: float, parameters_hash: str) -> None:
+        self._file = os.path.join(cache_folder, "cache.json")
+        self._seconds = cache_staleness_threshold_in_minutes * 60
+        self._parameters = parameters_hash
+        self._lock = threading.Lock()
+        os.makedirs(cache_folder, mode=0o700, exist_ok=True)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            with open(self._file) as file:
+                kept = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return kept["values"] if isinstance(kept, dict) and kept.get("parameters") == self._parameters else {}
+
+    def get(self, key: Any) -> Any:
+        """The value of a key; ``None`` if there is none, or an old one."""
+        with self._lock:
+            at, value = self._read().get(repr(key), (0.0, None))
+        return value if time.time() - at < self._seconds else None
+
+    def put(self, key: Any, val: Any) -> None:
+        """Keeps a value that JSON can hold."""
+        with self._lock:
+            values = self._read() | {repr(key): (time.time(), val)}
+            # Jobs may start side by side: each file is whole.
+            with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(self._file), delete=False) as file:
+                json.dump({"parameters": self._parameters, "values": values}, file)
+            os.replace(file.name, self._file)
+
+    def parameters_hash(self) -> str:
+        """What values depend on."""
+        return self._parameters
+
+
+def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function take the argument `fn_cache`: a :class:`Cache` that keeps what it returns if that is something, or ``None``."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, fn_cache: Cache | None = None, **kwargs: Any) -> Any:
+            if fn_cache is None:
+                return function(*args, **kwargs)
+            key = (function.__name__, args, sorted(kwargs.items()))
+            value = fn_cache.get(key)
+            if value is None:
+                value = function(*args, **kwargs)
+                if value:
+                    # What has failed is tried again.
+                    fn_cache.put(key, value)
+            return value
+
+        return wrapper
+
+    return decorated

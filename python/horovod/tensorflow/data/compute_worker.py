@@ -1,0 +1,65 @@
+"""What each process of a job that prepares data runs: ``python -m horovod.tensorflow.data.compute_worker CONFIG``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from horovod.runner.common.service.compute_service import ComputeService
+from horovod.runner.common.util import secret
+from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
+
+
+def run(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
+    """Runs one process of the job until the training is done. The first one says in a file where the service is.
+
+    Args:
+        dispatchers: Dispatchers.
+        dispatcher_side: ``compute`` or ``training``.
+        filename: The file, which all processes of both jobs see; it is gone at the end.
+        timeout: Longest wait for dispatchers and workers, in seconds.
+
+    Raises:
+        ValueError: There cannot be as many workers for each dispatcher.
+    """
+    index, size = get_env_rank_and_size()
+    if dispatchers < 1 or size % dispatchers:
+        raise ValueError(f"Number of processes ({size}) must be a multiple of number of dispatchers ({dispatchers})")
+    if index != 0:
+        compute_worker_fn(TfDataServiceConfig.read(filename, wait_for_file_creation=True))
+        return
+    key = secret.make_secret_key()
+    service = ComputeService(dispatchers, size // dispatchers, key)
+    try:
+        config = TfDataServiceConfig(
+            dispatchers, size // dispatchers, dispatcher_side, service.addresses(), key, timeout
+        )
+        config.write(filename)
+        compute_worker_fn(config)
+    finally:
+        if os.path.exists(filename):
+            os.unlink(filename)
+        service.shutdown()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m horovod.tensorflow.data.compute_worker", description=__doc__)
+    parser.add_argument(
+        "configfile", help="is written by the first process, and read by others and by the training job"
+    )
+    parser.add_argument(
+        "--dispatchers", type=int, default=1, help="dispatchers; each has as many of the processes as workers"
+    )
+    parser.add_argument(
+        "--dispatcher-side", choices=("training", "compute"), default="compute", help="which job runs them"
+    )
+    parser.add_argument("--timeout", type=int, default=60, help="longest wait for dispatchers and workers, in seconds")
+    args = parser.parse_args(argv)
+    run(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
+
+
+if __name__ == "__main__":
+    main()

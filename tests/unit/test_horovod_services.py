@@ -1,0 +1,324 @@
+"""What a launcher of Horovod's is made of: the store over HTTP, services, hosts that come and go, and the driver of an elastic job."""
+
+import http.client
+import threading
+import time
+
+import pytest
+
+from horovod.runner.common.service import compute_service, driver_service, task_service
+from horovod.runner.common.util import codec, network, secret
+from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
+from horovod.runner.common.util.timeout import Timeout, TimeoutException
+from horovod.runner.elastic.discovery import FixedHosts, HostManager
+from horovod.runner.elastic.driver import ElasticDriver
+from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager, WorkerNotificationService
+from horovod.runner.http import http_client, http_server
+from horovod.runner.util import cache
+from horovod.runner.util import network as interfaces
+
+KEY = secret.make_secret_key()
+
+
+def test_the_store_keeps_objects_for_who_knows_the_secret(monkeypatch):
+    server = http_server.KVStoreServer(key=KEY)
+    port = server.start_server()
+    try:
+        http_client.put_data_into_kvstore("127.0.0.1", port, "scope", "key/1", {"a": [1, 2]}, KEY)
+        monkeypatch.setenv("_HOROVOD_SECRET_KEY", codec.dumps_base64(KEY))
+        assert http_client.read_data_from_kvstore("127.0.0.1", port, "scope", "key/1") == {"a": [1, 2]}
+        with pytest.raises(RuntimeError, match="has no value scope/other"):
+            http_client.read_data_from_kvstore("127.0.0.1", port, "scope", "other")
+        with pytest.raises(RuntimeError, match="does not know this job's secret"):
+            http_client.read_data_from_kvstore("127.0.0.1", port, "scope", "key/1", b"another")
+        monkeypatch.delenv("_HOROVOD_SECRET_KEY")
+        with pytest.raises(RuntimeError, match="needs the job's secret"):
+            http_client.read_data_from_kvstore("127.0.0.1", port, "scope", "key/1")
+
+        # What somebody has listened to is worth nothing: neither the same again nor something else with the same proof.
+        def said(nonce, body, digest):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("PUT", "/scope/x", body, {http_server.NONCE: nonce, http_server.DIGEST: digest})
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        digest = http_server.digest_of_request(KEY, "PUT", "/scope/x", "1", b"body")
+        assert [said("1", b"other", digest), said("1", b"body", digest), said("1", b"body", digest)] == [403, 200, 403]
+    finally:
+        server.shutdown_server()
+
+
+def test_the_rendezvous_has_places_and_forgets_what_all_have_left():
+    server = http_server.RendezvousServer(key=KEY)
+    port = server.start()
+    ask = lambda method, scope, key, body=b"": http_client.request(  # noqa: E731
+        method, "127.0.0.1", port, scope, key, body, KEY
+    )
+    try:
+        server.init(get_host_assignments(parse_hosts("a:2,b:1"), 3))
+        assert ask("GET", "rank_and_size", "b:0") == b"2,3,0,1,1,2"
+        ask("PUT", "cross0", "address", b"here")
+        ask("DELETE", "cross0", "0")
+        assert ask("GET", "cross0", "address") == b"here", "rank 2 is there still"
+        ask("DELETE", "cross0", "2")
+        with pytest.raises(RuntimeError, match="no value"):
+            ask("GET", "cross0", "address")
+    finally:
+        server.stop()
+
+
+class Adder(network.BasicService):
+    def _handle(self, req, client_address):
+        return sum(req) if isinstance(req, list) else super()._handle(req, client_address)
+
+
+def test_services_answer_who_knows_the_secret():
+    service = Adder("adder", KEY)
+    try:
+        client = network.BasicClient("adder", service.addresses(), KEY, match_intf=True)
+        assert client.addresses() == service.addresses()
+        assert client._send([1, 2]) == 3
+        with pytest.raises(RuntimeError, match="adder: TypeError: unsupported operand"):
+            client._send([1, "a"])
+        with pytest.raises(RuntimeError, match="knows no dict"):
+            client._send({})
+        for name, key in (("adder", b"another"), ("another", KEY)):
+            with pytest.raises(network.NoValidAddressesFound):
+                network.BasicClient(name, service.addresses(), key, attempts=1, probe_timeout=5)
+    finally:
+        service.shutdown()
+
+
+def test_addresses_of_this_host():
+    found = interfaces.get_local_host_intfs()
+    assert found["lo"] == "127.0.0.1"
+    assert interfaces.get_local_host_addresses() == set(found.values())
+    assert interfaces.get_driver_ip(["lo"]) == "127.0.0.1"
+    with pytest.raises(RuntimeError, match="none of the interfaces"):
+        interfaces.get_driver_ip(["none0"])
+    assert interfaces.filter_local_addresses(["localhost", "192.0.2.1"]) == ["192.0.2.1"]
+
+
+def test_what_checks_found_is_kept_for_a_while(tmp_path):
+    calls = []
+
+    @cache.use_cache()
+    def check(name, port=None):
+        calls.append(name)
+        return name != "bad"
+
+    kept = cache.Cache(str(tmp_path / "made"), 60, "a")
+    assert [check(name, port=1, fn_cache=kept) for name in ("x", "x", "bad", "bad")] == [True, True, False, False]
+    assert calls == ["x", "bad", "bad"], "what has failed is tried again"
+    check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 60, "a"))
+    assert len(calls) == 3
+    check("x", port=2, fn_cache=kept)
+    check("x", port=1)
+    check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 60, "b"))
+    check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 0, "a"))
+    assert len(calls) == 7
+
+
+def test_tasks_find_each_other_and_run_commands():
+    driver = driver_service.BasicDriverService(2, "driver", KEY)
+    task = task_service.BasicTaskService("task", 0, KEY, command_env={"A": "3"})
+    try:
+        client = driver_service.BasicDriverClient("driver", driver.addresses(), KEY)
+        client.register_task(0, task.addresses(), "host")
+        with pytest.raises(TimeoutError, match=r"tasks to start: \[1\] are missing"):
+            driver.wait_for_initial_registration(0.1)
+        client.register_task(1, {"lo": [("127.0.0.1", 1)]}, "host")
+        driver.wait_for_initial_registration(Timeout(10, ""))
+        assert driver.task_host_hash_indices() == {"host": [0, 1]}
+        for index, names in enumerate((["lo", "eth0"], ["lo"])):
+            client.register_task_to_task_addresses(index, {name: [("127.0.0.1", 1)] for name in names})
+        driver.wait_for_task_to_task_address_updates(10)
+        assert driver.get_common_interfaces() == {"lo"}
+
+        worker = task_service.BasicTaskClient("task", client.all_task_addresses(0), KEY)
+        worker.run_command("exit $((A + B))", {"B": "4"})
+        task.wait_for_command_start(Timeout(10, ""))
+        assert worker.wait_for_command_exit_code() == 7
+        worker.run_command("sleep 60", {})
+        with pytest.raises(RuntimeError, match="runs a command already"):
+            worker.run_command("true", {})
+        assert worker.command_result() == (False, None)
+        worker.abort_command()
+        assert worker.wait_for_command_exit_code() == 143
+    finally:
+        task.shutdown()
+        driver.shutdown()
+
+
+def test_workers_of_a_data_service_find_their_dispatcher():
+    with pytest.raises(ValueError, match="must be larger than 0"):
+        compute_service.ComputeService(1, 0, KEY)
+    service = compute_service.ComputeService(2, 2, KEY)
+    try:
+        client = compute_service.ComputeClient(service.addresses(), KEY)
+        threading.Timer(0.3, client.register_dispatcher, (1, "grpc://b:1")).start()
+        assert client.wait_for_dispatcher_registration(1, 30) == "grpc://b:1"
+        with pytest.raises(RuntimeError, match="already been registered under grpc://b:1"):
+            client.register_dispatcher(1, "grpc://c:1")
+        with pytest.raises(RuntimeError, match="there is no dispatcher 2"):
+            client.register_dispatcher(2, "grpc://c:1")
+        client.register_worker_for_dispatcher(1, 2)
+        with pytest.raises(TimeoutError, match="workers of dispatcher 1"):
+            client.wait_for_dispatcher_worker_registration(1, 0.1)
+        client.register_worker_for_dispatcher(1, 3)
+        client.wait_for_dispatcher_worker_registration(1, 30)
+        threading.Timer(0.3, client.shutdown).start()
+        client.wait_for_shutdown()
+    finally:
+        service.shutdown()
+
+
+def test_hosts_by_age():
+    discovery = FixedHosts({"b": 1, "c": 2})
+    hosts = HostManager(discovery)
+    assert hosts.update_available_hosts() == HostUpdateResult.added
+    assert hosts.update_available_hosts() == HostUpdateResult.no_update
+    discovery.set({"a": 1, "c": 3, "b": 1})
+    assert hosts.update_available_hosts() == HostUpdateResult.added
+    assert hosts.current_hosts.host_assignment_order == ["b", "c", "a"]
+    assert hosts.current_hosts.count_available_slots() == 5
+    discovery.set({"a": 2, "c": 3})
+    assert hosts.update_available_hosts() == HostUpdateResult.mixed
+    hosts.blacklist("c")
+    assert hosts.is_blacklisted("c")
+    assert hosts.current_hosts.available_hosts == {"a"}
+    assert hosts.update_available_hosts() == HostUpdateResult.no_update, "for ever"
+    with pytest.raises(ValueError, match="1 to 3600"):
+        HostManager(discovery, (5, 2))
+    hosts = HostManager(discovery, (1, 2))
+    hosts.update_available_hosts()
+    hosts.blacklist("a")
+    deadline = time.monotonic() + 30
+    while hosts.is_blacklisted("a"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hosts.update_available_hosts()
+    assert hosts.current_hosts.host_assignment_order == ["c", "a"], "it has become the youngest"
+
+
+class Elastic:
+    """A job whose workers are threads: each comes to the rendezvous over HTTP, and then does what `body` says."""
+
+    def __init__(self, slots, least, most=None, **options):
+        self.discovery = FixedHosts(slots)
+        self.server = http_server.RendezvousServer(key=KEY)
+        self.driver = ElasticDriver(self.server, self.discovery, least, most, **{"timeout": 30, **options})
+        self.port = self.server.start(create_rendezvous_handler(self.driver))
+        self.seen = []
+
+    def enter(self, host, slot):
+        answer = http_client.request("GET", "127.0.0.1", self.port, "rank_and_size", f"{host}:{slot}", b"", KEY)
+        place = SlotInfo.from_response_string(answer.decode())
+        self.seen.append((f"{host}:{slot}", place.rank, place.size))
+        return place
+
+    def run(self, first, body):
+        def work(slot, events):
+            return body(slot.hostname, slot.local_rank, events), time.time()
+
+        try:
+            self.driver.start(first, work)
+            results = self.driver.get_results()
+        finally:
+            self.driver.stop()
+            self.server.stop()
+        return results.error_message, {name: code for name, (code, _) in results.worker_results.items()}
+
+
+def test_an_elastic_job_ends_well():
+    job = Elastic({"a": 2, "b": 2}, 2, 3)
+    assert job.run(3, lambda host, slot, events: min(job.enter(host, slot).rank, 0)) == (
+        None,
+        {"a[0]": 0, "a[1]": 0, "b[0]": 0},
+    )
+    assert sorted(job.seen) == [("a:0", 0, 3), ("a:1", 1, 3), ("b:0", 2, 3)]
+
+
+def test_a_worker_that_fails_takes_its_host_out_of_the_job():
+    job = Elastic({"a": 1, "b": 2}, 1)
+
+    def body(host, slot, events):
+        job.enter(host, slot)
+        if host == "b":
+            if slot == 1:
+                return 7
+            while not any(event.wait(0.02) for event in events):
+                pass
+            return 143
+        while not job.driver.host_manager.is_blacklisted("b"):
+            time.sleep(0.02)
+        return 0 if job.enter(host, slot).size == 1 and job.driver.world_size() == 1 else 1
+
+    assert job.run(3, body) == (None, {"a[0]": 0, "b[0]": 143, "b[1]": 7})
+    assert job.seen[-1] == ("a:0", 0, 1)
+
+
+def test_news_of_hosts_go_to_rank_0_and_the_next_session_has_them():
+    job = Elastic({"a": 1}, 1)
+    manager, heard = WorkerNotificationManager(), threading.Event()
+
+    class Listener:
+        def on_hosts_updated(self, timestamp, kinds):
+            assert abs(time.time() - timestamp) < 60
+            assert kinds == HostUpdateResult.added
+            heard.set()
+
+    manager.register_listener(Listener())
+    service = WorkerNotificationService(KEY, None, manager)
+
+    def body(host, slot, events):
+        if host == "b":
+            return 0 if job.enter(host, slot).rank == 1 else 1
+        job.enter(host, slot)
+        job.driver.register_worker_server(host, slot, service.addresses(), KEY)
+        job.discovery.set({"a": 1, "b": 1})
+        if not heard.wait(30):
+            return 1
+        return 0 if job.enter(host, slot).size == 2 else 1
+
+    try:
+        assert job.run(1, body) == (None, {"a[0]": 0, "b[0]": 0})
+    finally:
+        service.shutdown()
+    assert [seen for seen in job.seen if seen[0] == "a:0"] == [("a:0", 0, 1), ("a:0", 0, 2)]
+
+
+def test_jobs_that_cannot_go_on_say_why():
+    def fail(host, slot, events):
+        raise RuntimeError("no disk")
+
+    error, codes = Elastic({"a": 1}, 1).run(1, fail)
+    assert "workers have failed on all hosts" in error
+    assert "no disk" in error
+    assert codes == {"a[0]": 1}
+
+    job = Elastic({"a": 1}, 1, reset_limit=1)
+
+    def again(host, slot, events):
+        while job.enter(host, slot).rank == 0:
+            pass
+        return 0
+
+    error, _ = job.run(1, again)
+    assert error == "number of resets during elastic job exceeded limit: 1"
+    job = Elastic({"a": 1}, 2, timeout=0.3)
+    with pytest.raises(TimeoutException, match="minimum number of slots to become available: there are 1 of 2"):
+        job.run(2, fail)
+
+    class Broken:
+        def find_available_hosts_and_slots(self):
+            raise OSError("no such script")
+
+    job = Elastic({}, 1)
+    job.driver.stop()
+    driver = ElasticDriver(job.server, Broken(), 1, None)
+    assert driver.get_results().error_message == "the discovery of hosts failed: no such script"
+    with pytest.raises(RuntimeError, match="no such script"):
+        driver.start(1, fail)
