@@ -124,6 +124,17 @@ def test_other_hosts_through_ssh(ssh):
     assert len(ssh.read_text().splitlines()) == 6, "what the user says needs no test"
     assert done.returncode == 1
     assert "Process 0 exit with status code 5.\n" in done.stderr
+    # A host whose Python lacks the package, as far as the test goes.
+    (ssh.parent / "bin" / "ssh").write_text(
+        (ssh.parent / "bin" / "ssh")
+        .read_text()
+        .replace("exec", 'case "$*" in *task_fn*) echo no module >&2; exit 9;; esac; exec')
+    )
+    start = time.monotonic()
+    done = horovodrun("-np", 1, "-H", "192.0.2.1:1", "--disable-cache", sys.executable, "-c", "print('runs')")
+    assert (done.returncode, done.stdout.strip()) == (0, "[0]<stdout>:runs")
+    assert "warning: the interfaces of the hosts could not be compared: 192.0.2.1: no module" in done.stderr
+    assert time.monotonic() - start < 25, "nobody waits for a task that has failed"
 
 
 def test_a_function_on_all_ranks():

@@ -18,6 +18,7 @@ from horovod.runner.util.network import get_local_host_intfs
 
 #: Longest wait for a host, in seconds, where the settings name none.
 _TIMEOUT_S = 30
+_LOOK_EVERY = 0.2
 
 
 class HorovodRunDriverService(driver_service.BasicDriverService):
@@ -75,8 +76,8 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
     """Has each host's task look for the next one's.
 
     Raises:
-        TimeoutError: A host is missing; what its task said follows.
-        RuntimeError: Hosts have no interface in common.
+        TimeoutError: A host is missing.
+        RuntimeError: A task has failed, or hosts have no interface in common.
     """
     key = settings.key or secret.make_secret_key()
     limit = settings.start_timeout or Timeout(_TIMEOUT_S, "{activity} took longer than {timeout} seconds")
@@ -86,12 +87,8 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
         for index, host in enumerate(all_host_names):
             told = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
             tasks.append(_launch_task(index, host, host in local_host_names, str(codec.dumps_base64(told)), settings))
-        try:
-            driver.wait_for_initial_registration(limit)
-            driver.wait_for_task_to_task_address_updates(limit)
-        except TimeoutError as error:
-            missing = [f"{all_host_names[index]}: {_said(task)}" for index, task in enumerate(tasks) if task.poll()]
-            raise TimeoutError("; ".join([str(error), *missing])) from None
+        for wait in (driver.wait_for_initial_registration, driver.wait_for_task_to_task_address_updates):
+            _wait(wait, limit, all_host_names, tasks)
         common = driver.get_common_interfaces()
         for task in tasks:
             # Each waits for the one before.
@@ -105,6 +102,19 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
             if task.stderr is not None:
                 task.stderr.close()
         driver.shutdown()
+
+
+def _wait(wait: Any, limit: Timeout, names: Sequence[str], tasks: Sequence[subprocess.Popen]) -> None:
+    """Waits for what tasks say, and no longer if one has ended without it."""
+    while True:
+        try:
+            return wait(min(_LOOK_EVERY, limit.remaining()))
+        except TimeoutError as error:
+            ended = [f"{name}: {_said(task)}" for name, task in zip(names, tasks, strict=True) if task.poll()]
+            if ended:
+                raise RuntimeError("; ".join(ended)) from None
+            if limit.timed_out():
+                raise TimeoutError(str(error)) from None
 
 
 def _said(task: subprocess.Popen) -> str:
@@ -153,7 +163,7 @@ def get_common_interfaces(
 
     Raises:
         TimeoutError: A host is missing.
-        RuntimeError: Hosts have no interface in common.
+        RuntimeError: A task has failed, or hosts have no interface in common.
     """
     if not remote_host_names:
         return get_local_interfaces(settings)

@@ -45,10 +45,7 @@ def request(
     if proof is None:
         raise RuntimeError(f"the store needs the job's secret: give `secret_key`, or set `{secret.HOROVOD_SECRET_KEY}`")
     path, nonce = f"/{scope}/{key}", secrets.token_hex(16)
-    headers = {
-        http_server.NONCE: nonce,
-        http_server.DIGEST: http_server.digest_of_request(proof, method, path, nonce, body),
-    }
+    headers = http_server.headers_of_request(proof, method, path, nonce, body)
     connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
     try:
         connection.request(method, path, body or None, headers)
@@ -57,7 +54,7 @@ def request(
     finally:
         connection.close()
     expected = http_server.digest_of_answer(proof, answer.status, nonce, value)
-    if not hmac.compare_digest(expected, answer.headers.get(http_server.DIGEST, "")):
+    if not hmac.compare_digest(expected.encode(), answer.headers.get(http_server.DIGEST, "").encode()):
         raise RuntimeError(f"what answers at {addr}:{port} does not know this job's secret")
     if answer.status == http_server.NOT_FOUND:
         raise RuntimeError(f"the store at {addr}:{port} has no value {scope}/{key}")

@@ -2,13 +2,15 @@
 
     GET, PUT, DELETE /scope/key
 
-Each request proves the job's secret: its digest is over the method, the path, a number that is used once and the body. An answer's
-is over that number and the answer, so a client takes it for the answer to its own request or not at all.
+Each request proves the job's secret before its body is read: its digest is over the method, the path, a number that is used once, and the
+body's length and hash. An answer's is over that number and the answer, so a client takes it for the answer to its own request or
+not at all.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,19 +21,23 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.util.threads import in_thread
 
 OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND = 200, 400, 403, 404
-#: Headers of the number and of the digest, in hexadecimal digits.
-NONCE, DIGEST = "X-Horovod-Nonce", "X-Horovod-Digest"
+#: Headers of the number, the body's hash and the digest, in hexadecimal digits.
+NONCE, HASH, DIGEST = "X-Horovod-Nonce", "X-Horovod-Hash", "X-Horovod-Digest"
 #: Who has not sent its request in this time is a stranger; in seconds.
 _GREETING_TIME = 20
-#: Largest value.
-_MOST_BYTES = 1 << 31
 #: Scope of the places that workers ask for.
 RANK_AND_SIZE = "rank_and_size"
 
 
-def digest_of_request(key: bytes, method: str, path: str, nonce: str, body: bytes) -> str:
+def headers_of_request(key: bytes, method: str, path: str, nonce: str, body: bytes) -> dict[str, str]:
     """What proves a request."""
-    return secret.compute_digest(key, f"{method} {path} {nonce} ".encode() + body).hex()
+    body_hash = hashlib.sha256(body).hexdigest()
+    digest = _digest_of_request(key, method, path, nonce, str(len(body)), body_hash)
+    return {NONCE: nonce, HASH: body_hash, DIGEST: digest, "Content-Length": str(len(body))}
+
+
+def _digest_of_request(key: bytes, *words: str) -> str:
+    return secret.compute_digest(key, " ".join(words)).hex()
 
 
 def digest_of_answer(key: bytes, status: int, nonce: str, body: bytes) -> str:
@@ -68,13 +74,13 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _done(self, method: str, nonce: str) -> tuple[int, bytes]:
-        length = self.headers.get("Content-Length") or "0"
-        if not length.isdigit() or int(length) > _MOST_BYTES:
-            self.close_connection = True
-            return BAD_REQUEST, b""
-        body = self.rfile.read(int(length))
-        expected = digest_of_request(self.server.key, method, self.path, nonce, body)
-        if not secret.hmac.compare_digest(expected, self.headers.get(DIGEST, "")) or not self.server.is_new(nonce):
+        length, body_hash = self.headers.get("Content-Length", "0"), self.headers.get(HASH, "")
+        expected = _digest_of_request(self.server.key, method, self.path, nonce, length, body_hash)
+        is_ours = secret.hmac.compare_digest(
+            expected.encode(), self.headers.get(DIGEST, "").encode()
+        ) and self.server.is_new(nonce)
+        body = self.rfile.read(int(length)) if is_ours else b""
+        if not is_ours or hashlib.sha256(body).hexdigest() != body_hash:
             # Nothing that it says is looked at.
             self.close_connection = True
             return FORBIDDEN, b""

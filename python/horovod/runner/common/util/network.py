@@ -28,8 +28,6 @@ _CHALLENGE_BYTES = 16
 _LENGTH = struct.Struct("!Q")
 #: Who has not sent its request in this time is a stranger; in seconds.
 _GREETING_TIME = 20
-#: Largest request or answer.
-_MOST_BYTES = 1 << 31
 
 #: Interfaces, and where a service is found there.
 Addresses = dict[str, list[tuple[str, int]]]
@@ -68,7 +66,7 @@ class _Failure:
 
 
 class Wire:
-    """Objects on a stream.
+    """Objects on a stream, each after its length; both have a digest, so that no stranger makes anybody wait for gigabytes.
 
     Args:
         key: The secret.
@@ -79,30 +77,40 @@ class Wire:
         self._key = key
         self._challenge = challenge
 
-    def _digest(self, message: bytes) -> bytes:
-        return secret.compute_digest(self._key, self._challenge + message)
+    def _digest(self, what: bytes, message: bytes) -> bytes:
+        return secret.compute_digest(self._key, self._challenge + what + message)
 
-    def write(self, obj: Any, wfile: BinaryIO) -> None:
-        """Sends an object."""
+    def write(self, obj: Any, wfile: BinaryIO, kind: bytes = b"") -> None:
+        """Sends an object.
+
+        Args:
+            obj: The object.
+            wfile: The stream.
+            kind: The reader expects the same: a request is no answer.
+        """
         message = cloudpickle.dumps(obj)
-        wfile.write(self._digest(message) + _LENGTH.pack(len(message)) + message)
+        length = _LENGTH.pack(len(message))
+        head = self._digest(kind + b" length ", length) + length
+        wfile.write(head + self._digest(kind + b" message ", message) + message)
         wfile.flush()
 
-    def read(self, rfile: BinaryIO) -> Any:
+    def read(self, rfile: BinaryIO, kind: bytes = b"") -> Any:
         """Receives one.
 
         Raises:
             EOFError: The peer is gone.
             RuntimeError: It does not know the secret.
         """
+        (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
+        return pickle.loads(self._proved(rfile, length, kind + b" message "))
+
+    def _proved(self, rfile: BinaryIO, count: int, what: bytes) -> bytes:
+        """So many bytes, after their digest."""
         digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
-        (length,) = _LENGTH.unpack(_exactly(rfile, _LENGTH.size))
-        if length > _MOST_BYTES:
-            raise RuntimeError("Security error: a message is too long")
-        message = _exactly(rfile, length)
-        if not secret.check_digest(self._key, self._challenge + message, digest):
+        message = _exactly(rfile, count)
+        if not secret.hmac.compare_digest(self._digest(what, message), digest):
             raise RuntimeError("Security error: digest did not match the message")
-        return pickle.loads(message)
+        return message
 
 
 def _exactly(rfile: BinaryIO, count: int) -> bytes:
@@ -147,7 +155,7 @@ class BasicService:
         try:
             connection.connection.settimeout(_GREETING_TIME)
             connection.wfile.write(challenge)
-            request = wire.read(connection.rfile)
+            request = wire.read(connection.rfile, b"request")
             connection.connection.settimeout(None)
         except Exception:
             # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
@@ -157,7 +165,7 @@ class BasicService:
         except Exception as error:
             answer = _Failure(f"{type(error).__name__}: {error}")
         try:
-            wire.write(answer, connection.wfile)
+            wire.write(answer, connection.wfile, b"answer")
         except OSError:
             # It does not wait for the answer any more.
             return
@@ -264,8 +272,8 @@ class BasicClient:
             with connection.makefile("rwb") as stream:
                 wire = Wire(self._key, _exactly(stream, _CHALLENGE_BYTES))
                 connection.settimeout(timeout)
-                wire.write(request, stream)
-                return wire.read(stream)
+                wire.write(request, stream, b"request")
+                return wire.read(stream, b"answer")
 
     def _send(self, req: Any, timeout: float | None = None) -> Any:
         """The answer to a request.
