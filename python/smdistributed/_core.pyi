@@ -118,6 +118,15 @@ def start_names_timeline(path: str, mark_cycles: bool) -> None:
 def stop_names_timeline() -> None:
     """Ends that timeline; the file is complete when this returns."""
 
+def parameter_defaults() -> str:
+    """Every key of the `modelparallel` parameters with its default, as JSON."""
+
+def check_parameters(text: str) -> tuple[str, list[str]]:
+    """The known keys of a JSON dictionary with their values in normal form, and warnings; raises where a value is not acceptable."""
+
+def check_parameter_rules(text: str) -> None:
+    """Raises where keys of a JSON dictionary contradict each other."""
+
 def is_this_host(name: str) -> bool:
     """Whether a name is this host's, or one of its addresses."""
 

@@ -4,6 +4,11 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use serde_json::{Map, Value};
+use smd_core::Error;
+use smd_core::launch::parameters;
+
+use crate::enter::enter;
 
 /// Whether a name is this host's, or one of its addresses.
 #[pyfunction]
@@ -16,4 +21,30 @@ pub fn is_this_host(py: Python<'_>, name: &str) -> bool {
 #[pyfunction]
 pub fn smdrun(py: Python<'_>, argv: Vec<OsString>, python: PathBuf) -> i32 {
     py.detach(|| smd_core::launch::main(argv, python))
+}
+
+/// Every key of the `modelparallel` parameters with its default, as JSON.
+#[pyfunction]
+pub fn parameter_defaults() -> String {
+    Value::Object(parameters::defaults()).to_string()
+}
+
+/// The known keys of a JSON dictionary with their values in normal form, and warnings; raises where a value is not acceptable.
+#[pyfunction]
+pub fn check_parameters(py: Python<'_>, text: &str) -> PyResult<(String, Vec<String>)> {
+    enter(py, || {
+        let mut warnings = Vec::new();
+        let given = parameters::checked(dictionary(text)?, &mut warnings)?;
+        Ok((Value::Object(given).to_string(), warnings))
+    })
+}
+
+/// Raises where keys of a JSON dictionary contradict each other.
+#[pyfunction]
+pub fn check_parameter_rules(py: Python<'_>, text: &str) -> PyResult<()> {
+    enter(py, || parameters::check_rules(&dictionary(text)?))
+}
+
+fn dictionary(text: &str) -> smd_core::Result<Map<String, Value>> {
+    serde_json::from_str(text).map_err(|error| Error::Config(format!("this is no dictionary in JSON: {error}")))
 }

@@ -43,6 +43,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<operations::StepPlacement>()?;
     module.add_class::<pipeline::PipelineLayout>()?;
     module.add_function(wrap_pyfunction!(launch::is_this_host, module)?)?;
+    module.add_function(wrap_pyfunction!(launch::parameter_defaults, module)?)?;
+    module.add_function(wrap_pyfunction!(launch::check_parameters, module)?)?;
+    module.add_function(wrap_pyfunction!(launch::check_parameter_rules, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_now, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_stage, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;

@@ -548,12 +548,26 @@ def test_different_steps_show_the_first_task_that_differs():
 
 
 def _timeline_body(decision):
+    """The second layer takes values of two stages: of the one before and of one further back."""
     import torch
+    from torch import nn
 
     import smdistributed.modelparallel.torch as smp
 
     smp.init({"partitions": 2, "microbatches": 3, "partition_file": decision, **MANUAL})
-    model = smp.DistributedModel(_chain(torch, smp, 2))
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = _chain(torch, smp, 2)
+
+        def forward(self, x):
+            first = self.layers[0](x)
+            second = self.layers[2](first)
+            third = self.layers[1](second + first)
+            return self.layers[3](third + first)
+
+    model = smp.DistributedModel(Skips())
 
     @smp.step
     def train(model, x):
@@ -569,12 +583,23 @@ def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     path = tmp_path / "timeline.json"
     decision = tmp_path / "partitions.json"
     run_ranks(_timeline_body, 2, str(decision), timeout=100, env={"SMD_TIMELINE": str(path)})
-    assert partition_file.read(str(decision), 2) == {"": 0, "0": 0, "1": 0, "2": 1, "3": 1}
+    assert partition_file.read(str(decision), 2) == {
+        "": 0, "layers": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1,
+    }  # fmt: skip
     events = [json.loads(line.rstrip(",\n")) for line in path.read_text().splitlines()[1:] if line.startswith("{")]
     spans = Counter((e["pid"], e["name"], e["args"]["microbatch"]) for e in events if "microbatch" in e.get("args", {}))
     kinds = ("forward", "backward", "send", "receive", "wait")
-    assert spans == {(rank, kind, index): 2 for rank in range(2) for kind in kinds for index in range(3)}
-    command = [sys.executable, "-m", "smdistributed", "report", str(path)]
+    assert spans.keys() == {(rank, kind, index) for rank in range(2) for kind in kinds for index in range(3)}
+    # Two stages a rank, two steps.
+    assert {count for (_, kind, _), count in spans.items() if kind in kinds[:2]} == {4}
+    stages = {e["tid"]: int(e["args"]["name"].split()[1]) for e in events if "of the pipeline" in str(e.get("args"))}
+    takes = {(stages[e["tid"]], e["args"]["stage"]) for e in events if e["name"] == "takes"}
+    assert takes == {(1, 0), (2, 0), (2, 1), (3, 2)}
+    picture = tmp_path / "report.svg"
+    command = [sys.executable, "-m", "smdistributed", "report", str(path), "--svg", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith("step 1 of 2, ranks [0, 1]\nmeasured: "), (done.stdout, done.stderr)
     assert "simulated from mean times: " in done.stdout
+    assert picture.read_text().count("<title>") == 2 * 2 * 2 * 2 * 3, (
+        "stages, ranks, forward and backward, both pictures"
+    )

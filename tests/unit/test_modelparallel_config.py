@@ -45,18 +45,19 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"partitions": 0}, "positive int"),
-        ({"microbatches": True}, "positive int"),
-        ({"partitions": 2, "pipeline_parallel_degree": 3}, "its other name"),
-        ({"pipeline": "fast"}, "'zero_bubble'"),
-        ({"optimize": "size"}, "'memory', 'speed'"),
-        ({"placement_strategy": "DP"}, "permutation"),
+        ({"partitions": 0}, "smp.init: `partitions` is 0: expected a whole number of at least 1"),
+        ({"microbatches": True}, "a whole number of at least 1"),
+        ({"partitions": 2, "pipeline_parallel_degree": 3}, "two names of one number"),
+        ({"pipeline": "fast"}, '"zero_bubble"'),
+        ({"optimize": "size"}, '"memory", "speed"'),
+        ({"placement_strategy": "DP"}, "D, P and T in any order"),
         ({"auto_partition": False}, "default_partition"),
-        ({"auto_partition": False, "default_partition": 2, "partitions": 2}, "there are 2"),
-        ({"memory_weight": 1.5}, "from 0.0 to 1.0"),
-        ({"ddp_port": 5}, "without `ddp`"),
-        ({"partition_file": 3}, "a str"),
         ({"load_partition": True}, "without `partition_file`"),
+        ({"auto_partition": False, "default_partition": 2, "partitions": 2}, "less than `partitions`, which is 2"),
+        ({"memory_weight": 1.5}, "from 0 to 1"),
+        ({"ddp_port": 5}, "needs `ddp`"),
+        ({"partition_file": 3}, "a text"),
+        ({"partition_file": object()}, "smp.init: .* not JSON serializable"),
     ],
 )
 def test_bad_values_are_named(given, text):
@@ -98,6 +99,13 @@ def test_what_one_framework_has_is_refused_for_the_other():
 def test_what_has_no_effect_is_told():
     with pytest.warns(UserWarning, match="`contiguous` is false"):
         config.read({"contiguous": False})
+
+
+def test_values_may_be_spelled_as_the_launcher_takes_them():
+    cfg = config.read({"sdp_reduce_bucket_size": 5e8, "sdp_gradient_clipping": 0, "placement_strategy": "tpd"})
+    assert (cfg.sdp_reduce_bucket_size, cfg.sdp_gradient_clipping, cfg.placement_strategy) == (500_000_000, 0, "TPD")
+    assert type(cfg.sdp_reduce_bucket_size) is int
+    assert config.read({"pipeline": "zero_bubble", "ddp_port": None}).pipeline == "zero_bubble"
 
 
 def test_unknown_keys_are_ignored_with_a_warning():

@@ -9,96 +9,32 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupportedError
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUnsupportedError
 
-#: Schedules by the value of `pipeline`; the core has them under the same names.
-PIPELINES = ("interleaved", "simple", "zero_bubble", "_only_forward")
+#: Every key with its default; the core has the table, for launchers as well.
+DEFAULTS: dict[str, Any] = json.loads(_core.parameter_defaults())
 
-
-@dataclass(frozen=True)
-class Key:
-    """What the configuration says of one thing."""
-
-    default: Any
-    #: Whether a value is acceptable, and what would be.
-    accepts: Callable[[Any], bool]
-    expected: str
-    #: The only value that this version can work with, where it cannot work with all of them yet.
-    only: Any = None
-    #: The framework that has the others all the same.
-    but_for: str | None = None
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive(default: Any, **more: Any) -> Key:
-    return Key(default, lambda value: _is_int(value) and value >= 1, "a positive int", **more)
-
-
-def _flag(default: bool | None = False, **more: Any) -> Key:
-    return Key(default, lambda value: isinstance(value, bool), "a bool", **more)
-
-
-def _one_of(default: str, *names: str) -> Key:
-    return Key(default, lambda value: value in names, f"one of {', '.join(map(repr, names))}")
-
-
-def _is_placement(value: Any) -> bool:
-    return isinstance(value, str) and (value in ("cluster", "spread") or sorted(value.upper()) == ["D", "P", "T"])
-
-
-KEYS: dict[str, Key] = {
-    "pipeline_parallel_degree": _positive(1),
-    "microbatches": _positive(1),
-    "pipeline": _one_of("interleaved", *PIPELINES),
-    "optimize": _one_of("memory", "memory", "speed"),
-    "placement_strategy": Key(
-        "cluster", _is_placement, "'cluster', 'spread' or a permutation of the letters D, P and T"
-    ),
-    "auto_partition": _flag(True),
-    "default_partition": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
-    "contiguous": _flag(True),
-    "horovod": _flag(only=False, but_for="tensorflow"),
-    "ddp": _flag(),
-    "memory_weight": Key(
-        None,
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1,
-        "a number from 0.0 to 1.0",
-    ),
-    "active_microbatches": _positive(None),
-    # Ours: what a schedule may keep on a rank.
-    "activation_memory_bytes": _positive(None, but_for="torch"),
-    "deterministic_server": _flag(),
-    "offload_activations": _flag(only=False, but_for="torch"),
-    "activation_loading_horizon": _positive(4),
-    "tensor_parallel_degree": _positive(1, only=1),
-    "fp16": _flag(only=False),
-    "fp16_params": _flag(only=False),
-    "bf16": _flag(only=False),
-    "shard_optimizer_state": _flag(only=False),
-    "prescaled_batch": _flag(),
-    "skip_tracing": _flag(),
-    "sharded_data_parallel_degree": _positive(1, only=1),
-    "sdp_reduce_bucket_size": _positive(int(5e8)),
-    "sdp_param_persistence_threshold": _positive(int(1e6)),
-    "sdp_max_live_parameters": _positive(int(1e9)),
-    "sdp_hierarchical_allgather": _flag(True),
-    "sdp_gradient_clipping": Key(1.0, lambda value: isinstance(value, int | float) and value > 0, "a positive number"),
-    "ddp_dist_backend": _one_of("auto", "auto", "nccl"),
-    "ddp_port": Key(None, lambda value: _is_int(value) and value >= 0, "an int from 0 on"),
-    "load_partition": _flag(None),
-    "partition_file": Key(None, lambda value: isinstance(value, str), "a str"),
-    "delayed_parameter_initialization": _flag(only=False, but_for="torch"),
-    "static_mode": _flag(),
-    "fast_mode": _flag(),
+#: Keys of which this version takes one value only, and the framework that has the others all the same.
+LIMITS: dict[str, tuple[Any, str | None]] = {
+    "horovod": (False, "tensorflow"),
+    "activation_memory_bytes": (None, "torch"),
+    "offload_activations": (False, "torch"),
+    "tensor_parallel_degree": (1, None),
+    "fp16": (False, None),
+    "fp16_params": (False, None),
+    "bf16": (False, None),
+    "shard_optimizer_state": (False, None),
+    "sharded_data_parallel_degree": (1, None),
+    "delayed_parameter_initialization": (False, "torch"),
 }
+
+_CLASSES = {**CLASSES, "config": SMPConfigError}
 
 
 class Config(Mapping[str, Any]):
@@ -179,43 +115,31 @@ def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, Any]:
-    channel = dict(channel)
-    if "partitions" in channel:
-        partitions = channel.pop("partitions")
-        if channel.setdefault("pipeline_parallel_degree", partitions) != partitions:
-            raise SMPConfigError(
-                f"{source}: `partitions` is {partitions} and `pipeline_parallel_degree`, its other name, is "
-                f"{channel['pipeline_parallel_degree']}"
-            )
-    values = {}
-    for name, value in channel.items():
-        key = KEYS.get(name)
-        if key is None:
-            if not name.startswith("_"):
-                warnings.warn(f"{source}: there is no key `{name}`; it is ignored", stacklevel=4)
-            continue
-        if value is None and key.default is None:
-            continue
-        if not key.accepts(value):
-            raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected {key.expected}")
-        limited = key.only is not None or key.but_for is not None
-        if limited and value != key.only and framework != key.but_for:
+    try:
+        with errors.translated(_CLASSES):
+            text, unknown = _core.check_parameters(json.dumps(channel))
+    except (SMPConfigError, TypeError) as error:
+        raise SMPConfigError(f"{source}: {error}") from None
+    for warning in unknown:
+        warnings.warn(f"{source}: {warning}", stacklevel=4)
+    values = json.loads(text)
+    if "partitions" in values:
+        values["pipeline_parallel_degree"] = values.pop("partitions")
+    for name, (only, but_for) in LIMITS.items():
+        if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{source}: `{name}` is {value!r}, and this version has {key.only!r} only: tensor parallelism, sharded data "
+                f"{source}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor parallelism, sharded data "
                 "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds of "
                 "activations for TensorFlow are not there yet"
             )
-        values[name] = value
     return values
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """With defaults, and with what follows from one key for another."""
-    for name in ("ddp_port", "ddp_dist_backend"):
-        if name in values and "ddp" not in values:
-            raise SMPConfigError(f"`{name}` is given without `ddp`")
-    if values.get("ddp") and values.get("horovod"):
-        raise SMPConfigError("`ddp` and `horovod` are both true: one of them reduces the gradients of replicas")
+    with errors.translated(_CLASSES):
+        _core.check_parameter_rules(json.dumps(values))
+    # The launcher does not know what the script adds.
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
     if not values.get("contiguous", True):
@@ -225,14 +149,9 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
     degree = values.get("pipeline_parallel_degree", 1)
-    default_partition = values.get("default_partition")
-    if not values.get("auto_partition", True) and default_partition is None:
-        raise SMPConfigError("`auto_partition` is false: expected `default_partition`, where unassigned modules go")
-    if default_partition is not None and default_partition >= degree:
-        raise SMPConfigError(f"`default_partition` is {default_partition}, and there are {degree} partitions")
-    complete = {name: values.get(name, key.default) for name, key in KEYS.items()}
+    complete = {**DEFAULTS, **values}
     complete["partitions"] = degree
-    complete["default_partition"] = default_partition or 0
+    complete["default_partition"] = complete["default_partition"] or 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
     if complete["active_microbatches"] is None:

@@ -21,7 +21,8 @@ use crate::error::{Error, Result};
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]
 pub(super) struct Args {
-    /// Processes to start; by default what `mpi.processes_per_host` of the configuration says
+    /// Processes to start; by default what `--hosts` or `mpi.processes_per_host` of the configuration
+    /// says, or with a configuration one for each GPU
     #[arg(short = 'n', long = "num-processes", visible_alias = "nproc-per-node", value_name = "N", value_parser = num_processes)]
     pub num_processes: Option<usize>,
 
@@ -105,6 +106,11 @@ impl Args {
 
     fn script(&self) -> &Path {
         Path::new(self.program.first().expect("clap requires one word"))
+    }
+
+    /// What the script or module gets.
+    pub fn arguments(&self) -> Vec<String> {
+        self.program.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect()
     }
 
     /// The folder of the script, if it is one.

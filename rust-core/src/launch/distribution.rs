@@ -13,7 +13,9 @@ pub(super) struct Distribution {
     /// `smdistributed.modelparallel`, if enabled.
     pub model_parallel: Option<ModelParallel>,
     /// Whether `smdistributed.dataparallel` is enabled.
-    data_parallel: bool,
+    pub data_parallel: bool,
+    /// Whether `mpi` is enabled.
+    mpi: bool,
     /// `mpi.processes_per_host`.
     pub processes_per_host: Option<usize>,
     /// `custom_mpi_options` as written.
@@ -70,10 +72,12 @@ impl Distribution {
             None => Map::new(),
         };
         let mpi = top.remove("mpi").map(|value| object("mpi", value)).transpose()?;
-        if let Some(groups) = top.remove("instance_groups")
-            && !groups.is_array()
-        {
-            return Err(Error::Config(format!("`instance_groups` is {groups}: expected a list")));
+        match top.remove("instance_groups") {
+            None => {}
+            Some(Value::Array(_)) => this.warnings.push(
+                "`instance_groups` has no effect here: the hosts of a job, and how many ranks each takes, are those of `--hosts`".into(),
+            ),
+            Some(groups) => return Err(Error::Config(format!("`instance_groups` is {groups}: expected a list"))),
         }
         this.warnings.extend(top.keys().map(|key| format!("`{key}` is no key of a distribution: ignored")));
 
@@ -131,7 +135,8 @@ impl Distribution {
     }
 
     fn read_mpi(&mut self, mut section: Map<String, Value>) -> Result<()> {
-        if !enabled("mpi", &mut section)? && self.model_parallel.is_some() {
+        self.mpi = enabled("mpi", &mut section)?;
+        if !self.mpi && self.model_parallel.is_some() {
             return Err(Error::Config("`mpi.enabled` must be true with `smdistributed.modelparallel`".into()));
         }
         match section.remove("processes_per_host") {
@@ -188,6 +193,11 @@ impl Distribution {
         self.warnings.extend(rest.keys().map(|key| format!("`{section}.{key}` is not known: ignored")));
     }
 
+    /// Whether anything is enabled.
+    pub fn is_on(&self) -> bool {
+        self.model_parallel.is_some() || self.data_parallel || self.mpi
+    }
+
     /// What to tell the user once.
     pub fn take_warnings(&mut self) -> Vec<String> {
         std::mem::take(&mut self.warnings)
@@ -199,11 +209,11 @@ impl Distribution {
     }
 
     /// The content of `SM_FRAMEWORK_PARAMS`.
-    pub fn framework_parameters(&self, num_ranks: usize) -> Map<String, Value> {
+    pub fn framework_parameters(&self, processes_per_host: usize) -> Map<String, Value> {
         let mut parameters = Map::new();
         if self.model_parallel.is_some() {
             parameters.insert("sagemaker_mpi_enabled".into(), true.into());
-            parameters.insert("sagemaker_mpi_num_of_processes_per_host".into(), num_ranks.into());
+            parameters.insert("sagemaker_mpi_num_of_processes_per_host".into(), processes_per_host.into());
             parameters.insert("sagemaker_mpi_custom_mpi_options".into(), self.custom_mpi_options.clone().into());
         }
         if self.data_parallel {

@@ -6,11 +6,10 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::net::TcpListener;
-use std::path::{Path, PathBuf};
-
-use serde_json::{Value, json};
+use std::path::PathBuf;
 
 use super::distribution::Distribution;
+use super::training::{Place, Training};
 use crate::error::{Error, Result};
 
 /// Variables by which ranks of another launcher know themselves. `smdrun` may itself run inside a batch job; its
@@ -55,6 +54,7 @@ pub(super) struct Job {
     seats: Vec<Seat>,
     /// Ranks get the variables of `horovodrun`, too.
     horovod: bool,
+    training: Training,
 }
 
 /// A rank's place on its host, and among the ranks with this local rank.
@@ -82,7 +82,8 @@ pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<Seat> {
 }
 
 impl Job {
-    /// Plans a job of `num_ranks` processes; `script_dir` is the folder of the script, if there is one.
+    /// Plans a job of `num_ranks` processes; `script_dir` is the folder of the script, if there is one, and `arguments` what
+    /// the script gets.
     ///
     /// # Errors
     /// [`Error::Io`] if there is no free port or no randomness.
@@ -90,6 +91,7 @@ impl Job {
         num_ranks: usize,
         distribution: Distribution,
         script_dir: Option<PathBuf>,
+        arguments: &[String],
         env: &[(String, String)],
     ) -> Result<Self> {
         let run_id = random_hex(8)?;
@@ -98,7 +100,7 @@ impl Job {
             // Each rank would otherwise start as many threads as there are cores. torchrun has the same default.
             defaults.insert("OMP_NUM_THREADS".into(), "1".into());
         }
-        let mut shared: BTreeMap<String, String> = [
+        let shared: BTreeMap<String, String> = [
             ("WORLD_SIZE", num_ranks.to_string()),
             ("LOCAL_WORLD_SIZE", num_ranks.to_string()),
             ("ROLE_WORLD_SIZE", num_ranks.to_string()),
@@ -116,10 +118,13 @@ impl Job {
         .into_iter()
         .map(|(name, value)| (name.to_owned(), value))
         .collect();
-        add_training_variables(&mut defaults, &mut shared, &distribution, num_ranks, script_dir.as_deref());
         let user = distribution.mpi_variables.iter().chain(env).cloned().collect();
+        let work_dir = std::env::current_dir().unwrap_or_default();
+        let module_dir = script_dir.as_ref().unwrap_or(&work_dir).to_string_lossy().into_owned();
+        let training = Training::new(distribution, arguments, module_dir);
+        defaults.extend(training.defaults(&work_dir));
         let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK"];
-        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), horovod: false })
+        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), horovod: false, training })
     }
 
     /// Adds the variables by which scripts for Horovod know their place.
@@ -181,6 +186,29 @@ impl Job {
         self.seats.iter().map(|seat| seat.host.as_str())
     }
 
+    /// Ranks on this host.
+    pub fn num_here(&self) -> usize {
+        match self.seats.is_empty() {
+            true => self.num_ranks,
+            false => self.hosts().filter(|host| super::remote::is_here(host)).count(),
+        }
+    }
+
+    fn place(&self, rank: usize) -> Place<'_> {
+        let mut hosts: Vec<&str> = self.hosts().collect();
+        hosts.dedup();
+        if hosts.is_empty() {
+            hosts.push(HOST);
+        }
+        Place {
+            hosts,
+            host: self.host(rank),
+            local_rank: self.seats.get(rank).map_or(rank, |seat| seat.local.0),
+            processes_per_host: self.seats.iter().map(|seat| seat.local.1).max().unwrap_or(self.num_ranks),
+            master: &self.shared["MASTER_ADDR"],
+        }
+    }
+
     /// Adds how to find and enter the job.
     pub fn set_rendezvous(&mut self, address: String, secret: String) {
         self.shared.insert(crate::config::RENDEZVOUS.name.into(), address);
@@ -200,6 +228,8 @@ impl Job {
         let ranks = self.ranks.iter().map(|name| (name.into(), rank.to_string().into()));
         variables.extend(self.shared.iter().map(|(name, value)| (name.into(), value.into())));
         variables.extend(ranks);
+        let training = self.training.variables(&self.place(rank));
+        variables.extend(training.into_iter().map(|(name, value)| (name.into(), value.into())));
         if let Some(seat) = self.seats.get(rank) {
             variables.extend(seat.variables(self.horovod));
         }
@@ -244,68 +274,6 @@ pub(super) fn without_launchers(
     inherited.into_iter().filter(|(name, _)| !is_mark(name)).collect()
 }
 
-/// The variables of the SageMaker containers that scripts, Hugging Face's Trainer and `smp.init()` read.
-fn add_training_variables(
-    defaults: &mut BTreeMap<String, String>,
-    shared: &mut BTreeMap<String, String>,
-    distribution: &Distribution,
-    num_ranks: usize,
-    script_dir: Option<&Path>,
-) {
-    let num_cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let num_gpus = count_gpus();
-    let work_dir = std::env::current_dir().unwrap_or_default();
-    let module_dir = script_dir.unwrap_or(&work_dir).to_string_lossy().into_owned();
-    let path = |folder: &str| work_dir.join(folder).to_string_lossy().into_owned();
-
-    let mut hyperparameters = serde_json::Map::new();
-    if let Some(parameters) = &distribution.model_parallel {
-        hyperparameters.insert("mp_parameters".into(), Value::Object(parameters.given().clone()));
-        shared.insert("SM_HP_MP_PARAMETERS".into(), Value::Object(parameters.given().clone()).to_string());
-    }
-    let framework = Value::Object(distribution.framework_parameters(num_ranks));
-    let resources = json!({"current_host": HOST, "hosts": [HOST], "network_interface_name": "lo"});
-    let training_env = json!({
-        "additional_framework_parameters": framework,
-        "current_host": HOST,
-        "hosts": [HOST],
-        "hyperparameters": hyperparameters,
-        "is_master": true,
-        "master_hostname": HOST,
-        "module_dir": module_dir,
-        "network_interface_name": "lo",
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "resource_config": resources,
-    });
-    // serde_json keeps the keys of a map sorted and prints compactly, which is the documented form.
-    for (name, value) in [
-        ("SM_HOSTS", json!([HOST]).to_string()),
-        ("SM_CURRENT_HOST", HOST.to_owned()),
-        ("SM_NUM_GPUS", num_gpus.to_string()),
-        ("SM_NUM_CPUS", num_cpus.to_string()),
-        ("SM_HPS", Value::Object(hyperparameters).to_string()),
-        ("SM_FRAMEWORK_PARAMS", framework.to_string()),
-        ("SM_RESOURCE_CONFIG", resources.to_string()),
-        ("SM_NETWORK_INTERFACE_NAME", "lo".to_owned()),
-        ("SM_TRAINING_ENV", training_env.to_string()),
-    ] {
-        shared.insert(name.into(), value);
-    }
-    // A container has fixed folders; here the user may have set others.
-    defaults.insert("SM_MODULE_DIR".into(), module_dir);
-    defaults.insert("SM_MODEL_DIR".into(), path("model"));
-    defaults.insert("SM_OUTPUT_DATA_DIR".into(), path("output"));
-}
-
-/// NVIDIA devices of this host, as far as the driver shows them without being loaded.
-fn count_gpus() -> usize {
-    if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
-        return visible.split(',').take_while(|id| !id.is_empty() && *id != "-1").count();
-    }
-    std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
-}
-
 /// A port that is free now. As with every launcher, another program may take it before rank 0 does; OpenSMD's own
 /// rendezvous does not depend on it.
 fn free_port() -> Result<u16> {
@@ -330,7 +298,7 @@ mod tests {
     fn job(config: &str, env: &[(&str, &str)]) -> Job {
         let distribution = Distribution::parse(config).expect("valid configuration");
         let env: Vec<_> = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        Job::new(4, distribution, Some("/scripts".into()), &env).expect("a port is free")
+        Job::new(4, distribution, Some("/scripts".into()), &[], &env).expect("a port is free")
     }
 
     /// What rank `rank` gets when `smdrun` inherited `pairs`.
@@ -398,8 +366,8 @@ mod tests {
             r#"{"ddp":true,"microbatches":4,"partitions":2,"pipeline_parallel_degree":2}"#
         );
         assert_eq!(
-            variables["SM_FRAMEWORK_PARAMS"],
-            r#"{"sagemaker_mpi_custom_mpi_options":"","sagemaker_mpi_enabled":true,"sagemaker_mpi_num_of_processes_per_host":4}"#
+            variables["SM_FRAMEWORK_PARAMS"].replace("local_gpu", "local"),
+            r#"{"sagemaker_instance_type":"local","sagemaker_mpi_custom_mpi_options":"","sagemaker_mpi_enabled":true,"sagemaker_mpi_num_of_processes_per_host":4}"#
         );
     }
 
@@ -407,8 +375,8 @@ mod tests {
     fn a_data_parallel_job_shows_what_the_trainer_looks_for() {
         let variables = variables(&job(r#"{"smdistributed": {"dataparallel": {"enabled": true}}}"#, &[]), 0, &[]);
         assert_eq!(
-            variables["SM_FRAMEWORK_PARAMS"],
-            r#"{"sagemaker_distributed_dataparallel_custom_mpi_options":"","sagemaker_distributed_dataparallel_enabled":true}"#
+            variables["SM_FRAMEWORK_PARAMS"].replace("local_gpu", "local"),
+            r#"{"sagemaker_distributed_dataparallel_custom_mpi_options":"","sagemaker_distributed_dataparallel_enabled":true,"sagemaker_instance_type":"local"}"#
         );
     }
 }

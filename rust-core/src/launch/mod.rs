@@ -23,7 +23,7 @@ mod distribution;
 pub mod elastic;
 mod environment;
 mod output;
-mod parameters;
+pub mod parameters;
 mod plan;
 mod process;
 mod remote;
@@ -32,6 +32,7 @@ mod signals;
 mod streams;
 mod supervisor;
 mod trace_report;
+mod training;
 mod warden;
 
 use std::collections::BTreeMap;
@@ -145,6 +146,31 @@ impl Plan {
     }
 }
 
+/// As the command line says it, else the configuration, else as a container does: a process for each GPU.
+fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
+    let slots = args.hosts.as_ref().map(|hosts| hosts.iter().map(|(_, slots)| slots).sum::<usize>());
+    let num_hosts = args.hosts.as_ref().map_or(1, Vec::len);
+    let configured = distribution.processes_per_host.map(|each| each * num_hosts);
+    let found = match (args.num_processes.or(slots), configured) {
+        (Some(n), Some(configured)) if n != configured => {
+            let option = if args.num_processes.is_some() { "-n" } else { "--hosts" };
+            let each = configured / num_hosts;
+            eprintln!(
+                "smdrun: starting {n} processes as {option} says; the configuration's `processes_per_host` is {each}"
+            );
+            n
+        }
+        (Some(n), _) | (None, Some(n)) => n,
+        (None, None) if distribution.is_on() => training::count_gpus().max(1),
+        (None, None) => {
+            return Err(Error::Config(
+                "how many processes? pass `-n N`, or `--config` with `mpi.processes_per_host`".into(),
+            ));
+        }
+    };
+    Ok(found)
+}
+
 fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
     let mut distribution = match &args.config {
         Some(path) => Distribution::read(path)?,
@@ -153,28 +179,22 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
     for warning in distribution.take_warnings() {
         eprintln!("smdrun: warning: {warning}");
     }
-    let num_ranks = match (args.num_processes, distribution.processes_per_host) {
-        (Some(n), Some(configured)) if n != configured => {
-            eprintln!(
-                "smdrun: starting {n} processes as -n says; the configuration's `processes_per_host` is {configured}"
-            );
-            n
-        }
-        (Some(n), _) | (None, Some(n)) => n,
-        (None, None) => {
-            return Err(Error::Config(
-                "how many processes? pass `-n N`, or `--config` with `mpi.processes_per_host`".into(),
-            ));
-        }
-    };
+    let num_ranks = num_ranks(args, &distribution)?;
     distribution.check_world(num_ranks)?;
     let mut command = args.command(&python)?;
     if let Some(parameters) = &distribution.model_parallel {
         command.extend(["--mp_parameters".into(), parameters.argument().into()]);
     }
-    let mut job = Job::new(num_ranks, distribution, args.script_dir(), &args.env)?;
+    let mut job = Job::new(num_ranks, distribution, args.script_dir(), &args.arguments(), &args.env)?;
     if let Some(hosts) = &args.hosts {
         job.spread(hosts)?;
+    }
+    let (here, num_gpus) = (job.num_here(), training::count_gpus());
+    if args.config.is_some() && here > 0 && here < num_gpus {
+        eprintln!(
+            "smdrun: warning: {here} of {num_gpus} GPUs of this host will work: `processes_per_host` counts processes of all \
+             kinds of parallelism"
+        );
     }
     if args.horovod {
         job.add_horovod();
@@ -189,4 +209,29 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
     };
     Ok((plan, job))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_processes_is_found() {
+        let found = |line: &str, config: &str| {
+            let args = args::parse(line.split(' ').map(OsString::from).collect()).expect("the line is valid");
+            num_ranks(&args, &Distribution::parse(config).expect("a valid configuration")).ok()
+        };
+        let two = r#"{"mpi": {"enabled": true, "processes_per_host": 2}}"#;
+        let unsaid = r#"{"mpi": {"enabled": true}}"#;
+        for (line, config, expected) in [
+            ("smdrun a.py", two, Some(2)),
+            ("smdrun --hosts a:2,b:2 a.py", two, Some(4)),
+            ("smdrun --hosts a:2,b:1 a.py", "{}", Some(3)),
+            ("smdrun -n 3 --hosts a:2,b:2 a.py", two, Some(3)),
+            ("smdrun a.py", unsaid, Some(training::count_gpus().max(1))),
+            ("smdrun a.py", "{}", None),
+        ] {
+            assert_eq!(found(line, config), expected, "{line} with {config}");
+        }
+    }
 }

@@ -21,45 +21,140 @@ enum Kind {
     Placement,
 }
 
-/// Every documented key.
-const KEYS: &[(&str, Kind)] = &[
-    ("active_microbatches", Kind::Int(1)),
-    ("activation_loading_horizon", Kind::Int(1)),
-    ("auto_partition", Kind::Bool),
-    ("bf16", Kind::Bool),
-    ("contiguous", Kind::Bool),
-    ("ddp", Kind::Bool),
-    ("ddp_dist_backend", Kind::Choice(&["auto", "nccl"])),
-    ("ddp_port", Kind::Int(0)),
-    ("default_partition", Kind::Int(0)),
-    ("delayed_parameter_initialization", Kind::Bool),
-    ("deterministic_server", Kind::Bool),
-    ("fast_mode", Kind::Bool),
-    ("fp16", Kind::Bool),
-    ("fp16_params", Kind::Bool),
-    ("horovod", Kind::Bool),
-    ("load_partition", Kind::Bool),
-    ("memory_weight", Kind::Float(0.0, 1.0)),
-    ("microbatches", Kind::Int(1)),
-    ("offload_activations", Kind::Bool),
-    ("optimize", Kind::Choice(&["memory", "speed"])),
-    ("partition_file", Kind::Text),
-    ("partitions", Kind::Int(1)),
-    ("pipeline", Kind::Choice(&["interleaved", "simple", "_only_forward"])),
-    ("pipeline_parallel_degree", Kind::Int(1)),
-    ("placement_strategy", Kind::Placement),
-    ("prescaled_batch", Kind::Bool),
-    ("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX)),
-    ("sdp_hierarchical_allgather", Kind::Bool),
-    ("sdp_max_live_parameters", Kind::Int(1)),
-    ("sdp_param_persistence_threshold", Kind::Int(0)),
-    ("sdp_reduce_bucket_size", Kind::Int(1)),
-    ("sharded_data_parallel_degree", Kind::Int(1)),
-    ("shard_optimizer_state", Kind::Bool),
-    ("skip_tracing", Kind::Bool),
-    ("static_mode", Kind::Bool),
-    ("tensor_parallel_degree", Kind::Int(1)),
+/// A key of the parameters.
+#[derive(Clone, Copy, Debug)]
+struct Key {
+    name: &'static str,
+    kind: Kind,
+    /// What the library takes where nobody says anything.
+    default: Default,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Default {
+    /// It follows from other keys, or there is none.
+    None,
+    Bool(bool),
+    Int(u64),
+    Float(f64),
+    Text(&'static str),
+}
+
+const fn key(name: &'static str, kind: Kind, default: Default) -> Key {
+    Key { name, kind, default }
+}
+
+/// A switch that is off unless somebody says otherwise.
+const fn switch(name: &'static str) -> Key {
+    key(name, Kind::Bool, Default::Bool(false))
+}
+
+/// Every key, for the launcher and for the library.
+const KEYS: &[Key] = &[
+    // What a schedule may keep on a rank.
+    key("activation_memory_bytes", Kind::Int(1), Default::None),
+    key("active_microbatches", Kind::Int(1), Default::None),
+    key("activation_loading_horizon", Kind::Int(1), Default::Int(4)),
+    key("auto_partition", Kind::Bool, Default::Bool(true)),
+    switch("bf16"),
+    key("contiguous", Kind::Bool, Default::Bool(true)),
+    switch("ddp"),
+    key("ddp_dist_backend", Kind::Choice(&["auto", "nccl"]), Default::Text("auto")),
+    key("ddp_port", Kind::Int(0), Default::None),
+    key("default_partition", Kind::Int(0), Default::None),
+    switch("delayed_parameter_initialization"),
+    switch("deterministic_server"),
+    switch("fast_mode"),
+    switch("fp16"),
+    switch("fp16_params"),
+    switch("horovod"),
+    key("load_partition", Kind::Bool, Default::None),
+    key("memory_weight", Kind::Float(0.0, 1.0), Default::None),
+    key("microbatches", Kind::Int(1), Default::Int(1)),
+    switch("offload_activations"),
+    key("optimize", Kind::Choice(&["memory", "speed"]), Default::Text("memory")),
+    key("partition_file", Kind::Text, Default::None),
+    // Two names of one number.
+    key("partitions", Kind::Int(1), Default::None),
+    key("pipeline_parallel_degree", Kind::Int(1), Default::Int(1)),
+    key(
+        "pipeline",
+        Kind::Choice(&["interleaved", "simple", "zero_bubble", "_only_forward"]),
+        Default::Text("interleaved"),
+    ),
+    key("placement_strategy", Kind::Placement, Default::Text("cluster")),
+    switch("prescaled_batch"),
+    key("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX), Default::Float(1.0)),
+    key("sdp_hierarchical_allgather", Kind::Bool, Default::Bool(true)),
+    key("sdp_max_live_parameters", Kind::Int(1), Default::Int(1_000_000_000)),
+    key("sdp_param_persistence_threshold", Kind::Int(0), Default::Int(1_000_000)),
+    key("sdp_reduce_bucket_size", Kind::Int(1), Default::Int(500_000_000)),
+    key("sharded_data_parallel_degree", Kind::Int(1), Default::Int(1)),
+    switch("shard_optimizer_state"),
+    switch("skip_tracing"),
+    switch("static_mode"),
+    key("tensor_parallel_degree", Kind::Int(1), Default::Int(1)),
 ];
+
+/// Every key but `partitions`, whose other name is there, with its default; null where there is none, or it follows from others.
+pub fn defaults() -> Map<String, Value> {
+    let value = |default| match default {
+        Default::None => Value::Null,
+        Default::Bool(value) => value.into(),
+        Default::Int(value) => value.into(),
+        Default::Float(value) => value.into(),
+        Default::Text(value) => value.into(),
+    };
+    let keys = KEYS.iter().filter(|key| key.name != "partitions");
+    keys.map(|key| (key.name.to_owned(), value(key.default))).collect()
+}
+
+/// What is given of `parameters`, each value checked by itself and in its normal form. Unknown keys are dropped with a line in
+/// `warnings`, those that start with `_` silently, and so is null where there is no default.
+///
+/// # Errors
+/// [`Error::Config`] that names the key, its value and what is allowed.
+pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Map<String, Value>> {
+    let mut given = Map::new();
+    for (name, value) in parameters {
+        match KEYS.iter().find(|key| key.name == name) {
+            Some(Key { default: Default::None, .. }) if value.is_null() => {}
+            Some(key) => {
+                let value = check(&name, key.kind, value)?;
+                given.insert(name, value);
+            }
+            None if name.starts_with('_') => {}
+            None => warnings.push(format!("`{name}` is no modelparallel parameter: ignored")),
+        }
+    }
+    // Scripts and Hugging Face look for the first.
+    if let (Some(old), Some(new)) = (given.get("partitions"), given.get("pipeline_parallel_degree"))
+        && old != new
+    {
+        return Err(Error::Config(format!(
+            "`partitions` is {old} and `pipeline_parallel_degree` is {new}: they are two names of one number"
+        )));
+    }
+    Ok(given)
+}
+
+/// The rules between keys that are given.
+///
+/// # Errors
+/// [`Error::Config`] that names them.
+pub fn check_rules(given: &Map<String, Value>) -> Result<()> {
+    let mut given = given.clone();
+    name_partitions(&mut given);
+    ModelParallel { given }.check_rules()
+}
+
+/// The number of partitions under the name by which scripts and Hugging Face look for it.
+fn name_partitions(given: &mut Map<String, Value>) {
+    if !given.contains_key("partitions") {
+        let new = given.get("pipeline_parallel_degree").cloned();
+        given.insert("partitions".into(), new.unwrap_or(1.into()));
+    }
+}
 
 /// Checked parameters of a model-parallel job.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,29 +168,8 @@ impl ModelParallel {
     /// # Errors
     /// [`Error::Config`] that names the key, its value and what is allowed.
     pub fn new(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Self> {
-        let mut given = Map::new();
-        for (key, value) in parameters {
-            match KEYS.iter().find(|(name, _)| *name == key) {
-                Some((_, kind)) => {
-                    let value = check(&key, *kind, value)?;
-                    given.insert(key, value);
-                }
-                None if key.starts_with('_') => {}
-                None => warnings.push(format!("`{key}` is no modelparallel parameter: ignored")),
-            }
-        }
-        // Two names of one thing: scripts and Hugging Face look for the first.
-        match (given.get("partitions").cloned(), given.get("pipeline_parallel_degree").cloned()) {
-            (Some(old), Some(new)) if old != new => {
-                return Err(Error::Config(format!(
-                    "`partitions` is {old} and `pipeline_parallel_degree` is {new}: they are two names of one number"
-                )));
-            }
-            (Some(_), _) => {}
-            (None, new) => {
-                given.insert("partitions".into(), new.unwrap_or(1.into()));
-            }
-        }
+        let mut given = checked(parameters, warnings)?;
+        name_partitions(&mut given);
         let parameters = Self { given };
         parameters.check_rules()?;
         Ok(parameters)
@@ -262,11 +336,11 @@ mod tests {
 
     #[test]
     fn the_list_of_keys_is_frozen() {
-        let mut names: Vec<_> = KEYS.iter().map(|(name, _)| *name).collect();
+        let mut names: Vec<_> = KEYS.iter().map(|key| key.name).collect();
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), KEYS.len(), "a key is declared once");
-        assert_eq!(names.len(), 36, "a new key is a decision: see the documentation of the parameters");
+        assert_eq!(names.len(), 37, "a new key is a decision: see the documentation of the parameters");
     }
 
     #[test]
@@ -292,7 +366,10 @@ mod tests {
             (json!({"microbatches": true}), "`microbatches` is true: expected a whole number of at least 1"),
             (json!({"partitions": 1.5}), "`partitions` is 1.5: expected a whole number of at least 1"),
             (json!({"ddp": 1}), "`ddp` is 1: expected true or false"),
-            (json!({"pipeline": "gpipe"}), "`pipeline` is \"gpipe\": expected one of [\"interleaved\", \"simple\"]"),
+            (
+                json!({"pipeline": "gpipe"}),
+                "`pipeline` is \"gpipe\": expected one of [\"interleaved\", \"simple\", \"zero_bubble\"]",
+            ),
             (json!({"memory_weight": 1.5}), "`memory_weight` is 1.5: expected a number from 0 to 1"),
             (json!({"partition_file": 3}), "`partition_file` is 3: expected a text"),
             (json!({"auto_partition": false}), "`auto_partition` is false: `default_partition` is needed"),
@@ -319,7 +396,19 @@ mod tests {
     }
 
     #[test]
+    fn every_default_is_a_value_of_its_key() {
+        let mut warnings = Vec::new();
+        let given = checked(defaults(), &mut warnings).expect("defaults are valid");
+        assert!(warnings.is_empty() && check_rules(&given).is_ok());
+        assert_eq!(defaults().len(), KEYS.len() - 1);
+    }
+
+    #[test]
     fn accepted_spellings() {
+        let own = json!({"pipeline": "zero_bubble", "activation_memory_bytes": 4096, "sdp_gradient_clipping": 0});
+        assert_eq!(valid(own.clone()).given()["pipeline"], own["pipeline"]);
+        assert_eq!(valid(own).given()["activation_memory_bytes"], 4096);
+        assert_eq!(valid(json!({"ddp_port": null})).given().len(), 1);
         assert_eq!(valid(json!({"placement_strategy": "tpd"})).given()["placement_strategy"], "TPD");
         assert_eq!(valid(json!({"sdp_reduce_bucket_size": 5e8})).given()["sdp_reduce_bucket_size"], 500_000_000);
         assert_eq!(valid(json!({"pipeline": "_only_forward"})).given()["pipeline"], "_only_forward");

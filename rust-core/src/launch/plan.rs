@@ -98,7 +98,7 @@ pub(super) fn show(args: &Args) -> Result<String> {
         if args.microbatches == 1 { "" } else { "es" },
     );
     if let Some(path) = &args.svg {
-        let drawing = svg(&timeline, &title, 1200);
+        let drawing = svg(&[(&title, &timeline)], 1200);
         std::fs::write(path, drawing).map_err(|error| Error::io(format!("writing `{}`", path.display()), error))?;
     }
     let mut text = summary(&title, &timeline);

@@ -2,7 +2,7 @@
 //! time and transfers none.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Parser;
 use serde::Deserialize;
@@ -26,7 +26,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "N", default_value = "100", value_parser = clap::value_parser!(u16).range(1..))]
     width: u16,
 
-    /// Writes the measured step as an SVG picture as well
+    /// Writes both as an SVG picture as well
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -85,10 +85,13 @@ impl Said {
 pub(super) fn show(args: &Args) -> Result<String> {
     let text = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
-    let ranks = one_pipeline(steps(&text), &args.trace)?;
-    let count = ranks.values().map(Vec::len).min().unwrap_or(0);
+    let all = steps(&text);
+    if all.values().all(|steps| steps.iter().all(|step| step.tasks.is_empty())) {
+        return Err(Error::InvalidArgument(format!("`{}` has no stages of a pipeline", args.trace.display())));
+    }
+    let count = all.values().map(Vec::len).min().unwrap_or(0);
     let trains =
-        |step: usize| ranks.values().any(|steps| steps[step].tasks.iter().any(|task| task.kind != Kind::Forward));
+        |step: usize| all.values().any(|steps| steps[step].tasks.iter().any(|task| task.kind != Kind::Forward));
     let step = args.step.or_else(|| (0..count).rev().find(|&step| trains(step))).unwrap_or(count.saturating_sub(1));
     if step >= count {
         return Err(Error::InvalidArgument(format!(
@@ -96,7 +99,8 @@ pub(super) fn show(args: &Args) -> Result<String> {
             args.trace.display()
         )));
     }
-    let step_of: Vec<&Step> = ranks.values().map(|steps| &steps[step]).collect();
+    let ranks = one_pipeline(&all, step);
+    let step_of: Vec<&Step> = ranks.values().copied().collect();
     let measured = measured(&step_of);
     let simulated = simulated(&step_of)?;
     let mut text = format!("step {step} of {count}, ranks {:?}\n", ranks.keys().collect::<Vec<_>>());
@@ -106,7 +110,8 @@ pub(super) fn show(args: &Args) -> Result<String> {
         text += &grid(timeline, args.width.into());
     }
     if let Some(path) = &args.svg {
-        std::fs::write(path, svg(&measured, "measured, in nanoseconds", 1200))
+        let both = [("measured, in nanoseconds", &measured), ("simulated from mean times, in nanoseconds", &simulated)];
+        std::fs::write(path, svg(&both, 1200))
             .map_err(|error| Error::io(format!("writing `{}`", path.display()), error))?;
     }
     Ok(text)
@@ -169,21 +174,19 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
     ranks
 }
 
-/// Of replicas that run the same stages, the one of the lowest ranks.
-fn one_pipeline(ranks: BTreeMap<usize, Vec<Step>>, path: &Path) -> Result<BTreeMap<usize, Vec<Step>>> {
+/// Of replicas that run the same stages in a step, the one of the lowest ranks. In another step, the same stage may be
+/// another rank's.
+fn one_pipeline(all: &BTreeMap<usize, Vec<Step>>, step: usize) -> BTreeMap<usize, &Step> {
     let mut taken: HashSet<u64> = HashSet::new();
     let mut chosen = BTreeMap::new();
-    for (rank, steps) in ranks {
-        let stages: HashSet<u64> = steps.iter().flat_map(|step| &step.tasks).map(|task| task.stage).collect();
+    for (&rank, steps) in all {
+        let stages: HashSet<u64> = steps[step].tasks.iter().map(|task| task.stage).collect();
         if !stages.is_empty() && stages.is_disjoint(&taken) {
             taken.extend(stages);
-            chosen.insert(rank, steps);
+            chosen.insert(rank, &steps[step]);
         }
     }
-    if chosen.is_empty() {
-        return Err(Error::InvalidArgument(format!("`{}` has no stages of a pipeline", path.display())));
-    }
-    Ok(chosen)
+    chosen
 }
 
 fn tasks<'a>(ranks: &'a [&Step]) -> impl Iterator<Item = &'a Task> {
@@ -297,7 +300,36 @@ mod tests {
                         measured: 0.090 ms, bubble 33.3 %\n0 01...AABB\n1 .01AABB..\n\
                         simulated from mean times: 0.090 ms, bubble 33.3 %\n0 01...AABB\n1 .01AABB..\n";
         assert_eq!(text, expected);
+        let picture = std::env::temp_dir().join(format!("smd-report-{}.svg", std::process::id()));
+        shown(&trace(), "drawn", &["--svg", picture.to_str().unwrap()]).unwrap();
+        let drawing = std::fs::read_to_string(&picture).unwrap();
+        std::fs::remove_file(&picture).unwrap();
+        assert_eq!(drawing.matches("<title>").count(), 2 * 2 * 4, "two ranks, measured and simulated");
         assert!(missing.ends_with("has 2 steps, and no step 2"), "{missing}");
+    }
+
+    /// A stage is one rank's in a step and another's in the next: they are no replicas all the same.
+    #[test]
+    fn replicas_are_told_apart_step_by_step() {
+        let mut text = String::from("[\n");
+        for rank in 0..2 {
+            for stage in 0..2 {
+                text += &format!(
+                    "{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{rank},\"tid\":{stage},\"args\":{{\"name\":\"stage {stage} of the pipeline\"}}}},\n"
+                );
+            }
+            // In the first step, rank 0 has stage 0; then a stage 1, and the one after that again.
+            for (step, stage) in [rank, 1 - rank, 1 - rank].into_iter().enumerate() {
+                for (name, start) in [("forward", 0), ("backward", 30)] {
+                    let ts = 100 * step + start + 10 * usize::from(stage == 1 && start == 0);
+                    text += &format!(
+                        "{{\"name\":\"{name}\",\"ph\":\"X\",\"pid\":{rank},\"tid\":{stage},\"ts\":{ts},\"dur\":10,\"args\":{{\"microbatch\":0}}}},\n"
+                    );
+                }
+            }
+        }
+        let text = shown(&text, "steps", &["--width", "4"]).unwrap();
+        assert!(text.contains(", ranks [0, 1]\n"), "{text}");
     }
 
     /// Three ranks, one stage each, one microbatch: 1 and 2 both take what 0 makes, and run beside each other.

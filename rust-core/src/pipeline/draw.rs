@@ -37,30 +37,45 @@ const ROW: u64 = 28;
 const LEFT: u64 = 64;
 const TOP: u64 = 44;
 
-/// An SVG document, `width` pixels wide. Forwards are blue, backwards green, gradients of weights orange; later stages of
-/// a rank are darker.
-pub fn svg(timeline: &Timeline, title: &str, width: u64) -> String {
-    let ranks = timeline.spans.len() as u64;
-    let plot = width.saturating_sub(LEFT + 16).max(1);
-    let x = |at: u64| LEFT as f64 + at as f64 * plot as f64 / timeline.step_time.max(1) as f64;
+/// An SVG document, `width` pixels wide, with these timelines one below the other, on one scale. Forwards are blue, backwards
+/// green, gradients of weights orange; later stages of a rank are darker.
+pub fn svg(timelines: &[(&str, &Timeline)], width: u64) -> String {
+    let height = |timeline: &Timeline| TOP + timeline.spans.len() as u64 * ROW + 12;
+    let longest = timelines.iter().map(|(_, timeline)| timeline.step_time).max().unwrap_or(0).max(1);
     let mut text = String::new();
+    writeln!(
+        text,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>",
+        timelines.iter().map(|(_, timeline)| height(timeline)).sum::<u64>()
+    )
+    .expect("a string takes everything");
+    let mut top = 0;
+    for (title, timeline) in timelines {
+        draw(&mut text, timeline, title, top, width, longest);
+        top += height(timeline);
+    }
+    text += "</svg>\n";
+    text
+}
+
+/// Draws a timeline from `above` pixels down; `longest` units are the whole width.
+fn draw(text: &mut String, timeline: &Timeline, title: &str, above: u64, width: u64, longest: u64) {
+    let plot = width.saturating_sub(LEFT + 16).max(1);
+    let x = |at: u64| LEFT as f64 + at as f64 * plot as f64 / longest as f64;
     let mut line = |arguments: std::fmt::Arguments<'_>| {
         text.write_fmt(arguments).expect("a string takes everything");
         text.push('\n');
     };
     line(format_args!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{}\" font-family=\"sans-serif\" font-size=\"11\">",
-        TOP + ranks * ROW + 12
-    ));
-    line(format_args!("<rect width=\"100%\" height=\"100%\" fill=\"white\"/>"));
-    line(format_args!(
-        "<text x=\"{LEFT}\" y=\"22\" font-size=\"14\">{}: {} units, bubble {:.1} %</text>",
+        "<text x=\"{LEFT}\" y=\"{}\" font-size=\"14\">{}: {} units, bubble {:.1} %</text>",
+        above + 22,
         escaped(title),
         timeline.step_time,
         100.0 * timeline.bubble()
     ));
     for (rank, spans) in timeline.spans.iter().enumerate() {
-        let top = TOP + rank as u64 * ROW;
+        let top = above + TOP + rank as u64 * ROW;
         line(format_args!("<text x=\"8\" y=\"{}\">rank {rank}</text>", top + ROW / 2 + 4));
         let mut stages: Vec<u32> = spans.iter().map(|span| span.action.stage).collect();
         stages.sort_unstable();
@@ -93,8 +108,6 @@ pub fn svg(timeline: &Timeline, title: &str, width: u64) -> String {
             }
         }
     }
-    line(format_args!("</svg>"));
-    text
 }
 
 fn escaped(text: &str) -> String {

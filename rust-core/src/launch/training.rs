@@ -1,0 +1,218 @@
+//! What a training script finds of its job in a SageMaker container: hosts, hyperparameters, folders. Scripts, Hugging
+//! Face's Trainer and `smp.init()` read it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::distribution::Distribution;
+
+/// What does not depend on the rank.
+#[derive(Debug)]
+pub(super) struct Training {
+    distribution: Distribution,
+    /// The script's options, and `mp_parameters`.
+    hyperparameters: Map<String, Value>,
+    module_dir: String,
+    num_gpus: usize,
+}
+
+/// Where a rank is among the hosts of its job.
+#[derive(Debug)]
+pub(super) struct Place<'a> {
+    /// In the order of ranks.
+    pub hosts: Vec<&'a str>,
+    /// That of the rank.
+    pub host: &'a str,
+    pub local_rank: usize,
+    /// Most ranks of a host.
+    pub processes_per_host: usize,
+    pub master: &'a str,
+}
+
+impl Training {
+    /// Of a job with this configuration, and a script in `module_dir` with these arguments.
+    pub fn new(distribution: Distribution, arguments: &[String], module_dir: String) -> Self {
+        let mut hyperparameters = hyperparameters(arguments);
+        if let Some(parameters) = &distribution.model_parallel {
+            hyperparameters.insert("mp_parameters".into(), Value::Object(parameters.given().clone()));
+        }
+        Self { distribution, hyperparameters, module_dir, num_gpus: count_gpus() }
+    }
+
+    /// Variables that the user may have set to something else.
+    pub fn defaults(&self, work_dir: &Path) -> BTreeMap<String, String> {
+        let path = |folder: &str| work_dir.join(folder).to_string_lossy().into_owned();
+        // A container has fixed folders; here the user may have set others.
+        let mut defaults = BTreeMap::from([
+            ("SM_MODULE_DIR".into(), self.module_dir.clone()),
+            ("SM_MODEL_DIR".into(), path("model")),
+            ("SM_OUTPUT_DATA_DIR".into(), path("output")),
+        ]);
+        if self.distribution.data_parallel {
+            defaults.insert("SAGEMAKER_INSTANCE_TYPE".into(), instance_type(self.num_gpus));
+        }
+        defaults
+    }
+
+    /// Variables of a rank.
+    pub fn variables(&self, place: &Place<'_>) -> Vec<(String, String)> {
+        let num_cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let mut framework = self.distribution.framework_parameters(place.processes_per_host);
+        if !framework.is_empty() {
+            framework.insert("sagemaker_instance_type".into(), instance_type(self.num_gpus).into());
+        }
+        let framework = Value::Object(framework);
+        let mut resources = json!({"current_host": place.host, "hosts": place.hosts});
+        let mut training_env = json!({
+            "additional_framework_parameters": framework,
+            "current_host": place.host,
+            "hosts": place.hosts,
+            "hyperparameters": self.hyperparameters,
+            "is_master": place.host == place.hosts[0],
+            "master_hostname": place.hosts[0],
+            "module_dir": self.module_dir,
+            "num_cpus": num_cpus,
+            "num_gpus": self.num_gpus,
+        });
+        let mut variables = Vec::new();
+        if place.hosts.len() == 1 {
+            // Between hosts, each has an interface with a name of its own.
+            resources["network_interface_name"] = "lo".into();
+            training_env["network_interface_name"] = "lo".into();
+            variables.push(("SM_NETWORK_INTERFACE_NAME".into(), "lo".into()));
+        }
+        training_env["resource_config"] = resources.clone();
+        // serde_json keeps the keys of a map sorted and prints compactly, which is the documented form.
+        variables.extend(
+            [
+                ("SM_HOSTS", json!(place.hosts).to_string()),
+                ("SM_CURRENT_HOST", place.host.to_owned()),
+                ("SM_NUM_GPUS", self.num_gpus.to_string()),
+                ("SM_NUM_CPUS", num_cpus.to_string()),
+                ("SM_HPS", Value::Object(self.hyperparameters.clone()).to_string()),
+                ("SM_FRAMEWORK_PARAMS", framework.to_string()),
+                ("SM_RESOURCE_CONFIG", resources.to_string()),
+                ("SM_TRAINING_ENV", training_env.to_string()),
+            ]
+            .map(|(name, value)| (name.to_owned(), value)),
+        );
+        variables.extend(
+            self.hyperparameters.iter().map(|(key, value)| (format!("SM_HP_{}", key.to_uppercase()), text(value))),
+        );
+        if self.distribution.data_parallel {
+            variables.push(("SMDATAPARALLEL_LOCAL_RANK".into(), place.local_rank.to_string()));
+            if place.hosts.len() == 1 {
+                variables.push(("SMDATAPARALLEL_USE_SINGLENODE".into(), "1".into()));
+            } else {
+                variables.push(("SMDATAPARALLEL_USE_HOMOGENEOUS".into(), "1".into()));
+                variables.push(("SMDATAPARALLEL_SERVER_ADDR".into(), place.master.to_owned()));
+                variables.push(("SMDATAPARALLEL_SERVER_PORT".into(), "7592".into()));
+            }
+        }
+        variables
+    }
+}
+
+/// A container's entry point gets hyperparameters as options, `--name value`; this is the way back.
+fn hyperparameters(arguments: &[String]) -> Map<String, Value> {
+    let mut found = Map::new();
+    let mut words = arguments.iter().peekable();
+    while let Some(word) = words.next() {
+        let Some(option) = name(word) else { continue };
+        let (option, value) = match option.split_once('=') {
+            Some((option, value)) => (option, value.to_owned()),
+            None => (option, words.next_if(|next| name(next).is_none()).cloned().unwrap_or_default()),
+        };
+        // That one is in a form of its own.
+        if option != "mp_parameters" {
+            found.insert(option.to_owned(), serde_json::from_str(&value).unwrap_or(Value::String(value)));
+        }
+    }
+    found
+}
+
+/// The name of an option: two dashes, or one before a single letter.
+fn name(word: &str) -> Option<&str> {
+    let starts = |name: &&str| name.starts_with(|first: char| first.is_ascii_alphabetic());
+    match word.strip_prefix("--") {
+        Some(name) => Some(name).filter(starts),
+        None => word.strip_prefix('-').filter(|name| name.len() == 1).filter(starts),
+    }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// What SageMaker's local mode calls a machine.
+fn instance_type(num_gpus: usize) -> String {
+    std::env::var("SAGEMAKER_INSTANCE_TYPE").unwrap_or_else(|_| if num_gpus > 0 { "local_gpu" } else { "local" }.into())
+}
+
+/// NVIDIA devices of this host, as far as the driver shows them without being loaded.
+pub(super) fn count_gpus() -> usize {
+    if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
+        return visible.split(',').take_while(|id| !id.is_empty() && *id != "-1").count();
+    }
+    std::fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.flatten().count())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn training(config: &str, arguments: &str) -> Training {
+        let arguments: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
+        Training::new(Distribution::parse(config).expect("valid configuration"), &arguments, "/scripts".into())
+    }
+
+    fn variables(training: &Training, hosts: &[&str], host: usize) -> BTreeMap<String, String> {
+        let place = Place {
+            hosts: hosts.to_vec(),
+            host: hosts[host],
+            local_rank: 1,
+            processes_per_host: 2,
+            master: "10.0.0.1",
+        };
+        training.variables(&place).into_iter().collect()
+    }
+
+    #[test]
+    fn options_of_the_script_are_hyperparameters() {
+        let line =
+            "--batch-size 64 --lr=-0.5 data.csv -e 3 --name run-1 --fast --mp_parameters ddp=True --bias -1 --no-x";
+        let found = variables(&training("{}", line), &["a"], 0);
+        assert_eq!(
+            found["SM_HPS"],
+            r#"{"batch-size":64,"bias":-1,"e":3,"fast":"","lr":-0.5,"name":"run-1","no-x":""}"#
+        );
+        assert_eq!((found["SM_HP_BATCH-SIZE"].as_str(), found["SM_HP_NAME"].as_str()), ("64", "run-1"));
+        assert!(!found.contains_key("SM_HP_MP_PARAMETERS"));
+    }
+
+    #[test]
+    fn every_host_of_a_job_is_shown() {
+        let config = r#"{"smdistributed": {"dataparallel": {"enabled": true}}}"#;
+        let found = variables(&training(config, ""), &["b", "a"], 1);
+        for (name, value) in [
+            ("SM_HOSTS", r#"["b","a"]"#),
+            ("SM_CURRENT_HOST", "a"),
+            ("SM_RESOURCE_CONFIG", r#"{"current_host":"a","hosts":["b","a"]}"#),
+            ("SMDATAPARALLEL_LOCAL_RANK", "1"),
+            ("SMDATAPARALLEL_USE_HOMOGENEOUS", "1"),
+            ("SMDATAPARALLEL_SERVER_ADDR", "10.0.0.1"),
+            ("SMDATAPARALLEL_SERVER_PORT", "7592"),
+        ] {
+            assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
+        }
+        assert!(!found.contains_key("SM_NETWORK_INTERFACE_NAME"));
+        let env: Value = serde_json::from_str(&found["SM_TRAINING_ENV"]).expect("JSON");
+        assert_eq!((&env["is_master"], &env["master_hostname"]), (&json!(false), &json!("b")));
+        let alone = variables(&training(config, ""), &["localhost"], 0);
+        assert_eq!(alone["SMDATAPARALLEL_USE_SINGLENODE"], "1");
+        assert!(!alone.contains_key("SMDATAPARALLEL_SERVER_PORT"));
+        assert_eq!(alone["SM_NETWORK_INTERFACE_NAME"], "lo");
+    }
+}
