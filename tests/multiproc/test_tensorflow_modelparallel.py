@@ -111,6 +111,15 @@ def _errors():
     refused("differing", lambda: differing(x))
     # The job goes on.
     assert (forward(x).merge().numpy() == plain).all()
+    made = []
+
+    @smp.step
+    def growing(x):
+        made.append(tf.Variable(2.0, name="unguarded"))
+        return model(x) * made[-1]
+
+    assert (growing(x).merge().numpy() == 2 * plain).all()
+    refused("again", lambda: growing(tf.ones([8, 3])))
     refused("partition", lambda: smp.partition(2).__enter__())
     refused("groups", smp.get_mp_process_group)
     # What is elsewhere takes no memory.
@@ -132,6 +141,7 @@ def test_what_is_wrong_is_an_error_on_every_rank(ranks):
         "rows": ("ValueError", "3 rows"),
         "independent": ("SMPUsageError", "must depend"),
         "differing": ("SMPMismatchError", "Sin(", "Exp("),
+        "again": ("ValueError", "`unguarded`", "first call"),
         "partition": ("SMPPartitionError", "partition 2 does not exist"),
         "groups": ("NotImplementedError", "torch.distributed"),
     }

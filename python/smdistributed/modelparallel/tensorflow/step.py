@@ -59,6 +59,8 @@ class StepFunction:
                 )
         autograph = options.pop("autograph", True)
         features = options.pop("experimental_autograph_options", None)
+        # That of the last trace.
+        self._model: Any = None
         self._body = function
         if autograph:
             self._body = tf.__internal__.autograph.tf_convert(
@@ -109,10 +111,11 @@ class StepFunction:
         cfg, groups = state.cfg, state.groups
         rank, size = groups.rank_in("pp"), len(groups.members["pp"])
         calls = self._calls(args, kwargs, cfg.microbatches)
-        traced, rows = trace_calls(self._body, calls)
+        model = state.model
+        traced, rows = trace_calls(self._body, calls, model is not None and self._model is model)
         if not traced.called:
             raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
-        model = state.model
+        model = self._model = state.model
         assert model is not None, "the model was called"
         homes = model._smp_homes if model.is_partitioned else None
         is_first = homes is None

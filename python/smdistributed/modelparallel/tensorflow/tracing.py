@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop
@@ -174,15 +174,21 @@ class Trace:
             yield
 
 
-def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Trace, list[tf.Tensor]]:
+def trace(
+    body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool = False
+) -> tuple[Trace, list[tf.Tensor]]:
     """Traces ``body``.
 
     Args:
         body: Converted by AutoGraph already, if it is to be.
         args, kwargs: Those of one microbatch.
+        again: Whether it has been traced before, and so has made its variables.
 
     Returns:
         The trace, and the tensors of ``args`` and ``kwargs`` that the inputs of its graph stand for, in their order.
+
+    Raises:
+        ValueError: it makes variables again.
     """
     found = Trace()
     before, state.trace = state.trace, found
@@ -190,7 +196,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     try:
         # Operations with effects keep the order of the script, as in any `tf.function`.
         ordered = auto_control_deps.AutomaticControlDependencies()
-        with found.graph.as_default(), ordered, tf.variable_creator_scope(_with_its_value):
+        with found.graph.as_default(), ordered, tf.variable_creator_scope(_refused if again else _with_its_value):
 
             def placeholder(value: Any) -> Any:
                 if not isinstance(value, tf.Tensor):
@@ -213,7 +219,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def trace_calls(
-    body: Callable[..., Any], calls: Sequence[tuple[Sequence[Any], dict[str, Any]]]
+    body: Callable[..., Any], calls: Sequence[tuple[Sequence[Any], dict[str, Any]]], again: bool
 ) -> tuple[Trace, list[list[tf.Tensor]]]:
     """Traces ``body`` with the arguments of the first microbatch.
 
@@ -223,18 +229,20 @@ def trace_calls(
     Args:
         body: Converted by AutoGraph already, if it is to be.
         calls: The arguments of each microbatch.
+        again: Whether it has been traced before.
 
     Returns:
         The trace, and for each microbatch the tensors that the inputs of its graph stand for, in their order.
 
     Raises:
         SMPUsageError: the body computes something else with another microbatch.
+        ValueError: it makes variables again.
     """
-    found, given = trace(body, *calls[0])
+    found, given = trace(body, *calls[0], again)
     rows = [given, *([each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls[1:])]
     if not any(_hide_tensors(calls[0], call) for call in calls[1:]):
         return found, rows
-    others = [found, *(trace(body, *call)[0] for call in calls[1:])]
+    others = [found, *(trace(body, *call, again)[0] for call in calls[1:])]
     first = _lines(found)
     for number, other in enumerate(others):
         for ours, theirs in itertools.zip_longest(first, _lines(other), fillvalue="nothing"):
@@ -276,6 +284,14 @@ def _lines(found: Trace) -> list[str]:
         return f"{op.type}{contents.of(op)}({takes}) -> {makes}"
 
     return [line(op) for op in ops]
+
+
+def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
+    """As a ``tf.function`` refuses them: each trace would have variables of its own."""
+    raise ValueError(
+        f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced again: as in a "
+        "`tf.function`, variables are made in the first call only, or outside"
+    )
 
 
 def _with_its_value(create: Callable[..., Any], **options: Any) -> Any:
