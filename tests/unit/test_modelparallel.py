@@ -352,6 +352,52 @@ def test_whom_nobody_gives_values_is_named():
         _settled(buffers)
 
 
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class _ByData(torch.nn.Module):
+    """Starts past autograd, has nothing in a parameter, a buffer that is given values, and computed weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(3))
+        self.register_buffer("mean", torch.zeros(2))
+        self.empty = torch.nn.Linear(0, 4)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2))
+        self.doubled = torch.nn.utils.parametrize.register_parametrization(torch.nn.Linear(3, 2), "weight", _Doubled())
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.weight.data.uniform_()
+        self.mean.zero_()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_delayed_parameters_start_past_autograd_and_behind_parametrizations_and_buffers_keep_their_values():
+    torch.manual_seed(5)
+    plain = _ByData()
+    with delay_param_initialization():
+        delayed = _ByData()
+    for model in (plain, delayed):
+        model.mean.fill_(4)
+        model.norm.running_mean.fill_(7)
+    torch.manual_seed(5)
+    _settled(delayed)
+    found, expected = delayed.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_recurrent_layers_of_other_partitions_keep_no_memory():
+    model = torch.nn.Sequential(torch.nn.LSTM(4, 3), torch.nn.Linear(3, 1))
+    settle(model, types.SimpleNamespace(of=lambda module: int(module is model[0])), 0, torch.device("cpu"))
+    assert all(isinstance(weight, Absent) for weight in model[0]._flat_weights)
+    assert model[0]._flat_weights[0] is model[0].weight_ih_l0
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_models_of_hugging_face_start_as_they_do_without_delay(wrapped):
     transformers = pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -68,6 +69,9 @@ def settle(
                 full = f"{path}.{name}" if path else name
                 replaced[id(tensor)] = tensor, Absent(tensor, full, rank, device)
             table[name] = replaced[id(tensor)][1]
+        if rank != partition and isinstance(module, nn.RNNBase):
+            # Its list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
+            module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
     return replaced
 
 
@@ -108,7 +112,12 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
     Args:
         fresh: Names in the model, by identity.
     """
-    versions = {id(tensor): tensor._version for tensor in _tensors(root) if id(tensor) in fresh}
+    # What cannot be NaN shows it by its version alone, which writes through `.data` do not raise.
+    versions = {
+        id(tensor): tensor._version
+        for tensor in _tensors(root)
+        if id(tensor) in fresh and not (tensor.is_floating_point() or tensor.is_complex())
+    }
     modules = [module for module in _inside_first(root) if any(id(tensor) in fresh for tensor in _tensors(module))]
     owners: dict[int, nn.Module] = {}
     _find_owners(root, None, owners)
@@ -116,12 +125,17 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
-                reset()
+                with _parametrized_in_reach(module, fresh):
+                    reset()
         for module in modules:
             if id(module) in owners:
                 owners[id(module)]._init_weights(module)
     for tensor in _tensors(root):
-        if id(tensor) in fresh and (_has_nan(tensor) or tensor._version == versions[id(tensor)]):
+        if (
+            id(tensor) in fresh
+            and tensor.numel()
+            and (tensor._version == versions[id(tensor)] if id(tensor) in versions else _has_nan(tensor))
+        ):
             raise SMPPartitionError(
                 f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and neither "
                 "`reset_parameters` of its module nor `_init_weights` of the model gives it values, so nobody knows those "
@@ -163,22 +177,59 @@ def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, n
 @contextmanager
 def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
     """What has values, or is on another partition, keeps it while modules around it write theirs; and what several
-    modules share is the first one's."""
-    kept = []
+    modules share is the first one's. Buffers can be read."""
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
     twins: dict[int, nn.Parameter] = {}
     seen: set[int] = set()
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) not in fresh or id(parameter) in seen):
-                kept.append((module, name, parameter))
+                kept.append((module._parameters, name, parameter))
                 twin = twins.setdefault(id(parameter), _alike(parameter, parameter.detach().to("meta")))
                 module._parameters[name] = twin
             seen.add(id(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in fresh and not is_lazy(buffer):
+                kept.append((module._buffers, name, buffer))
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
-        for module, name, parameter in kept:
-            module._parameters[name] = parameter
+        for table, name, tensor in kept:
+            table[name] = tensor
+
+
+@contextmanager
+def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
+    """What is computed from other parameters, as by ``parametrizations.weight_norm``, can be written to, as it was when the
+    constructor ran; those parameters are then what ``right_inverse`` makes of it."""
+    if not parametrize.is_parametrized(module):
+        yield
+        return
+    # In a cache, all that ask for it get the same tensor.
+    with parametrize.cached():
+        values = {
+            name: getattr(module, name)
+            for name, chain in module.parametrizations.items()
+            if any(id(parameter) in fresh for parameter in chain._parameters.values())
+        }
+        yield
+    for name, value in values.items():
+        chain: Any = module.parametrizations[name]
+        for step in reversed(chain):
+            try:
+                value = step.right_inverse(value) if hasattr(step, "right_inverse") else value
+            except NotImplementedError:
+                # It counts as the identity, as when it was registered.
+                continue
+        originals = (
+            [chain.original] if chain.is_tensor else [getattr(chain, f"original{at}") for at in range(chain.ntensors)]
+        )
+        for original, part in zip(originals, [value] if chain.is_tensor else value, strict=True):
+            original.copy_(part)
 
 
 @torch.no_grad()
