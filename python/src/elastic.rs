@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use smd_core::launch::elastic::{Action, Cooldown, Driver, Hosts, Limits, Outcome, WorkerId, jitter};
 
+/// A kind, workers, a host and slot, a number, a text.
+type ActionRow = (&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String);
+
 fn seconds(number: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(number)
         .map_err(|error| pyo3::exceptions::PyValueError::new_err(format!("{number} is no number of seconds: {error}")))
@@ -115,7 +118,7 @@ impl ElasticDriver {
 
     /// What is to be done since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1 for
     /// removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (by rank), `notify` and `say`.
-    fn take_actions(&mut self) -> Vec<(&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String)> {
+    fn take_actions(&mut self) -> Vec<ActionRow> {
         let plain = |kind, workers| (kind, workers, None, 0, String::new());
         let rows = self.driver.take_actions().into_iter().map(|action| match action {
             Action::Start { worker, place, .. } => {
