@@ -115,7 +115,9 @@ def _save(folder, partitions):
         for step in (1, 2, 3):
             manager.save(step, content)
         with pytest.raises(smp.exceptions.SMPCheckpointError, match="is a builtins"):
-            manager.save(4, object()) if smp.rank() == 0 else _raise(smp)
+            manager.save(4, object())
+        _one_rank_fails(smp, model, manager, folder)
+    _one_rank_knows_better(smp, torch, model, whole["model"])
     smp.save_checkpoint(f"{folder}/files", "t", model=model, optimizer=optimizer, user_content={"epoch": 3})
     smp.save_checkpoint(f"{folder}/full", "t", partial=False, model=model, user_content={"epoch": 3})
     smp.save_checkpoint(f"{folder}/other", "t", model=model, optimizer=optimizer, format="sharded")
@@ -130,8 +132,41 @@ def _save(folder, partitions):
     return float(after)
 
 
-def _raise(smp):
-    raise smp.exceptions.SMPCheckpointError("`user_content` is a builtins.object")
+def _one_rank_fails(smp, model, manager, folder):
+    """All hear of it, and none waits."""
+
+    def fail():
+        raise ValueError("not now")
+
+    module = next(module for _, module in model.local_named_modules() if hasattr(module, "seen"))
+    if (smp.pp_rank(), smp.dp_rank()) == (1, 0):
+        module.get_extra_state = fail
+    fails = pytest.raises(smp.exceptions.SMPCheckpointError, match=r"rank \d: .*not now")
+    if smp.dp_rank() == 0:
+        with fails:
+            model.state_dict()
+    with fails:
+        manager.save(5)
+    for partial in (True, False):
+        with fails:
+            smp.save_checkpoint(f"{folder}/files", "failed", partial, model)
+    vars(module).pop("get_extra_state", None)
+    with pytest.raises(smp.exceptions.SMPCheckpointError, match="rank 0: NotADirectoryError"):
+        smp.CheckpointManager("/dev/null/folder")
+
+
+def _one_rank_knows_better(smp, torch, model, whole):
+    """Hooks after loading may change what is missing, for all."""
+    found = {**whole, "more": torch.zeros(1)}
+    module = next(module for _, module in model.local_named_modules() if hasattr(module, "seen"))
+    if smp.pp_rank() == 1:
+        hook = module.register_load_state_dict_post_hook(lambda _, keys: keys.unexpected_keys.remove("more"))
+    model.load_state_dict(found)
+    if smp.pp_rank() == 1:
+        hook.remove()
+        found["blocks.3.2.bias"] = torch.zeros(1)
+    with pytest.raises(smp.exceptions.SMPCheckpointError, match=r"has the shape \[1\].*not in the model `more`"):
+        model.load_state_dict(found)
 
 
 def _same(torch, found, expected, where):
@@ -193,7 +228,7 @@ def _load(folder, partitions, kind, before):
         assert optimizer.state_dict()["param_groups"] == expected["optimizer"]["param_groups"]
     else:
         model.module._register_state_dict_hook(lambda *_: None)
-        with pytest.raises(smp.exceptions.SMPUnsupportedError, match="`Model` makes its state in its own way"):
+        with pytest.raises(smp.exceptions.SMPCheckpointError, match="`Model` makes its state in its own way"):
             model.state_dict()
         model.module._state_dict_hooks.clear()
     loss = train(7)

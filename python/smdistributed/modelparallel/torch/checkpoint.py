@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import state_dicts
-from smdistributed.modelparallel.torch.communication import barrier
+from smdistributed.modelparallel.torch.communication import barrier, together
 from smdistributed.modelparallel.torch.manager import CheckpointManager
 from smdistributed.modelparallel.torch.state import state
 
@@ -94,6 +95,9 @@ def save_checkpoint(
         translate_if_full: accepted; models keep their own names, so there is nothing to translate.
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that.
         format: ``"torch"``, or ``"sharded"``: that of :class:`CheckpointManager`, at ``path/{tag}``.
+
+    Raises:
+        SMPCheckpointError: it could not be written, here or on another rank.
     """
     del translate_if_full
     if format not in ("torch", "sharded"):
@@ -115,57 +119,71 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
     groups = state.groups
     name = tag.removesuffix(_PARTIAL) + _PARTIAL
     place, folder = root / name, root / f".{name}.new"
-    if groups.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    barrier()
-    if groups.rank_in("rdp") == 0:
-        info = _rank_info(False)
-        if model is not None:
-            _put(model.local_state_dict(), folder / f"model_{info}.pt")
-        if optimizer is not None:
-            _put(optimizer.local_state_dict(), folder / f"optimizer_{info}.pt")
-    if groups.rank == 0:
-        if model is not None:
-            assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
-            _put({"partitions": len(groups.members["pp"]), "assignment": assignment}, folder / "partition.pt")
-        if user_content is not None:
-            _put(user_content, folder / "user_content.pt")
-    barrier()
-    if groups.rank == 0:
-        if place.exists():
-            old = root / f".{name}.old"
-            shutil.rmtree(old, ignore_errors=True)
-            place.rename(old)
-            folder.rename(place)
-            shutil.rmtree(old)
-        else:
-            folder.rename(place)
-        _put_text(name, root / _NEWEST)
-        if keep is not None:
-            others = [other for other in root.glob(f"*{_PARTIAL}") if other.is_dir() and other != place]
-            others.sort(key=lambda other: other.stat().st_mtime_ns, reverse=True)
-            for other in others[max(keep, 1) - 1 :]:
-                away = root / f".{other.name}.gone"
-                other.rename(away)
-                shutil.rmtree(away)
-    barrier()
+
+    def start() -> None:
+        if groups.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    def write() -> None:
+        if groups.rank_in("rdp") == 0:
+            info = _rank_info(False)
+            if model is not None:
+                _put(model.local_state_dict(), folder / f"model_{info}.pt")
+            if optimizer is not None:
+                _put(optimizer.local_state_dict(), folder / f"optimizer_{info}.pt")
+        if groups.rank == 0:
+            if model is not None:
+                assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
+                _put({"partitions": len(groups.members["pp"]), "assignment": assignment}, folder / "partition.pt")
+            if user_content is not None:
+                _put(user_content, folder / "user_content.pt")
+
+    def finish() -> None:
+        if groups.rank == 0:
+            _take_place(root, place, folder, keep)
+
+    for do in (start, write, finish):
+        together(do, CommGroup.WORLD, f"checkpoint `{place}` could not be written")
+
+
+def _take_place(root: Path, place: Path, folder: Path, keep: int | None) -> None:
+    """Gives what was written in ``folder`` its name, ``place``; of others, ``keep`` in all stay."""
+    if place.exists():
+        old = root / f".{place.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+        folder.rename(place)
+        shutil.rmtree(old)
+    else:
+        folder.rename(place)
+    _put_text(place.name, root / _NEWEST)
+    if keep is not None:
+        others = [other for other in root.glob(f"*{_PARTIAL}") if other.is_dir() and other != place]
+        others.sort(key=lambda other: other.stat().st_mtime_ns, reverse=True)
+        for other in others[max(keep, 1) - 1 :]:
+            away = root / f".{other.name}.gone"
+            other.rename(away)
+            shutil.rmtree(away)
 
 
 def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
     groups = state.groups
-    if groups.rank_in("rdp") == 0 and model is not None:
-        whole = model.state_dict(gather_to_rank0=True)
-        if groups.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            _put(whole, root / tag)
-    if groups.rank == 0:
+
+    def write() -> None:
+        # A replica gathers its state, and all of its ranks succeed or fail in that.
+        whole = model.state_dict(gather_to_rank0=True) if groups.rank_in("rdp") == 0 and model is not None else None
+        if groups.rank != 0:
+            return
         root.mkdir(parents=True, exist_ok=True)
+        if whole is not None:
+            _put(whole, root / tag)
         if user_content is not None:
             _put(user_content, root / f"user_content_{tag}")
         else:
             (root / f"user_content_{tag}").unlink(missing_ok=True)
-    barrier()
+
+    together(write, CommGroup.WORLD, f"checkpoint `{root / tag}` could not be written")
 
 
 def resume_from_checkpoint(
@@ -280,11 +298,12 @@ def _rank_info(replica: bool) -> str:
 def _next_step(root: Path) -> int:
     from smdistributed import _core
 
-    found = _core.checkpoint_list(os.fspath(root)) if root.is_dir() else []
-    step = found[-1][0] + 1 if found else 0
+    def look() -> int:
+        found = _core.checkpoint_list(os.fspath(root)) if root.is_dir() else []
+        return found[-1][0] + 1 if found else 0
+
     # Nobody saves until all have looked.
-    barrier()
-    return step
+    return together(look, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed")
 
 
 def _put(obj: Any, path: Path, **options: Any) -> None:

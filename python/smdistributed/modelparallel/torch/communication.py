@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from smdistributed._common import errors
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
+_T = TypeVar("_T")
 #: Tags in the group of all ranks: what a message holds, and that it has been taken.
 _CONTENT, _TAKEN = 1, 2
 
@@ -73,7 +75,10 @@ def _unpacked(messages: list[torch.Tensor], on_host: bool) -> Any:
 
 def _post(value: Any, ranks: list[int]) -> None:
     """Gives ``value`` to other global ranks; returns when they have it."""
-    messages = _packed(value)
+    _send(_packed(value), ranks)
+
+
+def _send(messages: list[torch.Tensor], ranks: list[int]) -> None:
     sizes = torch.tensor([message.numel() for message in messages])
     works = []
     for rank in ranks:
@@ -101,9 +106,12 @@ def _world() -> dist.ProcessGroup | None:
     return state.groups.objects("world")
 
 
-def _gather(value: Any, name: str, on_host: bool = False) -> list[Any]:
+def _gather(value: Any, name: str) -> list[Any]:
+    return _exchanged(_packed(value), name, on_host=False)
+
+
+def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[Any]:
     members, ours = state.groups.members[name], state.groups.objects(name)
-    messages = _packed(value)
     if len(members) == 1:
         return [_unpacked(messages, on_host)]
     counts = torch.empty(len(members), dtype=torch.int64)
@@ -117,17 +125,50 @@ def _gather(value: Any, name: str, on_host: bool = False) -> list[Any]:
     return [_unpacked([part.clone() for part in content.split(size.tolist())], on_host) for content, size in pairs]
 
 
-def gather_on_host(value: Any, group: CommGroup, first_only: bool = False) -> list[Any]:
-    """The values of all ranks of ``group``, with their tensors in host memory: on each of them, or on the first one only, and
-    nothing on the others."""
+def together(do: Callable[[], _T], group: CommGroup, what: str) -> _T:
+    """What ``do`` returns here. All ranks of ``group`` call it, and none returns before all have ended; what goes wrong on any is
+    raised on all. In ``do``, ranks exchange nothing but what fails on
+    all that take part.
+
+    Args:
+        what: What has not happened then, as "the state could not be gathered".
+
+    Raises:
+        SMPCheckpointError: ``do`` failed, here or on another rank.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = do()
+    except Exception as error:
+        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
+    failures = [each for each in allgather(failure, group) if each is not None]
+    if failures:
+        raise SMPCheckpointError(f"{what}: {'; '.join(failures)}") from cause
+    return result  # type: ignore[return-value]
+
+
+def gather_on_host(
+    make: Callable[[], Any],
+    group: CommGroup,
+    *,
+    first_only: bool = False,
+    what: str = "the state could not be gathered",
+) -> list[Any]:
+    """What ``make`` returns on all ranks of ``group``, with its tensors in host memory: on each of them, or on the first one only,
+    and nothing on the others.
+
+    Raises:
+        SMPCheckpointError: ``make`` failed, here or on another rank, or its value cannot be pickled.
+    """
+    messages = together(lambda: _packed(make()), group, what)
     with errors.translated(CLASSES):
         members = state.groups.members[group.value]
         if not first_only or len(members) == 1:
-            return _gather(value, group.value, on_host=True)
+            return _exchanged(messages, group.value, on_host=True)
         if state.groups.rank != members[0]:
-            _post(value, members[:1])
+            _send(messages, members[:1])
             return []
-        mine = [message.clone() for message in _packed(value)]
+        mine = [message.clone() for message in messages]
         return [_unpacked(mine, on_host=True), *(_take(rank, on_host=True) for rank in members[1:])]
 
 

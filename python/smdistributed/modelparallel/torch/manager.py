@@ -19,8 +19,9 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import content, state_dicts
-from smdistributed.modelparallel.torch.communication import barrier
+from smdistributed.modelparallel.torch.communication import together
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
@@ -69,14 +70,16 @@ class CheckpointManager:
         self.threads = threads or max(1, min(8, cores))
         # Memory of copies from devices, kept from one save to the next.
         self._pinned: dict[str, torch.Tensor] = {}
+        together(self._prepare, CommGroup.WORLD, f"`{self.path}` takes no checkpoints")
         with errors.translated(_CLASSES):
-            if groups.rank == 0:
-                os.makedirs(self.path, exist_ok=True)
-                _core.checkpoint_clean(self.path)
-            barrier()
             self._saver = _core.CheckpointSaver(
                 self.path, groups.rank, groups.topology.size, self.threads, durable, keep, timeout_seconds
             )
+
+    def _prepare(self) -> None:
+        if state.groups.rank == 0:
+            os.makedirs(self.path, exist_ok=True)
+            _core.checkpoint_clean(self.path)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -101,14 +104,14 @@ class CheckpointManager:
             SMPCheckpointError: it could not be written, here or on another rank; or the save before it could not.
         """
         model = _model()
+        if not model.is_partitioned:
+            raise SMPUsageError(
+                "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
+            )
         self.wait()
-        tensors = dict(_local_tensors(model, state.optimizer))
-        text = "null"
-        if state.groups.rank == 0:
-            text = self._content(user_content, tensors)
-        if state.groups.rank_in("rdp") == 0:
-            tensors |= _extras(model)
-        copies = self._on_host(tensors)
+        name = tag or f"step-{step}"
+        what = f"checkpoint `{name}` could not be written"
+        copies, text = together(lambda: self._copies(model, user_content), CommGroup.WORLD, what)
         blocks = [_block(name, tensor) for name, tensor in copies.items()]
         places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
@@ -118,10 +121,19 @@ class CheckpointManager:
             "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
             "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
         }
-        name = tag or f"step-{step}"
         with errors.translated(_CLASSES):
             self._saver.save(name, step, shares.attempt(), json.dumps(layout), text, places, self.asynchronous)
         del copies
+
+    def _copies(self, model: Any, user_content: Any) -> tuple[dict[str, torch.Tensor], str]:
+        """What this rank saves: its tensors, in host memory, and on rank 0 a text of the rest."""
+        tensors = dict(_local_tensors(model, state.optimizer))
+        text = "null"
+        if state.groups.rank == 0:
+            text = self._content(user_content, tensors)
+        if state.groups.rank_in("rdp") == 0:
+            tensors |= _extras(model)
+        return self._on_host(tensors), text
 
     def wait(self) -> None:
         """
@@ -321,10 +333,6 @@ def _aliases(model: Any) -> dict[str, str]:
 
 def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """What this rank holds; the same, in the same order, on all replicas."""
-    if not model.is_partitioned:
-        raise SMPUsageError(
-            "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
-        )
     aliases = _aliases(model)
     for name, tensor in state_dicts.model_entries(model).items():
         if not isinstance(tensor, Absent) and name not in aliases:

@@ -118,7 +118,7 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
         for tensor in _tensors(root)
         if id(tensor) in fresh and not (tensor.is_floating_point() or tensor.is_complex())
     }
-    modules = [module for module in _inside_first(root) if any(id(tensor) in fresh for tensor in _tensors(module))]
+    modules = [module for module in inside_first(root) if any(id(tensor) in fresh for tensor in _tensors(module))]
     owners: dict[int, nn.Module] = {}
     _find_owners(root, None, owners)
     with _others_out_of_reach(root, fresh):
@@ -153,13 +153,13 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+def inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
     """Every module once, after those that are in it."""
     seen = set() if seen is None else seen
     if id(module) not in seen:
         seen.add(id(module))
         for child in module.children():
-            yield from _inside_first(child, seen)
+            yield from inside_first(child, seen)
         yield module
 
 

@@ -374,6 +374,9 @@ class DistributedModel(nn.Module):
 
         Args:
             gather_to_rank0: Whether only the first rank gets it; the others get an empty one.
+
+        Raises:
+            SMPCheckpointError: A rank cannot give its part; the same on all ranks of the replica.
         """
         return state_dicts.full_model(self, gather_to_rank0)
 
@@ -384,12 +387,16 @@ class DistributedModel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> None:
-        """Takes a whole state or this rank's part of one; before the division, when the model is divided.
+        """Takes a whole state or this rank's part of one; before the division, when the model is divided. All ranks of one replica
+        call it.
 
         Args:
             state_dict: Of :meth:`state_dict` or :meth:`local_state_dict`, or of the model outside of this library.
             strict: Whether its names must be those of the model.
             same_partition_load: Whether a part is known to be of the same division.
+
+        Raises:
+            SMPCheckpointError: The state does not fit, on any rank of the replica; the same on all of them, when all has been tried.
         """
         found = dict(state_dict)
         self.when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))

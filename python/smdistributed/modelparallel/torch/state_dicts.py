@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupp
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.communication import gather_on_host
 from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
 
 if TYPE_CHECKING:
@@ -99,50 +100,89 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
     """What all ranks of a pipeline hold, in host memory, on each of them, or on the first one only."""
     if not model.is_partitioned:
         return _own(model)
-    parts = gather_on_host(local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
+    parts = gather_on_host(lambda: local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
     merged = {name: entry for part in parts for name, entry in part.items()}
     return {name: merged[name] for name, _ in _entries(model)} if parts else {}
 
 
-@torch.no_grad()
+class _Report(NamedTuple):
+    """How loading went on one rank: names that its part of the model wants and the state has not, and those that the state has
+    and no part wants, each before hooks saw them and after; and what else does not fit."""
+
+    missing_before: list[str]
+    missing: list[str]
+    unexpected_before: list[str]
+    unexpected: list[str]
+    troubles: list[str]
+
+
 def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
-    """Takes what this rank holds from a full dict, or from the partial ones of all ranks."""
+    """Takes what this rank holds from a full dict, or from the partial ones of all ranks. All ranks of a pipeline call it, and
+    come to the same verdict, after what fits has been taken.
+
+    Raises:
+        SMPCheckpointError: a shape does not fit, something is missing or unknown and ``strict``, or a hook or
+            ``set_extra_state`` failed; on any of them.
+    """
     found = dict(found)
+    what = "the state could not be loaded"
     if found.pop(PARTIAL, False) and not same_partition_load:
-        parts = gather_on_host(found, CommGroup.PP_GROUP)
+        parts = gather_on_host(lambda: found, CommGroup.PP_GROUP, what=what)
         found = {name: tensor for part in parts for name, tensor in part.items()}
-    entries, extras = model_entries(model), local_extras(model)
-    local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
-    # Modules may know other names for what they hold.
-    here = state.groups.rank_in("pp")
-    troubles: list[str] = []
-    for path, module in model.module.named_modules():
-        if model.placement.of(module) == here or not same_partition_load:
-            for hook in module._load_state_dict_pre_hooks.values():
-                hook(found, f"{path}." if path else "", {}, strict, [], [], troubles)
+    reports: list[_Report] = gather_on_host(
+        lambda: _load_local(model, found, strict, same_partition_load), CommGroup.PP_GROUP, what=what
+    )
+    missing = _left([(report.missing_before, report.missing) for report in reports])
+    unexpected = _left([(report.unexpected_before, report.unexpected) for report in reports])
+    troubles = list(dict.fromkeys(trouble for report in reports for trouble in report.troubles))
+    if strict and (missing or unexpected):
+        troubles.append(f"missing {_some(missing)}; not in the model {_some(unexpected)}")
     if troubles:
         raise SMPCheckpointError(f"the state does not fit the model: {'; '.join(troubles)}")
-    # All ranks come to the same verdict, if all have the whole state.
+
+
+def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
+    """What hooks have left of names, on whichever rank: a module's hooks run where it is, and may know better than all others."""
+    excused = {name for before, after in reports for name in set(before) - set(after)}
+    return sorted({name for _, after in reports for name in after} - excused)
+
+
+@torch.no_grad()
+def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, same_partition_load: bool) -> _Report:
+    """In the order of torch's ``load_state_dict``: hooks before, values, hooks after, which may change what is missing."""
+    entries, extras = model_entries(model), local_extras(model)
+    local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+    here = state.groups.rank_in("pp")
+    missing: list[str] = []
+    unexpected: list[str] = []
+    troubles: list[str] = []
+    # Modules may know other names for what they hold.
+    for path, module in model.module.named_modules(remove_duplicate=False):
+        if model.placement.of(module) == here or not same_partition_load:
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(found, f"{path}." if path else "", {}, strict, missing, unexpected, troubles)
     known = entries.keys() | extra_entries(model).keys()
     wanted = local.keys() | extras.keys() if same_partition_load else known
-    missing, unexpected = sorted(wanted - found.keys()), sorted(found.keys() - known)
-    if strict and (missing or unexpected):
-        raise SMPCheckpointError(
-            f"the state does not fit the model: missing {_some(missing)}; not in the model {_some(unexpected)}"
-        )
+    missing += sorted(wanted - found.keys() - set(missing))
+    unexpected += sorted(found.keys() - known - set(unexpected))
+    before = list(missing), list(unexpected)
     for name, tensor in local.items():
-        if name in found:
-            if found[name].shape != tensor.shape:
-                raise SMPCheckpointError(
-                    f"`{name}` has the shape {list(found[name].shape)} in the state and {list(tensor.shape)} in the model"
-                )
+        if name not in found:
+            continue
+        if found[name].shape == tensor.shape:
             tensor.copy_(found[name])
+        else:
+            troubles.append(
+                f"`{name}` has the shape {list(found[name].shape)} in the state and {list(tensor.shape)} in the model"
+            )
     for name, module in extras.items():
         if name in found:
             module.set_extra_state(found[name])
-    for _, module in model.local_named_modules():
-        for hook in module._load_state_dict_post_hooks.values():
-            hook(module, _IncompatibleKeys(missing, unexpected))
+    for module in inside_first(model.module):
+        if model.placement.of(module) == here:
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys(missing, unexpected))
+    return _Report(before[0], missing, before[1], unexpected, troubles)
 
 
 def _some(names: list[str]) -> str:
@@ -187,13 +227,14 @@ def merge_optimizers(model: DistributedModel, parts: list[dict[str, Any]]) -> di
 
 def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """What all ranks of a pipeline have, in host memory."""
-    return merge_optimizers(model, gather_on_host(local_optimizer(model, optimizer), CommGroup.PP_GROUP))
+    return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), CommGroup.PP_GROUP))
 
 
 def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
     """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks."""
     if found.get(PARTIAL):
-        found = merge_optimizers(model, gather_on_host(dict(found), CommGroup.PP_GROUP))
+        theirs = found
+        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), CommGroup.PP_GROUP))
     inner = optimizer.optimizer
     if len(found["param_groups"]) != len(inner.param_groups):
         raise SMPCheckpointError(
@@ -202,8 +243,8 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
     ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
     if ids and isinstance(ids[0], int):
         # One of torch's own, which counts parameters in the order of its groups.
-        own = {**local_optimizer(model, optimizer), "state": {}}
-        whole = merge_optimizers(model, gather_on_host(own, CommGroup.PP_GROUP))["param_groups"]
+        parts = gather_on_host(lambda: {**local_optimizer(model, optimizer), "state": {}}, CommGroup.PP_GROUP)
+        whole = merge_optimizers(model, parts)["param_groups"]
         sizes = [len(group["params"]) for group in found["param_groups"]]
         if sizes != [len(group["params"]) for group in whole]:
             raise SMPCheckpointError(
