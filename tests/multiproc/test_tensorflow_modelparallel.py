@@ -389,12 +389,30 @@ def _calls(folder):
         def forward(self, x):
             return self.model(x)
 
-    steps, hook = Steps(ByHand()), smp.register_post_partition_hook(lambda: [][smp.rank()] if smp.rank() else None)
-    with pytest.raises((IndexError, SMPUsageError), match=r"list index out of range|partition 1: IndexError"):
-        steps.forward(y)
-    smp.state.hooks.remove(hook)
+    # What fails after the division is done again; what comes after it is not left out.
+    steps, called, given = Steps(ByHand()), [], {}
+    smp.register_post_partition_hook(lambda: called.append("one") if rank == 0 else given["one"])
+    smp.register_post_partition_hook(lambda: called.append("two"))
+    for _ in range(2):
+        with pytest.raises((KeyError, SMPUsageError), match=r"'one'|partition 1: KeyError"):
+            steps.forward(y)
+    assert called == ["one", "two"][rank:]
+    given["one"] = True
     concrete = steps.forward.get_concrete_function(y)
     np.testing.assert_allclose(concrete(y).merge(), steps.forward(y).merge())
+    assert called == ["one", "two"][rank:]
+
+    # Nothing to train, on any partition.
+    optimizer = sgd()
+
+    @smp.step
+    def apart(x):
+        outputs = steps.model(x)
+        return optimizer.get_gradients(tf.reduce_sum(x), steps.model.trainable_variables), outputs
+
+    pairs = list(zip(apart(y)[0], steps.model.trainable_variables, strict=False))
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply_gradients(pairs)
     smp.barrier()
     with open(file) as text:
         assert json.load(text) == {"one": 0, "one:1": 1}

@@ -153,6 +153,86 @@ def test_replicas_whose_gradients_differ_are_told(ranks):
         assert "has `no gradient of" in text, told
 
 
+def _parts():
+    """Gradients in other places than a list of all; and a replica that returns none of those that it computes."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPUsageError
+
+    smp.init({"partitions": 1, "microbatches": 2, "ddp": True})
+
+    class Shift(tf.keras.layers.Layer):
+        def build(self, shape):
+            self.parts = [self.add_weight(shape=(4,), name=f"part{i}") for i in range(2)]
+            self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+        def call(self, x):
+            one, other = map(tf.convert_to_tensor, self.parts)
+            return (x + (one + other)) * self.scale
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.shift = tf.keras.layers.Embedding(5, 4), Shift()
+
+        def call(self, x):
+            return self.shift(self.rows(x))
+
+    model = Model()
+
+    def computed(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - 1.0) ** 2)
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    @smp.step
+    def clipped(x):
+        found, norm = tf.clip_by_global_norm(computed(x)[0], 0.1)
+        return {"rows": found[0], "some": (found[1], found[3])}, norm
+
+    @smp.step
+    def shared(x):
+        found, _ = computed(x)
+        return {"one": found[1], "other": found[2]}
+
+    @smp.step
+    def flat(x):
+        found = [tf.convert_to_tensor(each) for each in computed(x)[0]]
+        whole = tf.concat([tf.reshape(each, [-1]) for each in found], 0)
+        return [tf.reshape(each, [4]) for each in tf.split(whole, [20, 4, 4, 1])[1:3]]
+
+    x = tf.constant([[0], [1], [2], [2]]) + smp.rank()
+    found, norm = clipped(x)
+    gradients = [found["rows"], *found["some"], *shared(x).values()]
+    assert [each.accumulate().shape.rank for each in gradients] == [2, 1, 0, 1, 1]
+    for each in gradients:
+        mean = sum(tf.convert_to_tensor(part) for part in each.outputs) / 2
+        own = smp.allgather(mean.numpy())
+        assert not np.array_equal(*own)
+        np.testing.assert_allclose(each.accumulate(), np.mean(own, 0), atol=1e-7)
+    assert len(set(smp.allgather(float(norm.reduce_mean())))) == 2
+    with pytest.raises(SMPUsageError, match=r"Reshape.*whether it is the gradient of .*part0.* or .*part1"):
+        flat(x)
+    # Who computes none need not run it.
+    if smp.rank() == 0:
+        smp.step(lambda x: model(x))(x)
+    step = smp.step(lambda x: computed(x)[smp.rank()])
+    try:
+        step(x)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_gradients_are_known_wherever_they_are():
+    for told in run_ranks(_parts, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=170):
+        assert told is not None
+        assert told[0] == "SMPMismatchError", told
+        assert "where rank 1 has `nothing`" in told[1], told
+
+
 def _train():
     import tensorflow as tf
 

@@ -410,6 +410,23 @@ def _slices():
     expected = plain(x).merge()
     np.testing.assert_allclose(outputs.merge(), expected, atol=1e-6)
     np.testing.assert_allclose(sums.merge(), tf.reduce_sum(x, 1) + tf.reduce_sum(expected + y, 1), atol=1e-5)
+
+    # Pieces that were there before, small ones, also in a branch.
+    class Ready(Ragged):
+        def __init__(self, pieces):
+            self.pieces = pieces
+
+        def smp_slice(self, num_mb, mb, axis):
+            return Ragged(self.pieces[mb])
+
+    @smp.step
+    def branching(ragged):
+        rows = ragged.rows()
+        return model(rows) + tf.cond(rows[0, 0] < 9.0, lambda: tf.reduce_sum(ragged.rows()), lambda: 0.0)
+
+    pieces = tf.split(x, 2)
+    expected = [model_rows + tf.reduce_sum(piece) for model_rows, piece in zip(plain(x), pieces, strict=True)]
+    np.testing.assert_allclose(branching(Ready(pieces)).merge(), tf.concat(expected, 0), atol=1e-5)
     with pytest.raises(SMPUsageError, match="with microbatch 1 and"):
         step(Counting(x), y)
     smp.barrier()

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gradients_util
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.exceptions import SMPUsageError
 
 
 class Derivatives:
@@ -46,6 +47,11 @@ class Derivatives:
                 self._known.setdefault(_tensor(value).name, set()).add(id(handle))
         return found
 
+    @property
+    def are_there(self) -> bool:
+        """Whether gradients of variables have been computed."""
+        return bool(self._known)
+
     def variables_of(self, value: Any) -> set[int]:
         """Handles, by identity, of the variables whose gradients ``value`` comes from."""
         found: set[int] = set()
@@ -59,13 +65,58 @@ class Derivatives:
                 pending += tensor.op.inputs
         return found
 
-    def variable_of(self, value: Any, variables: Sequence[Any]) -> Any:
-        """The one of ``variables`` whose gradient ``value`` is, in its shape and type; ``None`` if it is no gradient."""
+    def variable_of(self, value: Any, variables: Sequence[Any], of_replicas: bool) -> Any:
+        """The one of ``variables`` whose gradient ``value`` is, in its shape and type; ``None`` if it is no gradient. Of several of one
+        shape, such as those of variables that are added up, it is the first.
+
+        Args:
+            value: What a body returns.
+            variables: Those of the model.
+            of_replicas: Whether replicas reduce gradients, which none may miss.
+
+        Raises:
+            SMPUsageError: replicas would have to know whether it is one, and that cannot be told.
+        """
         if not isinstance(value, tf.Tensor | tf.IndexedSlices):
             return None
-        fitting = [each for each in variables if fits(value, each)]
-        of = self.variables_of(value) if fitting else set()
-        return next((each for each in fitting if of == {id(underlying(each).handle)}), None)
+        of = self.variables_of(value)
+        fitting = [each for each in variables if id(underlying(each).handle) in of and fits(value, each)]
+        if not fitting:
+            return None
+        known = of if len(of) == 1 else self._of_its_shape(value)
+        found = [each for each in fitting if id(underlying(each).handle) in known]
+        if len(found) == 1 or (found and _has_shape(value)):
+            return found[0]
+        if of_replicas and value.shape.rank != 0:
+            names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
+            raise SMPUsageError(
+                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from gradients of several "
+                f"variables: replicas cannot tell whether it is the gradient of {names}, of which they need the mean; return gradients "
+                "as a list with one for each of `model.trainable_variables`, and other values in another shape"
+            )
+        return None
+
+    def _of_its_shape(self, value: Any) -> set[int]:
+        """Handles, by identity, of the variables whose gradients become ``value`` number by number, as one that is scaled by a norm of all
+        of them does: what that was made of has another shape."""
+        found: set[int] = set()
+        pending, seen = [_tensor(value)], set()
+        while pending:
+            tensor = pending.pop()
+            if tensor.name in self._known:
+                found |= self._known[tensor.name]
+            elif tensor.name not in seen:
+                seen.add(tensor.name)
+                pending += [
+                    each
+                    for each in tensor.op.inputs
+                    if each.shape.rank == tensor.shape.rank and each.shape.is_compatible_with(tensor.shape)
+                ]
+        return found
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
 
 
 def fits(value: Any, variable: Any) -> bool:

@@ -56,7 +56,8 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
     Args:
         sums: This rank's gradients, ``None`` among them or not; slices become dense.
         variables: What they are gradients of.
-        everywhere: A microbatch's gradient and its variable, those of all partitions.
+        everywhere: A microbatch's gradient and its variable, those of all partitions; none if a body computes gradients and does not
+            return them, which another replica may do.
     """
     groups = state.groups
     lines = [

@@ -148,30 +148,34 @@ class DistributedModel(_Model):
     # Being divided.
 
     def _smp_divide(self, homes: Homes) -> None:
-        """The partition is decided: frees what belongs to others, and runs the hooks."""
-        self.__dict__.update(_smp_homes=homes, _smp_slots=[])
+        """The partition is decided: frees what belongs to others. The hooks come next."""
+        self.__dict__.update(_smp_homes=homes, _smp_slots=[], _smp_owes_hooks=True)
         self._smp_free()
         slots.divide()
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()
-        with tf.init_scope():
-            self._smp_call_hooks()
 
     def _smp_call_hooks(self) -> None:
-        """Raises what goes wrong in one on all ranks of the pipeline: the others would wait for this one in the step."""
-        failure: Exception | None = None
-        try:
+        """Calls hooks that have not been called, or have failed, if there are any on a rank of the pipeline. Raises what goes wrong in one on
+        all of them: the others would wait for this one in the step. No step runs before all have succeeded."""
+        if not self.__dict__["_smp_owes_hooks"]:
+            return
+        failed: list[tuple[Callable[[], Any], Exception]] = []
+        with tf.init_scope():
             for hook in state.hooks:
-                hook()
-        except Exception as error:
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+                try:
+                    hook()
+                except Exception as error:
+                    failed.append((hook, error))
+        state.hooks[:] = [hook for hook, _ in failed]
+        told = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
         failures = communication.allgather(told, CommGroup.PP_GROUP)
-        if failure is not None:
-            raise failure
+        for _, error in failed:
+            raise error
         for place, text in enumerate(failures):
-            if text is not None:
+            if text:
                 raise SMPUsageError(f"what is done when the model has been divided failed on partition {place}: {text}")
+        self.__dict__["_smp_owes_hooks"] = False
 
     def _smp_start_alike(self) -> None:
         """Replicas start with the weights of the first one, as they get the same gradients from then on."""
@@ -205,15 +209,15 @@ class DistributedModel(_Model):
         self._smp_write(lambda: tf.saved_model.save(self, save_path, signatures=self._smp_signatures()), save_path)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
         self._smp_write(lambda: super(DistributedModel, self).save_weights(filepath, *args, **kwargs), filepath)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
         self._smp_write(lambda: super(DistributedModel, self).save(filepath, *args, **kwargs), filepath)
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. Once it is divided, all ranks call it, with the same path; the first one writes."""
+        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
         self._smp_write(lambda: super(DistributedModel, self).export(filepath, *args, **kwargs), filepath)
 
     def save_own_variables(self, store: Any) -> None:
@@ -239,8 +243,8 @@ class DistributedModel(_Model):
         return bool(self.__dict__.get("_smp_plain"))
 
     def _smp_write(self, write: Callable[[], Any], path: Any) -> None:
-        """Calls ``write`` on the first rank, which has the values of all variables by then."""
-        if not self.is_partitioned or self._smp_is_gathered:
+        """Calls ``write`` on the first rank, which has the values of all variables by then, as any has before the first step."""
+        if self._smp_is_gathered:
             write()
             return
         groups = state.groups
@@ -250,7 +254,7 @@ class DistributedModel(_Model):
                 f"the whole model is written once, to one path, and the ranks give it {sorted(set(paths))}"
             )
         try:
-            failure = self._smp_gather() if groups.rank_in("dp") == 0 else None
+            failure = self._smp_gather() if self.is_partitioned and groups.rank_in("dp") == 0 else None
 
             def first() -> None:
                 if failure is not None:
@@ -263,7 +267,8 @@ class DistributedModel(_Model):
             communication.together(first, str(path))
         finally:
             self.__dict__["_smp_plain"] = False
-            self._smp_free()
+            if self.is_partitioned:
+                self._smp_free()
 
     def _smp_gather(self) -> Exception | None:
         """Gives the first rank of the pipeline the values of all variables, one after the other; what went wrong, if anything did."""
@@ -364,9 +369,13 @@ def partition(index: int) -> Iterator[None]:
 
 
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
-    """Has ``hook`` called once, when the model has been divided and before its first forward; at once if it has been."""
-    state.hooks.append(hook)
+    """Has ``hook`` called once, when the model has been divided and before its first forward; at once if it has been.
+
+    If it raises in the first step, that fails, and the next one calls it again; none runs before it has succeeded.
+    """
     if state.model is not None and state.model.is_partitioned:
         with tf.init_scope():
             hook()
+    else:
+        state.hooks.append(hook)
     return hook

@@ -132,6 +132,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
 
     Raises:
         SMPUnsupportedError: the optimizer would not do what it does in one process.
+        ValueError: there are no gradients, here or on other partitions; the same on all ranks.
     """
     if id(optimizer) in _updating or not _are_of_the_model(variables):
         yield gradients
@@ -149,6 +150,11 @@ def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
         _check(optimizer)
     if hasattr(optimizer, "inner_optimizer"):
         return gradients
+    if divided and not state.has_gradients and all(gradient is None for gradient in gradients):
+        # As Keras. Steps are traced whole, so all ranks know it.
+        raise ValueError(
+            "No gradients provided for any variable: no step has computed one of a variable, on any partition."
+        )
     slots.build(optimizer)
     clipnorm = getattr(optimizer, "global_clipnorm", None)
     if divided and clipnorm is not None:

@@ -22,7 +22,8 @@ class State:
         initialized: Whether ``smp.init`` has been called.
         model: The distributed model, if there is one.
         trace: What is being traced, inside of the body of a step.
-        hooks: What is called when the model has been divided.
+        hooks: What is still to be called when the model has been divided.
+        has_gradients: Whether a step has computed any.
         optimizers: Those that have been built, with the variables that they were built for.
     """
 
@@ -31,6 +32,7 @@ class State:
         self.model: DistributedModel | None = None
         self.trace: Trace | None = None
         self.hooks: list[Callable[[], Any]] = []
+        self.has_gradients = False
         self.optimizers: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._cfg: Config | None = None
         self._groups: TensorFlowGroups | None = None

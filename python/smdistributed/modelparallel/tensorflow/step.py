@@ -122,8 +122,10 @@ class StepFunction:
         operations = Operations(traced)
         if is_first:
             homes = placement.decide(traced, operations, cfg)
+        state.has_gradients |= traced.derivatives.are_there
         places = placement.place(traced, operations, homes, cfg)
-        template, wanted = self._wanted(traced, homes, size)
+        reduces = cfg.ddp and groups.data is not None
+        template, wanted = self._wanted(traced, homes, size, reduces)
         _check_dependence(traced, wanted)
         layout = Layout(operations, places, wanted, rank, cfg)
         if is_first:
@@ -131,15 +133,15 @@ class StepFunction:
             model._smp_divide(homes)
             if groups.pipe is not None:
                 channels.open_between(groups, layout)
+        model._smp_call_hooks()
         found = _gradients(template[rank])
-        reduces = cfg.ddp and groups.data is not None
         early = {part.name for each in found for part in _parts(each)} if reduces else set()
         to_sum = {each.value.name for each in found if isinstance(each.value, tf.Tensor)}
         program = Program(traced, layout, rows, groups, to_sum, early)
         results = program.build()
         totals = {id(each): program.sums[each.value.name] for each in found if isinstance(each.value, tf.Tensor)}
         everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
-        if reduces and everywhere:
+        if reduces and traced.derivatives.are_there:
             sums = [totals[id(each)] if id(each) in totals else _sum(each, results) for each in found]
             # A tape around the step has nothing to record in it.
             with record.stop_recording():
@@ -158,8 +160,11 @@ class StepFunction:
             calls.append((each.args, each.kwargs))
         return calls
 
-    def _wanted(self, traced: Trace, homes: placement.Homes, size: int) -> tuple[list[Any], list[list[tf.Tensor]]]:
-        """For each rank what the step returns there, in its structure, and the tensors in it."""
+    def _wanted(
+        self, traced: Trace, homes: placement.Homes, size: int, reduces: bool
+    ) -> tuple[list[Any], list[list[tf.Tensor]]]:
+        """For each rank what the step returns there, in its structure, and the tensors in it; ``reduces`` tells whether replicas reduce
+        gradients."""
         before, state.trace = state.trace, traced
         try:
             variables = list(state.model.trainable_variables) if state.model is not None else []
@@ -180,7 +185,7 @@ class StepFunction:
             if isinstance(value, tuple | list):
                 return type(value)(on(rank, item) for item in value)
             # A gradient elsewhere is on every rank.
-            variable = traced.derivatives.variable_of(value, variables)
+            variable = traced.derivatives.variable_of(value, variables, reduces)
             return value if variable is None else _Gradient(value, variable)
 
         templates = [on(rank, traced.returned) for rank in range(size)]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import tensorflow as tf
+from tensorflow.core.function.capture import capture_container
 from tensorflow.python.eager import backprop
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph as func_graph_lib
@@ -238,11 +239,13 @@ def trace_calls(
         SMPUsageError: the body computes something else with another microbatch.
         ValueError: it makes variables again.
     """
-    found, given = trace(body, *calls[0], again)
+    hidden = any(_hide_tensors(calls[0], call) for call in calls[1:])
+    with _small_tensors_captured() if hidden else nullcontext():
+        found, given = trace(body, *calls[0], again)
+        others = [found, *(trace(body, *call, again)[0] for call in calls[1:] if hidden)]
     rows = [given, *([each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls[1:])]
-    if not any(_hide_tensors(calls[0], call) for call in calls[1:]):
+    if not hidden:
         return found, rows
-    others = [found, *(trace(body, *call, again)[0] for call in calls[1:])]
     first = _lines(found)
     for number, other in enumerate(others):
         for ours, theirs in itertools.zip_longest(first, _lines(other), fillvalue="nothing"):
@@ -260,6 +263,17 @@ def trace_calls(
             for row, (other, _) in zip(rows, taken, strict=True):
                 row.append(other)
     return found, rows
+
+
+@contextmanager
+def _small_tensors_captured() -> Iterator[None]:
+    """Graphs take small tensors of eager code from outside, too, and do not make constants of them."""
+    plain = capture_container._EAGER_CONST_THRESHOLD
+    capture_container._EAGER_CONST_THRESHOLD = -1
+    try:
+        yield
+    finally:
+        capture_container._EAGER_CONST_THRESHOLD = plain
 
 
 def _flat(call: tuple[Sequence[Any], dict[str, Any]]) -> list[Any]:
