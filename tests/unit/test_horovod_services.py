@@ -1,6 +1,7 @@
 """What a launcher of Horovod's is made of: the store over HTTP, services, hosts that come and go, and the driver of an elastic job."""
 
 import http.client
+import sys
 import threading
 import time
 
@@ -76,6 +77,17 @@ class Adder(network.BasicService):
         return sum(req) if isinstance(req, list) else super()._handle(req, client_address)
 
 
+class Elsewhere:
+    """Cannot be taken out of its pickle."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def refuse():
+    raise ValueError("not here")
+
+
 def test_services_answer_who_knows_the_secret():
     service = Adder("adder", KEY)
     try:
@@ -86,6 +98,8 @@ def test_services_answer_who_knows_the_secret():
             client._send([1, "a"])
         with pytest.raises(RuntimeError, match="knows no dict"):
             client._send({})
+        with pytest.raises(RuntimeError, match="adder: ValueError: not here"):
+            client._send(Elsewhere())
         for name, key in (("adder", b"another"), ("another", KEY)):
             with pytest.raises(network.NoValidAddressesFound):
                 network.BasicClient(name, service.addresses(), key, attempts=1, probe_timeout=5)
@@ -121,6 +135,11 @@ def test_what_checks_found_is_kept_for_a_while(tmp_path):
     check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 60, "b"))
     check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 0, "a"))
     assert len(calls) == 7
+    for text in ("[]", '{"parameters": "a"}', '{"parameters": "a", "values": {"": 0}}', "?"):
+        (tmp_path / "made" / "cache.json").write_text(text)
+        assert kept.get("") is None
+    check("x", fn_cache=cache.Cache("/dev/null/none", 60, "a"))
+    assert len(calls) == 8, "where nothing can be kept it is done"
 
 
 def test_tasks_find_each_other_and_run_commands():
@@ -250,7 +269,7 @@ def test_a_worker_that_fails_takes_its_host_out_of_the_job():
         job.enter(host, slot)
         if host == "b":
             if slot == 1:
-                return 7
+                sys.exit(7)
             while not any(event.wait(0.02) for event in events):
                 pass
             return 143
@@ -313,6 +332,15 @@ def test_jobs_that_cannot_go_on_say_why():
     job = Elastic({"a": 1}, 2, timeout=0.3)
     with pytest.raises(TimeoutException, match="minimum number of slots to become available: there are 1 of 2"):
         job.run(2, fail)
+
+    job = Elastic({"a": 1}, 1)
+
+    def refuse_places(slots):
+        raise OSError("no store")
+
+    job.server.init = refuse_places
+    error, _ = job.run(1, lambda host, slot, events: job.enter(host, slot).rank)
+    assert error == "the job could not be driven on: OSError('no store')"
 
     class Broken:
         def find_available_hosts_and_slots(self):

@@ -16,7 +16,9 @@ def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes
     limit = timeout.Timeout(seconds, "{activity} took longer than {timeout} seconds")
     task = HorovodRunTaskService(index, key, nics)
     try:
-        driver = HorovodRunDriverClient(driver_addresses, key)
+        driver = HorovodRunDriverClient(
+            driver_addresses, key, probe_timeout=max(1.0, min(5.0, seconds / 4)), attempts=1
+        )
         driver.register_task(index, task.addresses(), host_hash.host_hash())
         following = (index + 1) % num_hosts
         while True:
@@ -27,7 +29,9 @@ def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes
                 # It is not there yet.
                 limit.check_time_out_for(f"the start of task {following}")
                 time.sleep(0.05)
-        found = HorovodRunTaskClient(following, places, key, match_intf=True)
+        # An interface whose packets are dropped is one that does not serve: it may not take the time of all.
+        patience = max(1.0, min(5.0, limit.remaining() / 4))
+        found = HorovodRunTaskClient(following, places, key, match_intf=True, probe_timeout=patience, attempts=1)
         driver.register_task_to_task_addresses(following, found.addresses())
         found.task_to_task_address_check_completed()
         # The one before may still be looking.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from horovod.runner.common.service import driver_service
 from horovod.runner.common.util import codec, secret
@@ -46,11 +48,20 @@ class HorovodRunDriverClient(driver_service.BasicDriverClient):
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
     """
 
-    def __init__(self, driver_addresses: Addresses, key: bytes, verbose: int = 0, match_intf: bool = False) -> None:
-        super().__init__(HorovodRunDriverService.NAME, driver_addresses, key, verbose, match_intf=match_intf)
+    def __init__(
+        self,
+        driver_addresses: Addresses,
+        key: bytes,
+        verbose: int = 0,
+        match_intf: bool = False,
+        probe_timeout: float = 20,
+        attempts: int = 3,
+    ) -> None:
+        name = HorovodRunDriverService.NAME
+        super().__init__(name, driver_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
 
-def _launch_task(index: int, host: str, is_here: bool, told: str, settings: Any) -> subprocess.Popen:
+def _launch_task(host: str, is_here: bool, told: str, complaints: IO[bytes], settings: Any) -> subprocess.Popen:
     """Starts a host's task, which is told everything through its standard input: other users see command lines."""
     path = os.environ.get("PYTHONPATH")
     words = [*([f"PYTHONPATH={shlex.quote(path)}"] if path else []), shlex.quote(sys.executable)]
@@ -60,7 +71,7 @@ def _launch_task(index: int, host: str, is_here: bool, told: str, settings: Any)
     if settings.verbose >= 2:
         print(f"Launching horovod task function: {command}", flush=True)
     task = subprocess.Popen(
-        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=complaints, text=True
     )
     assert task.stdin is not None
     try:
@@ -83,42 +94,59 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
     limit = settings.start_timeout or Timeout(_TIMEOUT_S, "{activity} took longer than {timeout} seconds")
     driver = HorovodRunDriverService(len(all_host_names), key, settings.nics)
     tasks: list[subprocess.Popen] = []
+    complaints: list[IO[bytes]] = []
     try:
         for index, host in enumerate(all_host_names):
             told = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
-            tasks.append(_launch_task(index, host, host in local_host_names, str(codec.dumps_base64(told)), settings))
+            # A file, since nobody reads while tasks run, and what they have started may keep a pipe open.
+            complaints.append(tempfile.TemporaryFile())  # noqa: SIM115 - closed with the others below
+            is_here = host in local_host_names
+            tasks.append(_launch_task(host, is_here, str(codec.dumps_base64(told)), complaints[-1], settings))
         for wait in (driver.wait_for_initial_registration, driver.wait_for_task_to_task_address_updates):
-            _wait(wait, limit, all_host_names, tasks)
+            _wait(wait, limit, all_host_names, tasks, complaints)
         common = driver.get_common_interfaces()
         for task in tasks:
-            # Each waits for the one before.
-            task.wait(limit.remaining() + 1)
+            # Each waits for the one before; what is asked is known already.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                task.wait(limit.remaining() + 1)
         return common
     finally:
         for task in tasks:
             if task.poll() is None:
                 task.kill()
             task.wait()
-            if task.stderr is not None:
-                task.stderr.close()
+        for told in complaints:
+            told.close()
         driver.shutdown()
 
 
-def _wait(wait: Any, limit: Timeout, names: Sequence[str], tasks: Sequence[subprocess.Popen]) -> None:
+def _wait(
+    wait: Any,
+    limit: Timeout,
+    names: Sequence[str],
+    tasks: Sequence[subprocess.Popen],
+    complaints: Sequence[IO[bytes]],
+) -> None:
     """Waits for what tasks say, and no longer if one has ended without it."""
     while True:
         try:
             return wait(min(_LOOK_EVERY, limit.remaining()))
-        except TimeoutError as error:
-            ended = [f"{name}: {_said(task)}" for name, task in zip(names, tasks, strict=True) if task.poll()]
+        except TimeoutError:
+            ended = [
+                f"{name}: {_said(task, told)}"
+                for name, task, told in zip(names, tasks, complaints, strict=True)
+                if task.poll()
+            ]
             if ended:
                 raise RuntimeError("; ".join(ended)) from None
             if limit.timed_out():
-                raise TimeoutError(str(error)) from None
+                silent = [name for name, task in zip(names, tasks, strict=True) if task.poll() is None]
+                raise TimeoutError(f"no answer in time from the hosts {', '.join(silent)}") from None
 
 
-def _said(task: subprocess.Popen) -> str:
-    text = (task.stderr.read() if task.stderr else "").strip()
+def _said(task: subprocess.Popen, complaints: IO[bytes]) -> str:
+    complaints.seek(0)
+    text = complaints.read().decode(errors="replace").strip()
     return text.splitlines()[-1] if text else f"exit code {task.returncode}"
 
 

@@ -197,7 +197,7 @@ class ElasticDriver:
             worker.is_waiting = True
             self._seats.pop(worker.place, None)
             self._core.entered(worker.number)
-            self._act()
+            self._acts()
 
     def register_worker_server(self, host: str, slot: int, addresses: Addresses, secret_key: bytes) -> None:
         """Where a worker hears of hosts."""
@@ -263,16 +263,34 @@ class ElasticDriver:
                 with self._changed:
                     if change != HostUpdateResult.no_update:
                         self._changed.notify_all()
-                    if self._core is not None:
-                        self._act()
+                    if self._core is not None and not self._acts():
+                        return
             self._shutdown.wait(DISCOVER_HOSTS_FREQUENCY_SECS)
 
     def _tick(self) -> None:
         with self._changed:
             while not self._finished.is_set():
                 following = self._core.tick()
-                self._act()
+                if not self._acts():
+                    return
                 self._changed.wait(DISCOVER_HOSTS_FREQUENCY_SECS if following is None else min(following, 1.0))
+
+    def _acts(self) -> bool:
+        """As `_act`, in a thread whose exceptions nobody sees: what fails ends the job. False if it did."""
+        try:
+            self._act()
+        except Exception as error:
+            self._fail(error)
+            return False
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends a job that cannot be driven any more: the core's actions are lost. The lock is held."""
+        self._error = self._error or f"the job could not be driven on: {error!r}"
+        for worker in self._workers.values():
+            worker.stop.set()
+        self._finish()
+        self._changed.notify_all()
 
     def _act(self) -> None:
         """Does what the core wants done. The lock is held."""
@@ -281,9 +299,12 @@ class ElasticDriver:
             if kind == "start":
                 self._start_worker(_Worker(numbers[0], place))
             elif kind == "stop":
-                workers[0].stop.set()
+                # A worker may have ended since the core decided that.
+                for worker in workers:
+                    worker.stop.set()
             elif kind == "remove":
-                self._remove(workers[0])
+                for worker in workers:
+                    self._remove(worker)
             elif kind == "seat":
                 self._seat(workers)
             elif kind == "notify":
@@ -319,7 +340,9 @@ class ElasticDriver:
         why = None
         try:
             code, at = self._create_worker(slot, [self._shutdown, worker.stop])
-        except Exception as error:
+        except SystemExit as error:
+            code, at = error.code if isinstance(error.code, int) else int(error.code is not None), time.time()
+        except BaseException as error:
             code, at, why = 1, time.time(), repr(error)
         host, number = worker.place
         if code == 0:
@@ -332,7 +355,7 @@ class ElasticDriver:
             self._results[f"{host}[{number}]"] = (code, at)
             failure = None if code == 0 else why or f"{host}[{number}] exit with status code {code}"
             self._core.ended(worker.number, failure)
-            self._act()
+            self._acts()
 
     def _remove(self, worker: _Worker) -> None:
         self._seats.pop(worker.place, None)

@@ -60,4 +60,4 @@ class WorkerNotificationClient(network.BasicClient):
 
     def notify_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Hosts have changed at this time."""
-        self._send(HostsUpdatedRequest(timestamp, update_res))
+        self._send(HostsUpdatedRequest(timestamp, update_res), timeout=self._probe_timeout)

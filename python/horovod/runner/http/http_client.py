@@ -6,6 +6,7 @@ import hmac
 import http.client
 import pickle
 import secrets
+import socket
 from typing import Any
 
 from horovod.runner.common.util import secret
@@ -16,8 +17,10 @@ try:
 except ImportError:
     cloudpickle = pickle
 
-#: Longest wait for an answer, in seconds. That for a place in an elastic job takes as long as a host takes to come.
+#: Longest wait for an answer, in seconds; not for a place in an elastic job, which comes with the next session.
 _TIMEOUT_S = 600
+#: A host that is gone is noticed after so many seconds.
+_KEEPALIVE_S = 30
 
 
 def request(
@@ -48,6 +51,11 @@ def request(
     headers = http_server.headers_of_request(proof, method, path, nonce, body)
     connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
     try:
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        if scope == http_server.RANK_AND_SIZE:
+            connection.sock.settimeout(None)
         connection.request(method, path, body or None, headers)
         answer = connection.getresponse()
         value = answer.read()
@@ -59,7 +67,8 @@ def request(
     if answer.status == http_server.NOT_FOUND:
         raise RuntimeError(f"the store at {addr}:{port} has no value {scope}/{key}")
     if answer.status != http_server.OK:
-        raise RuntimeError(f"the store at {addr}:{port} refuses {method} {path}: status {answer.status}")
+        why = f": {value.decode(errors='replace')}" if value else ""
+        raise RuntimeError(f"the store at {addr}:{port} refuses {method} {path}: status {answer.status}{why}")
     return value
 
 

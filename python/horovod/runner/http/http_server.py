@@ -20,7 +20,7 @@ from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.util.threads import in_thread
 
-OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND = 200, 400, 403, 404
+OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, FAILED = 200, 400, 403, 404, 500
 #: Headers of the number, the body's hash and the digest, in hexadecimal digits.
 NONCE, HASH, DIGEST = "X-Horovod-Nonce", "X-Horovod-Hash", "X-Horovod-Digest"
 #: Who has not sent its request in this time is a stranger; in seconds.
@@ -88,7 +88,11 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         if len(words) != 2 or not all(words):
             return BAD_REQUEST, b""
         act = {"GET": self._get, "PUT": self._put, "DELETE": self._delete}[method]
-        return act(*words, body) if method == "PUT" else act(*words)
+        try:
+            return act(*words, body) if method == "PUT" else act(*words)
+        except Exception as error:
+            # The client is one of the job: it hears why.
+            return FAILED, f"{type(error).__name__}: {error}".encode()
 
     def _get(self, scope: str, key: str) -> tuple[int, bytes]:
         value = self.server.get(scope, key)

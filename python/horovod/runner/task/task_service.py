@@ -54,7 +54,8 @@ class HorovodRunTaskClient(task_service.BasicTaskClient):
         key: The secret.
         verbose: Accepted.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
-        attempts: How often each address is tried.
+        probe_timeout: Longest wait for an address, in seconds.
+        attempts: How often each is tried.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class HorovodRunTaskClient(task_service.BasicTaskClient):
         key: bytes,
         verbose: int = 0,
         match_intf: bool = False,
+        probe_timeout: float = 20,
         attempts: int = 3,
     ) -> None:
         name = HorovodRunTaskService.NAME_FORMAT % index
-        super().__init__(name, task_addresses, key, verbose, match_intf=match_intf, attempts=attempts)
+        super().__init__(name, task_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
     def task_to_task_address_check_completed(self) -> None:
         """It has been found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Cache:
-    """Values by key, in a file of a folder.
+    """Values by key, in a file of a folder. Where that cannot be written nothing is kept, and what cannot be read is not there.
 
     Args:
         cache_folder: The folder; it is made.
@@ -26,7 +27,8 @@ class Cache:
         self._seconds = cache_staleness_threshold_in_minutes * 60
         self._parameters = parameters_hash
         self._lock = threading.Lock()
-        os.makedirs(cache_folder, mode=0o700, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(cache_folder, mode=0o700, exist_ok=True)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -34,22 +36,29 @@ class Cache:
                 kept = json.load(file)
         except (OSError, ValueError):
             return {}
-        return kept["values"] if isinstance(kept, dict) and kept.get("parameters") == self._parameters else {}
+        if not isinstance(kept, dict) or kept.get("parameters") != self._parameters:
+            return {}
+        values = kept.get("values")
+        return values if isinstance(values, dict) else {}
 
     def get(self, key: Any) -> Any:
         """The value of a key; ``None`` if there is none, or an old one."""
         with self._lock:
-            at, value = self._read().get(repr(key), (0.0, None))
-        return value if time.time() - at < self._seconds else None
+            match self._read().get(repr(key)):
+                case [float() | int() as at, value] if time.time() - at < self._seconds:
+                    return value
+        return None
 
     def put(self, key: Any, val: Any) -> None:
         """Keeps a value that JSON can hold."""
         with self._lock:
             values = self._read() | {repr(key): (time.time(), val)}
             # Jobs may start side by side: each file is whole.
-            with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(self._file), delete=False) as file:
-                json.dump({"parameters": self._parameters, "values": values}, file)
-            os.replace(file.name, self._file)
+            text = json.dumps({"parameters": self._parameters, "values": values})
+            with contextlib.suppress(OSError):
+                with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(self._file), delete=False) as file:
+                    file.write(text)
+                os.replace(file.name, self._file)
 
     def parameters_hash(self) -> str:
         """What values depend on."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
+import sys
+import time
 from collections.abc import Sequence
 
 from horovod.runner.common.service.compute_service import ComputeService
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
+
+#: How often a service that is to come is looked for, in seconds.
+_LOOK_EVERY = 0.2
 
 
 def run(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
@@ -28,8 +36,11 @@ def run(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> 
     if dispatchers < 1 or size % dispatchers:
         raise ValueError(f"Number of processes ({size}) must be a multiple of number of dispatchers ({dispatchers})")
     if index != 0:
-        compute_worker_fn(TfDataServiceConfig.read(filename, wait_for_file_creation=True))
+        compute_worker_fn(_service_that_answers(filename, timeout))
         return
+    with contextlib.suppress(FileNotFoundError):
+        # That of a job that was killed.
+        os.unlink(filename)
     key = secret.make_secret_key()
     service = ComputeService(dispatchers, size // dispatchers, key)
     try:
@@ -39,9 +50,24 @@ def run(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> 
         config.write(filename)
         compute_worker_fn(config)
     finally:
-        if os.path.exists(filename):
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(filename)
         service.shutdown()
+
+
+def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
+    """That of the file, once it is not that of an earlier job, which was killed."""
+    end = time.monotonic() + seconds
+    while True:
+        config = TfDataServiceConfig.read(filename, wait_for_file_creation=True)
+        try:
+            config.compute_client()
+        except NoValidAddressesFound:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_LOOK_EVERY)
+        else:
+            return config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--timeout", type=int, default=60, help="longest wait for dispatchers and workers, in seconds")
     args = parser.parse_args(argv)
+    # A launcher ends its jobs so; the file is to go then, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     run(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
 
 

@@ -1,7 +1,7 @@
 """Services of a launcher, which answer requests of whoever knows the job's secret.
 
-A request is an object, pickled. Nothing of a peer is unpickled before it has proved the secret: what travels has a digest over the
-connection's challenge, which the service makes, so that nobody can say again what another has said.
+A request is an object, pickled. Nothing of a peer is unpickled before it has proved the secret: what travels has a digest over a
+challenge of either side and the service's name, so that nobody can say again what another has said, to whom or as whom.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class Wire:
             wfile: The stream.
             kind: The reader expects the same: a request is no answer.
         """
-        message = cloudpickle.dumps(obj)
+        self.write_pickled(cloudpickle.dumps(obj), wfile, kind)
+
+    def write_pickled(self, message: bytes, wfile: BinaryIO, kind: bytes = b"") -> None:
+        """As :meth:`write`, an object that is pickled already."""
         length = _LENGTH.pack(len(message))
         head = self._digest(kind + b" length ", length) + length
         wfile.write(head + self._digest(kind + b" message ", message) + message)
@@ -101,8 +104,12 @@ class Wire:
             EOFError: The peer is gone.
             RuntimeError: It does not know the secret.
         """
+        return pickle.loads(self.read_proved(rfile, kind))
+
+    def read_proved(self, rfile: BinaryIO, kind: bytes = b"") -> bytes:
+        """As :meth:`read`, the object still pickled."""
         (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
-        return pickle.loads(self._proved(rfile, length, kind + b" message "))
+        return self._proved(rfile, length, kind + b" message ")
 
     def _proved(self, rfile: BinaryIO, count: int, what: bytes) -> bytes:
         """So many bytes, after their digest."""
@@ -151,21 +158,22 @@ class BasicService:
 
     def _talk(self, connection: socketserver.StreamRequestHandler) -> None:
         challenge = os.urandom(_CHALLENGE_BYTES)
-        wire = Wire(self._key, challenge)
         try:
             connection.connection.settimeout(_GREETING_TIME)
             connection.wfile.write(challenge)
-            request = wire.read(connection.rfile, b"request")
+            theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
+            wire = Wire(self._key, challenge + theirs + self._service_name.encode())
+            message = wire.read_proved(connection.rfile, b"request")
             connection.connection.settimeout(None)
         except Exception:
             # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
             return
         try:
-            answer = self._handle(request, connection.client_address)
+            answer = cloudpickle.dumps(self._handle(pickle.loads(message), connection.client_address))
         except Exception as error:
-            answer = _Failure(f"{type(error).__name__}: {error}")
+            answer = cloudpickle.dumps(_Failure(f"{type(error).__name__}: {error}"))
         try:
-            wire.write(answer, connection.wfile, b"answer")
+            wire.write_pickled(answer, connection.wfile, b"answer")
         except OSError:
             # It does not wait for the answer any more.
             return
@@ -270,7 +278,9 @@ class BasicClient:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
             with connection.makefile("rwb") as stream:
-                wire = Wire(self._key, _exactly(stream, _CHALLENGE_BYTES))
+                challenge = os.urandom(_CHALLENGE_BYTES)
+                wire = Wire(self._key, _exactly(stream, _CHALLENGE_BYTES) + challenge + self._service_name.encode())
+                stream.write(challenge)
                 connection.settimeout(timeout)
                 wire.write(request, stream, b"request")
                 return wire.read(stream, b"answer")
