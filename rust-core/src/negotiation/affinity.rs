@@ -22,6 +22,8 @@ fn parse(text: &str) -> Option<Vec<usize>> {
 
 /// From now on, the calling thread runs on this core only.
 pub(super) fn pin(core: usize) {
+    // Others ask how many cores the process has, and the answer to the first stays: it is not to be this thread's.
+    crate::transport::cores();
     let pinned = if core < rustix::thread::CpuSet::MAX_CPU {
         let mut cores = rustix::thread::CpuSet::new();
         cores.set(core);

@@ -176,14 +176,11 @@ impl Negotiator {
             transport: OnceLock::new(),
             closed: OnceLock::new(),
         });
-        let (own, core) = (shared.clone(), shared.options.core);
+        let own = shared.clone();
         let mut inbox = shared.inbox.lock();
         let thread = std::thread::Builder::new()
             .name(format!("smd-names-{id:x}"))
-            .spawn(move || {
-                core.into_iter().for_each(affinity::pin);
-                own.run(connect);
-            })
+            .spawn(move || own.run(connect))
             .map_err(|error| Error::io("starting the thread that negotiates", error))?;
         inbox.thread = Some(thread.thread().id());
         drop(inbox);
@@ -479,6 +476,8 @@ impl Shared {
     fn run(&self, connect: Connect) {
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             let communicator = self.connect(connect)?;
+            // Only now, since threads run where those that start them do.
+            self.options.core.into_iter().for_each(affinity::pin);
             *self.work.lock() = Some(Work::new(self, communicator.clone()));
             let _ = self.transport.set(communicator.transport().clone());
             self.work(&communicator)
