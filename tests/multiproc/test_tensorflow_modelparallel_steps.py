@@ -36,6 +36,7 @@ def _everything(folder):
         _assertions(),
         _several(),
         _slices(),
+        _draws(),
         _arguments(),
         _weights(folder),
     )
@@ -443,10 +444,89 @@ def _slices():
 
 def test_what_slices_itself_gives_each_microbatch_its_own(ranks):
     """And ranks whose steps differ in a number are told."""
-    for *_, found, _, _ in ranks[1]:
+    for *_, found, _, _, _ in ranks[1]:
         assert found[0] == "SMPMismatchError", found
         assert "Const[0.25]" in found[1], found
         assert "Const[0.5]" in found[1], found
+
+
+def _draws():
+    """Random numbers: those of one process if they have a seed, and the same wherever they are used."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+    x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float32)
+
+    def made(base):
+        class Model(base):
+            def __init__(self):
+                super().__init__()
+                one, two = (keras.initializers.GlorotUniform(seed=seed) for seed in range(2))
+                self.one = keras.layers.Dense(6, kernel_initializer=one, name="one")
+                self.drop = keras.layers.Dropout(0.5, seed=3, name="drop")
+                self.two = keras.layers.Dense(2, kernel_initializer=two, name="two")
+
+            def call(self, x):
+                with smp.partition(0):
+                    hidden = self.drop(self.one(self.drop(x, training=True)), training=True)
+                with smp.partition(1):
+                    return self.drop(self.two(self.drop(hidden, training=True)), training=True)
+
+        return Model()
+
+    found = []
+    for by_script in (True, False):
+        smp.shutdown()
+        options = {"auto_partition": False, "default_partition": 0} if by_script else {}
+        smp.init({"partitions": 2, "microbatches": 4, **options})
+        model, plain, optimizer = made(smp.DistributedModel), made(keras.Model), keras.optimizers.SGD(0.1)
+
+        @smp.step
+        def step(x, model=model, optimizer=optimizer):
+            outputs = model(x)
+            loss = tf.reduce_mean(tf.square(outputs))
+            return optimizer.get_gradients(loss, model.trainable_variables), outputs
+
+        for _ in range(2):
+            gradients, outputs = step(x)
+            expected, theirs = [], []
+            for part in tf.split(x, 4):
+                with tf.GradientTape() as tape:
+                    expected.append(plain(part))
+                    loss = tf.reduce_mean(tf.square(expected[-1]))
+                theirs.append(tape.gradient(loss, plain.trainable_variables))
+            np.testing.assert_allclose(outputs.merge(), tf.concat(expected, 0), atol=1e-6)
+            for ours, row in zip(gradients, [*zip(*theirs, strict=True)][2 * smp.rank() :], strict=False):
+                np.testing.assert_allclose(ours.accumulate(), sum(row) / 4, atol=1e-6)
+        found.append(sum(tf.reduce_sum(tf.cast(each == 0.0, tf.int32)).numpy() for each in outputs))
+
+    class Noisy(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            same = {"kernel_initializer": "identity", "use_bias": False}
+            self.one, self.two = (keras.layers.Dense(3, **same) for _ in range(2))
+
+        def call(self, x):
+            noise = tf.random.normal(tf.shape(x))
+            one = self.one(x + noise)
+            return one, self.two(0.0 * one + noise), noise
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    tf.random.set_seed(smp.rank())
+    noisy = Noisy()
+    one, two, noise = (each.merge() for each in smp.step(lambda x: noisy(x))(x))
+    np.testing.assert_allclose(one, x + noise, atol=1e-5)
+    np.testing.assert_allclose(two, noise, atol=1e-5)
+    return found
+
+
+def test_random_numbers_are_drawn_once(ranks):
+    for *_, found, _, _ in ranks[1]:
+        assert found[0] == found[1] > 0, found
 
 
 def _two_layers(base):

@@ -5,7 +5,10 @@
 //!   is the gradient of is, else where its last operand is.
 //! - PLACE-3: what has no operand on a partition is on all ranks: every rank computes it that needs it. So is all that follows from
 //!   the model's results, which every rank gets.
-//! - PLACE-4: a variable is where the operations of the model that take it are; all of them are on one partition.
+//! - PLACE-4: a variable is where the operations of the model that take it are; all of them are on one partition. The state of a
+//!   random generator is where the first of them is, and brings the others with it: their results, a few numbers, are sent.
+//! - PLACE-5: what PLACE-3 has on all ranks comes out the same on all. So what draws random numbers in the model, prints or calls
+//!   Python is on the first partition instead, with all of its layer's call.
 
 use std::collections::BTreeMap;
 
@@ -132,7 +135,9 @@ impl Placement {
             Role::Computes => {}
         }
         let home = || operation.variables.iter().find_map(|&variable| self.variables[variable]);
-        if let Some(partition) = asked(operations, homes, number).or_else(home) {
+        let draws = draws(operations, number);
+        let asked = asked(operations, homes, number);
+        if let Some(partition) = if draws { home().or(asked) } else { asked.or_else(home) } {
             return Place::On(partition);
         }
         if operation.inside
@@ -141,10 +146,12 @@ impl Placement {
             // All of a call is in one place: where the last of what it takes is.
             return *places_of_calls.entry(call).or_insert_with(|| {
                 let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].takes);
-                self.last(taken.map(|taken| taken.operation).filter(|&other| other < number))
+                let last = self.last(taken.map(|taken| taken.operation).filter(|&other| other < number));
+                let varies = || calls[&call].iter().any(|&each| varies(operations, each));
+                if last == Place::All && varies() { Place::On(0) } else { last }
             });
         }
-        if operation.assigns {
+        if operation.assigns && !(operation.inside && draws) {
             // A variable that every rank has: a metric's.
             return Place::All;
         }
@@ -154,9 +161,10 @@ impl Placement {
         }
         let operands = || operation.takes.iter().map(|taken| taken.operation);
         let of_model = operands().filter(|&other| self.is_forward(operations, other));
-        match self.last(of_model) {
-            Place::On(partition) if !operation.inside => Place::On(partition),
-            _ => self.last(operands()),
+        match (self.last(of_model), self.last(operands())) {
+            (Place::On(partition), _) if !operation.inside => Place::On(partition),
+            (_, Place::All) if operation.inside && varies(operations, number) => Place::On(0),
+            (_, last) => last,
         }
     }
 
@@ -172,7 +180,7 @@ impl Placement {
         let operation = &operations.all()[number];
         for &variable in &operation.variables {
             let home = *self.variables[variable].get_or_insert(partition);
-            if home != partition {
+            if home != partition && operations.variables()[variable].binds {
                 return Err(Error::InvalidArgument(format!(
                     "a variable of shape {} is taken on partition {home} and by `{}` on partition {partition}: layers and \
                      operations that share a variable go to one partition",
@@ -183,6 +191,17 @@ impl Placement {
         }
         Ok(())
     }
+}
+
+/// Whether an operation takes the state of a random generator, or another one that binds nothing.
+fn draws(operations: &Operations, number: usize) -> bool {
+    operations.all()[number].variables.iter().any(|&variable| !operations.variables()[variable].binds)
+}
+
+/// PLACE-5.
+fn varies(operations: &Operations, number: usize) -> bool {
+    let operation = &operations.all()[number];
+    draws(operations, number) || operation.has_effect && !operation.assigns
 }
 
 /// PLACE-1.

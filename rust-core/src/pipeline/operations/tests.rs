@@ -107,6 +107,43 @@ fn a_variable_on_two_partitions_is_refused() {
 }
 
 #[test]
+fn the_state_of_a_generator_is_in_one_place_for_layers_in_two() {
+    let mut rows = chain();
+    rows[1].variables.push(2);
+    rows[3].variables.push(2);
+    let draw = Operation { variables: vec![2], ..in_layer("draw", &[], 2, 2, &[]) };
+    rows.push(draw);
+    let mut known = variables(3);
+    known[2].binds = false;
+    let operations = Operations::new(rows, known).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    assert_eq!(placement.variables()[2], Some(0));
+    assert_eq!(placement.place(10), Place::On(0));
+}
+
+#[test]
+fn what_comes_out_differently_on_each_rank_is_on_one() {
+    let mut rows = chain();
+    // Noise that a layer adds to what the model is given, and a message of the model's own.
+    rows.push(Operation { has_effect: true, ..in_layer("noise", &[], 3, 3, &[]) });
+    rows.push(in_layer("noisy", &[0, 10], 3, 3, &[]));
+    rows.push(Operation { inside: true, has_effect: true, ..operation("print", &[0]) });
+    // A message of the script's, and a state that all ranks change alike.
+    rows.push(Operation { has_effect: true, ..operation("print", &[0]) });
+    rows.push(Operation {
+        inside: true,
+        has_effect: true,
+        assigns: true,
+        variables: vec![2],
+        ..operation("count", &[0])
+    });
+    let operations = Operations::new(rows, variables(3)).unwrap();
+    let placement = Placement::new(&operations, &halves()).unwrap();
+    let (all, zero) = (Place::All, Place::On(0));
+    assert_eq!([10, 11, 12, 13, 14].map(|each| placement.place(each)), [zero, zero, zero, all, all]);
+}
+
+#[test]
 fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() {
     let mut rows = chain();
     // A layer without variables whose second operation takes a value of the other partition.
