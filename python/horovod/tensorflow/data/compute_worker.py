@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--timeout", type=int, default=60, help="longest wait for dispatchers and workers, in seconds")
     args = parser.parse_args(argv)
-    # A launcher ends its jobs so; the file is to go then, too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     run(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
 
 
 if __name__ == "__main__":
+    # A launcher ends its jobs so; the file is to go then, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()
