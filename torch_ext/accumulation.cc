@@ -36,8 +36,9 @@ constexpr int64_t kLeastElems = 1 << 16;
 // Whether the core's kernel adds `addend` to `total`.
 bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
   const auto type = addend.scalar_type();
-  return total.is_cuda() && total.scalar_type() == at::kFloat && (type == at::kHalf || type == at::kBFloat16) &&
-         addend.device() == total.device() && addend.sizes() == total.sizes() && addend.strides() == total.strides() &&
+  return total.is_cuda() && total.layout() == at::kStrided && total.scalar_type() == at::kFloat &&
+         (type == at::kHalf || type == at::kBFloat16) && addend.device() == total.device() &&
+         addend.sizes() == total.sizes() && addend.strides() == total.strides() &&
          total.is_non_overlapping_and_dense() && !addend.is_neg() && !total.is_neg();
 }
 
@@ -104,6 +105,8 @@ void add_to(const at::Tensor& total, const at::Tensor& addend) {
     total.add_(addend);
   }
 }
+
+bool adds_up(const torch::autograd::FunctionPreHook& hook) { return dynamic_cast<const Sum*>(&hook) != nullptr; }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("add_up_casts(Tensor[] roots) -> ()"); }
 

@@ -10,9 +10,11 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
@@ -35,6 +37,8 @@ struct WeightGradients::Pending {
   // Hooks run on autograd's threads.
   std::mutex mutex;
   std::vector<std::function<void()>> products;
+  // Where the gradients are that products take.
+  std::unordered_set<const c10::StorageImpl*> held;
 };
 
 namespace {
@@ -48,7 +52,9 @@ Kind* as(Node* node) {
 void add_gradient(const at::Tensor& weight, const at::Tensor& product) {
   auto& total = weight.mutable_grad();
   const auto here = product.to(weight.device());
-  if (total.defined()) {
+  if (total.defined() && total.is_sparse()) {
+    total = here.to(weight.scalar_type()) + total;
+  } else if (total.defined()) {
     add_to(total, here);
   } else {
     total = here.to(weight.scalar_type());
@@ -76,12 +82,29 @@ void add_product(const at::Tensor& weight, const at::Tensor& left, const at::Ten
   }
 }
 
-// What `saved` has, which a node will ask for as well. Hooks of the script's may give it only once.
-at::Tensor unpacked(SavedVariable& saved) {
-  auto tensor = saved.unpack();
-  if (saved.has_hooks()) saved = SavedVariable(tensor, false);
-  return tensor.detach();
-}
+// A saved tensor until its product is computed, which autograd's check of versions does not see.
+class Unpacked {
+ public:
+  // What `saved` has, which a node will ask for as well. Hooks of the script's may give it only once.
+  explicit Unpacked(SavedVariable& saved) {
+    auto tensor = saved.unpack();
+    if (saved.has_hooks()) saved = SavedVariable(tensor, false);
+    tensor_ = tensor.detach();
+    version_ = tensor_._version();
+  }
+
+  const at::Tensor& get(const at::Tensor& weight) const {
+    TORCH_CHECK(
+        tensor_._version() == version_,
+        "the input of a layer was changed in place between the two parts of its zero-bubble backward: one of shape ",
+        tensor_.sizes(), ", for a weight of shape ", weight.sizes());
+    return tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  decltype(at::Tensor()._version()) version_;
+};
 
 // A node with a weight. `product` says what is to be computed, now that a gradient has arrived.
 struct Layer {
@@ -92,35 +115,48 @@ struct Layer {
   std::function<std::function<void()>(const at::Tensor&)> product;
 };
 
+// Whether a script's hook waits for what passes a node; those that add up casts' gradients are ours.
+bool is_watched(Node& node) {
+  const auto& before = node.pre_hooks();
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.post_hooks().empty() ||
+         std::any_of(before.begin(), before.end(), [](const auto& hook) { return !adds_up(*hook); });
+}
+
 // The accumulator at the end of an edge, and whether the weight is transposed on the way. Between the two there are
 // casts of autocast at most.
 std::pair<AccumulateGrad*, bool> weight_at(const torch::autograd::Edge& edge) {
   auto* node = edge.function.get();
   bool transposed = false;
   if (node != nullptr && as<nodes::TBackward0>(node) != nullptr) {
+    if (is_watched(*node)) return {nullptr, false};
     transposed = true;
     node = node->next_edge(0).function.get();
   }
-  if (node != nullptr && as<nodes::ToCopyBackward0>(node) != nullptr) node = node->next_edge(0).function.get();
-  return {node == nullptr ? nullptr : dynamic_cast<AccumulateGrad*>(node), transposed};
+  if (node != nullptr && as<nodes::ToCopyBackward0>(node) != nullptr) {
+    if (is_watched(*node)) return {nullptr, false};
+    node = node->next_edge(0).function.get();
+  }
+  auto* accumulator = node == nullptr ? nullptr : dynamic_cast<AccumulateGrad*>(node);
+  return {accumulator != nullptr && !is_watched(*accumulator) ? accumulator : nullptr, transposed};
 }
 
 bool is_plain(const at::Tensor& weight) {
   using torch::autograd::impl::hooks;
   using torch::autograd::impl::post_acc_grad_hooks;
   return weight.layout() == at::kStrided && !weight.key_set().has(c10::DispatchKey::Python) && weight.is_contiguous() &&
-         at::isFloatingType(weight.scalar_type()) && hooks(weight).empty() && post_acc_grad_hooks(weight) == nullptr;
+         at::isFloatingType(weight.scalar_type()) && weight.grad_dtype() == weight.scalar_type() &&
+         hooks(weight).empty() && post_acc_grad_hooks(weight) == nullptr;
 }
 
 std::optional<Layer> matrix_layer(Node* node, std::size_t edge, SavedVariable& input) {
   const auto [accumulator, transposed] = weight_at(node->next_edge(edge));
   if (accumulator == nullptr || !is_plain(accumulator->variable)) return std::nullopt;
   auto product = [weight = accumulator->variable, transposed = transposed, &input](const at::Tensor& gradient) {
-    return [weight, transposed, gradient, rows = unpacked(input)] {
+    return [weight, transposed, gradient, rows = Unpacked(input)] {
       if (transposed) {
-        add_product(weight, gradient.t(), rows);
+        add_product(weight, gradient.t(), rows.get(weight));
       } else {
-        add_product(weight, rows.t(), gradient);
+        add_product(weight, rows.get(weight).t(), gradient);
       }
     };
   };
@@ -131,12 +167,12 @@ std::optional<Layer> convolution(nodes::ConvolutionBackward0* node) {
   const auto [accumulator, transposed] = weight_at(node->next_edge(1));
   if (accumulator == nullptr || transposed || !is_plain(accumulator->variable)) return std::nullopt;
   auto product = [node, weight = accumulator->variable](const at::Tensor& gradient) {
-    return [weight, gradient, input = unpacked(node->input_), narrow = unpacked(node->weight_), stride = node->stride,
+    return [weight, gradient, input = Unpacked(node->input_), narrow = Unpacked(node->weight_), stride = node->stride,
             padding = node->padding, dilation = node->dilation, transposed = node->transposed,
             output_padding = node->output_padding, groups = node->groups] {
       const auto found =
-          at::convolution_backward_symint(gradient, input, narrow, c10::nullopt, stride, padding, dilation, transposed,
-                                          output_padding, groups, {false, true, false});
+          at::convolution_backward_symint(gradient, input.get(weight), narrow.get(weight), c10::nullopt, stride,
+                                          padding, dilation, transposed, output_padding, groups, {false, true, false});
       add_gradient(weight, std::get<1>(found));
     };
   };
@@ -145,6 +181,9 @@ std::optional<Layer> convolution(nodes::ConvolutionBackward0* node) {
 
 // What `node` is, if its weight's gradient can be computed apart.
 std::optional<Layer> layer_of(Node* node) {
+  // A product of complex numbers, of which the weight has the real part, is autograd's.
+  if (node->num_inputs() == 0 || !at::isFloatingType(node->input_metadata(0).dtype().toScalarType()))
+    return std::nullopt;
   if (auto* linear = as<nodes::AddmmBackward0>(node)) {
     return linear->alpha.equal(1) ? matrix_layer(node, 2, linear->mat1_) : std::nullopt;
   }
@@ -167,6 +206,7 @@ class Note final : public FunctionPreHook {
     const std::lock_guard lock(pending_->mutex);
     if (pending_->later) {
       pending_->products.push_back(std::move(product));
+      if (gradient.has_storage()) pending_->held.insert(gradient.storage().unsafeGetStorageImpl());
     } else {
       compute(product);
     }
@@ -235,8 +275,9 @@ class Search {
       leaves.push_back(accumulator->variable);
       return true;
     }
-    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something.
-    if (node->name() == "CheckpointFunctionBackward") return false;
+    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something. They are known by
+    // their names: scripts derive theirs from PyTorch's.
+    if (node->name().find("Checkpoint") != std::string::npos) return false;
     stack_.emplace_back(node, true);
     auto layer = layer_of(node);
     if (layer && inputs_.count(layer->accumulator->variable.unsafeGetTensorImpl()) != 0) layer.reset();
@@ -291,10 +332,27 @@ WeightGradients::WeightGradients(const std::vector<at::Tensor>& roots, const std
 std::vector<at::Tensor> WeightGradients::begin(bool later) {
   pending_->later = later;
   // Leaves hold their gradients, which may leave before what is put off is computed.
-  return std::exchange(leaves_, {});
+  auto leaves = std::exchange(leaves_, {});
+  if (later) {
+    for (const auto& leaf : leaves) {
+      if (!leaf.grad().defined()) fresh_.push_back(leaf);
+    }
+  }
+  return leaves;
+}
+
+void WeightGradients::end() {
+  const auto& held = pending_->held;
+  for (const auto& leaf : std::exchange(fresh_, {})) {
+    auto& gradient = leaf.mutable_grad();
+    if (gradient.defined() && gradient.has_storage() && held.count(gradient.storage().unsafeGetStorageImpl()) != 0) {
+      gradient = gradient.clone();
+    }
+  }
 }
 
 void WeightGradients::run() {
+  pending_->held.clear();
   for (const auto& product : std::exchange(pending_->products, {})) Note::compute(product);
 }
 
@@ -303,6 +361,7 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
       .def("size", &WeightGradients::size)
       .def("begin", &WeightGradients::begin)
+      .def("end", &WeightGradients::end)
       .def("run", &WeightGradients::run);
 }
 

@@ -17,9 +17,13 @@ namespace smd::torch_ext {
 //   autograd leaves their products out.
 // - WGT-2: a layer is taken only if such a backward comes by its node for something else, and its weight only if
 //   nothing that is left to autograd leads to it: else it would be counted twice, or not at all.
-// - WGT-3: a weight with hooks on its gradient keeps PyTorch's way, since a hook is to see each gradient.
+// - WGT-3: a weight with hooks on its gradient, or on the way to it, keeps PyTorch's way, since a hook is to see each
+// gradient.
 // - WGT-4: a product of narrow numbers, whose weight autocast has cast, is added to a wide `.grad` without being
 //   rounded to the narrow type in between, where a device can do that.
+// - WGT-5: what a product that is put off takes stays as it is. Autograd gives a leaf its first gradient as it is, and
+//   adds the next ones to it in place: a leaf that got memory which a product takes gets a copy. An input that the
+//   script changes is an error.
 class WeightGradients : public torch::CustomClassHolder {
  public:
   // What autograd has of `roots` is looked through, and prepared for one backward from some of them. Others wait for
@@ -31,6 +35,8 @@ class WeightGradients : public torch::CustomClassHolder {
   // A backward is about to run: returns the leaves that it is to find gradients of. Products are computed during it, or
   // (`later`) by `run`.
   std::vector<at::Tensor> begin(bool later);
+  // It has run, and products are put off (WGT-5).
+  void end();
   // Computes what has been put off, in the order in which it arrived.
   void run();
 
@@ -39,6 +45,8 @@ class WeightGradients : public torch::CustomClassHolder {
  private:
   std::shared_ptr<Pending> pending_;
   std::vector<at::Tensor> leaves_;
+  // Of these, the ones that had no gradient when the backward began.
+  std::vector<at::Tensor> fresh_;
   int64_t size_ = 0;
 };
 

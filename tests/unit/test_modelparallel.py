@@ -121,6 +121,92 @@ def test_an_input_that_serves_as_a_weight_has_its_gradient_at_once():
         assert weights.size() == size
 
 
+def _beside(output, gradient, later=False, inputs=()):
+    """A backward whose weights' gradients are computed beside it; with ``later``, returns what computes them."""
+    weights = torch.classes.smd.WeightGradients([output], list(inputs))
+    torch.autograd.backward(output, gradient, inputs=weights.begin(later) if weights.size() else None)
+    if later:
+        weights.end()
+    return weights
+
+
+def test_gradients_that_leaves_take_over_are_not_those_that_products_wait_for():
+    position, layer = torch.nn.Parameter(torch.zeros(1, 4, 8)), torch.nn.Linear(8, 8)
+    gradients, inputs = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    waiting = [
+        _beside(position.squeeze(0) + layer(x).add(0), gradient.clone(), later=True)
+        for x, gradient in zip(inputs, gradients, strict=True)
+    ]
+    assert [each.size() for each in waiting] == [1, 1]
+    for each in waiting:
+        each.run()
+    torch.testing.assert_close(layer.weight.grad, torch.einsum("nto,nti->oi", gradients, inputs))
+    torch.testing.assert_close(position.grad[0], gradients.sum(0))
+
+
+def test_an_input_that_is_changed_before_its_product_is_an_error():
+    x, layer = torch.randn(3, 5), torch.nn.Linear(5, 4)
+    weights = _beside(layer(x), torch.ones(3, 4), later=True)
+    x.mul_(0)
+    with pytest.raises(RuntimeError, match="changed in place between the two parts"):
+        weights.run()
+
+
+def test_weights_that_are_watched_keep_pytorchs_way():
+    x, seen = torch.randn(3, 5, requires_grad=True), []
+
+    def transposed(weight):
+        other = weight.t()
+        other.register_hook(lambda gradient: gradient * 0.5)
+        return x @ other
+
+    def cast(weight):
+        other = weight.double()
+        other.retain_grad()
+        return torch.nn.functional.linear(x.double(), other)
+
+    def accumulated(weight):
+        accumulator = weight.view_as(weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_: seen.append(1))
+        return torch.nn.functional.linear(x, weight) + 0 * accumulator.variable.sum()
+
+    for use in (transposed, cast):
+        assert torch.classes.smd.WeightGradients([use(torch.nn.Parameter(torch.randn(4, 5)))], []).size() == 0
+    _beside(accumulated(torch.nn.Parameter(torch.randn(4, 5))), torch.ones(3, 4))
+    assert seen
+    wide = torch.nn.Parameter(torch.randn(4, 5, dtype=torch.bfloat16))
+    wide.grad_dtype = torch.float32
+    _beside(torch.nn.functional.linear(x.bfloat16(), wide), torch.ones(3, 4, dtype=torch.bfloat16))
+    assert wide.grad.dtype == torch.float32
+
+
+def test_real_weights_of_complex_products():
+    x, weight = torch.randn(3, 5, dtype=torch.cfloat, requires_grad=True), torch.nn.Parameter(torch.randn(5, 4))
+    gradient = torch.randn(3, 4, dtype=torch.cfloat)
+    _beside(x @ weight.to(torch.cfloat), gradient)
+    torch.testing.assert_close(weight.grad, (x.detach().mH @ gradient).real)
+
+
+def test_a_sparse_gradient_is_added_to():
+    table, x = torch.nn.Embedding(10, 4, sparse=True), torch.randn(3, 4, requires_grad=True)
+    table(torch.tensor([1])).sum().backward()
+    weights = _beside(torch.nn.functional.linear(x, table.weight), torch.ones(3, 10), later=True)
+    weights.run()
+    expected = x.detach().sum(0).expand(10, 4) + torch.eye(10)[1, :, None]
+    torch.testing.assert_close(table.weight.grad, expected)
+
+
+def test_checkpoints_of_scripts_keep_pytorchs_way():
+    class MyCheckpoint(torch.utils.checkpoint.CheckpointFunction):
+        pass
+
+    one, two, x = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    output = two(MyCheckpoint.apply(one, True, x))
+    _beside(output, torch.ones(2, 3))
+    assert one.weight.grad is not None
+    assert two.weight.grad is not None
+
+
 def _cast_of(parameter, node):
     """The node of a graph that casts ``parameter``."""
     for child, _ in node.next_functions:

@@ -416,3 +416,5 @@ def _run_backward(
 ) -> None:
     """A backward; the gradients of ``weights`` (`torch_ext/weights.h`) are computed beside it, or ``later``."""
     torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)
+    if later:
+        weights.end()
