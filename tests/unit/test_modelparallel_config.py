@@ -57,7 +57,8 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
         ({"memory_weight": 1.5}, "from 0 to 1"),
         ({"ddp_port": 5}, "needs `ddp`"),
         ({"partition_file": 3}, "a text"),
-        ({"partition_file": object()}, "smp.init: .* not JSON serializable"),
+        ({"partition_file": object()}, "smp.init: `partition_file` is <object .* expected what JSON can hold"),
+        ({"memory_weight": float("nan")}, "smp.init: `memory_weight` is nan"),
     ],
 )
 def test_bad_values_are_named(given, text):
@@ -110,8 +111,8 @@ def test_values_may_be_spelled_as_the_launcher_takes_them():
 
 def test_unknown_keys_are_ignored_with_a_warning():
     with pytest.warns(UserWarning, match="`mikrobatches`"):
-        config.read({"mikrobatches": 3})
-    config.read({"_internal": 3})
+        config.read({"mikrobatches": object()})
+    config.read({"_internal": object()})
 
 
 def test_broken_channels_are_named(monkeypatch):

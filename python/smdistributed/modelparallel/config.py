@@ -114,11 +114,24 @@ def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
     return channel
 
 
+def _in_json(name: str, value: Any, source: str) -> str:
+    """What the core is told of a value: it only names the keys that it does not know."""
+    if name not in DEFAULTS and name != "partitions":
+        return "null"
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected what JSON can hold") from None
+
+
 def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, Any]:
+    words = ", ".join(
+        f"{json.dumps(str(name))}: {_in_json(str(name), value, source)}" for name, value in channel.items()
+    )
     try:
         with errors.translated(_CLASSES):
-            text, unknown = _core.check_parameters(json.dumps(channel))
-    except (SMPConfigError, TypeError) as error:
+            text, unknown = _core.check_parameters(f"{{{words}}}")
+    except SMPConfigError as error:
         raise SMPConfigError(f"{source}: {error}") from None
     for warning in unknown:
         warnings.warn(f"{source}: {warning}", stacklevel=4)
