@@ -215,7 +215,7 @@ def _checkpoints(folder):
         if how == "manager":
             assert smp.CheckpointManager(checkpoint, folder, checkpoint_name="mine").restore() == path
         elif how == "sharded":
-            assert smp.CheckpointManager(checkpoint, folder).restore(saved[0].replace("-7", "-8")) == saved[1]
+            assert smp.CheckpointManager(checkpoint, folder).restore(saved[0].removesuffix("-7") + "-8") == saved[1]
         else:
             checkpoint.restore(direct).assert_existing_objects_matched()
 
