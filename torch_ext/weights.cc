@@ -275,8 +275,8 @@ class Search {
       leaves.push_back(accumulator->variable);
       return true;
     }
-    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something. They are known by
-    // their names: scripts derive theirs from PyTorch's.
+    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something. They are known
+    // by their names: scripts derive theirs from PyTorch's.
     if (node->name().find("Checkpoint") != std::string::npos) return false;
     stack_.emplace_back(node, true);
     auto layer = layer_of(node);
