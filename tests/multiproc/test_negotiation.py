@@ -1,7 +1,7 @@
 """Collectives by name on real ranks of TensorFlow: any order, any thread, and every way to disagree.
 
-The long form: ``python tests/multiproc/test_negotiation.py 100`` disagrees so often in every way, on 2 and on 4 ranks, and
-tells how long each took.
+The long form: ``python tests/multiproc/test_negotiation.py 100`` disagrees so often in every way, on 2 and on 4 ranks, or on as many as
+follow (``100 2``), and tells how long each took.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def test_a_missing_rank_is_named_after_the_limit():
 
 def main():
     runs = int(sys.argv[1])
-    for size in (2, 4):
+    for size in map(int, sys.argv[2:] or (2, 4)):
         # Six kinds are found out at once; of the others, one comes after each three of those.
         times = run_ranks(disagreements, size, 4 * 2 * runs, 4, env=ENV, timeout=120 + 12 * runs)
         print(f"{len(times[0])} disagreements on {size} ranks, no hang; the longest in seconds: {longest(times)}")
