@@ -4,7 +4,8 @@
 
 One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
 machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
-lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says.
+lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says. ``ZB2`` is
+zero bubble with twice as many active microbatches as ranks.
 
 ``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
 """
@@ -30,24 +31,38 @@ from torch.distributed import pipelining
 
 import smdistributed.modelparallel.torch as smp
 
-#: Pipelines of ours: the schedule, pieces for each rank (0: as `--cut` says).
+
+@dataclass(frozen=True)
+class Way:
+    """A schedule, and how it divides the model: in ``pieces`` for each rank, even ones or those of ``--cut``."""
+
+    schedule: Any
+    pieces: int = 1
+    cut: bool = False
+    #: Microbatches that may be active, for each rank.
+    active: int | None = None
+
+
 OURS = {
-    "ours 1F1B": ("interleaved", 1),
-    "ours GPipe": ("simple", 1),
-    "ours ZB": ("zero_bubble", 1),
-    "ours 1F1B x2": ("interleaved", 2),
-    "ours ZBV": ("zero_bubble", 2),
-    "ours 1F1B cut": ("interleaved", 0),
-    "ours ZB cut": ("zero_bubble", 0),
+    "ours 1F1B": Way("interleaved"),
+    "ours GPipe": Way("simple"),
+    "ours ZB": Way("zero_bubble"),
+    "ours ZB2": Way("zero_bubble", active=2),
+    "ours 1F1B x2": Way("interleaved", pieces=2),
+    "ours ZBV": Way("zero_bubble", pieces=2),
+    "ours 1F1B cut": Way("interleaved", cut=True),
+    "ours ZB cut": Way("zero_bubble", cut=True),
+    "ours ZB2 cut": Way("zero_bubble", cut=True, active=2),
+    "ours ZBV cut": Way("zero_bubble", pieces=2, cut=True),
 }
-#: Theirs: the schedule, pieces for each rank.
 THEIRS = {
-    "torch 1F1B": (pipelining.Schedule1F1B, 1),
-    "torch GPipe": (pipelining.ScheduleGPipe, 1),
-    "torch 1F1B x2": (pipelining.ScheduleInterleaved1F1B, 2),
-    "torch ZB x2": (pipelining.ScheduleInterleavedZeroBubble, 2),
-    "torch ZBV": (pipelining.ScheduleZBVZeroBubble, 2),
-    "torch 1F1B cut": (pipelining.Schedule1F1B, 0),
+    "torch 1F1B": Way(pipelining.Schedule1F1B),
+    "torch GPipe": Way(pipelining.ScheduleGPipe),
+    "torch 1F1B x2": Way(pipelining.ScheduleInterleaved1F1B, pieces=2),
+    "torch ZB x2": Way(pipelining.ScheduleInterleavedZeroBubble, pieces=2),
+    "torch ZBV": Way(pipelining.ScheduleZBVZeroBubble, pieces=2),
+    "torch 1F1B cut": Way(pipelining.Schedule1F1B, cut=True),
+    "torch ZBV cut": Way(pipelining.ScheduleZBVZeroBubble, pieces=2, cut=True),
 }
 
 
@@ -76,24 +91,33 @@ class Bench:
         self.shape = Shape(arguments.width, arguments.blocks, arguments.heads, arguments.vocabulary, arguments.sequence)
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.contexts: dict[str, dict[str, Any]] = {}
-        # The rank of each module: the embedding goes with the first block, the head with the last.
-        self.cuts = [rank for rank, blocks in enumerate(arguments.cut) for _ in range(blocks)]
-        self.cuts = [*self.cuts[:1], *self.cuts, *self.cuts[-1:]]
+
+    def chunks(self, way: Way) -> list[int]:
+        """The piece of each module: the embedding goes with the first block, the head with the last."""
+        if not way.cut:
+            return [chunk_of(place, self.shape, way.pieces * self.ranks) for place in range(self.shape.blocks + 2)]
+        blocks = self.arguments.cut if way.pieces == 1 else self.arguments.cut_there_and_back
+        cuts = [piece for piece, count in enumerate(blocks) for _ in range(count)]
+        if len(cuts) != self.shape.blocks or len(blocks) != way.pieces * self.ranks:
+            raise SystemExit(f"{blocks} are not {self.shape.blocks} blocks in {way.pieces * self.ranks} pieces")
+        return [*cuts[:1], *cuts, *cuts[-1:]]
 
     def ours(self, name: str) -> Trained:
         """One of ours. A script has one configuration and one model; what `smp` knows of each is put aside here."""
-        schedule, pieces = OURS[name]
+        way = OURS[name]
         smp.state.__dict__ = {}
         smp.state.__init__()
-        config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": schedule}
+        config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": way.schedule}
+        if way.active:
+            config["active_microbatches"] = way.active * self.ranks
         smp.init({**config, "auto_partition": False, "default_partition": 0})
         self.seed()
         with smp.delay_param_initialization():
             model = build_meta(self.shape)
-        for place, module in enumerate(model):
-            chunk = chunk_of(place, self.shape, pieces * self.ranks) if pieces else self.cuts[place]
+        v_form = way.schedule == "zero_bubble" and way.pieces == 2
+        for chunk, module in zip(self.chunks(way), model, strict=True):
             there_and_back = min(chunk, 2 * self.ranks - 1 - chunk)
-            smp.set_partition(module, there_and_back if name == "ours ZBV" else chunk % self.ranks)
+            smp.set_partition(module, there_and_back if v_form else chunk % self.ranks)
         model = smp.DistributedModel(model)
         trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
 
@@ -122,9 +146,8 @@ class Bench:
 
     def theirs(self, name: str) -> Trained:
         """One of theirs."""
-        schedule, pieces = THEIRS[name]
-        rank, chunks = c10d.get_rank(), (pieces or 1) * self.ranks
-        chunk = [chunk_of(p, self.shape, chunks) for p in range(self.shape.blocks + 2)] if pieces else self.cuts
+        way, rank = THEIRS[name], c10d.get_rank()
+        schedule, chunks, chunk = way.schedule, way.pieces * self.ranks, self.chunks(way)
         v_form = schedule is pipelining.ScheduleZBVZeroBubble
         mine = [rank, 2 * self.ranks - 1 - rank] if v_form else list(range(rank, chunks, self.ranks))
         whole = build_meta(self.shape)
@@ -149,7 +172,7 @@ class Bench:
             for index, module in zip(mine, modules, strict=True)
         ]
         options = {"n_microbatches": self.arguments.microbatches, "loss_fn": loss_of}
-        plan = schedule(stages[0] if len(stages) == 1 and pieces < 2 else stages, **options)
+        plan = schedule(stages[0] if way.pieces == 1 else stages, **options)
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.adam(parameters)
         first, last = 0 in mine, chunks - 1 in mine
@@ -212,6 +235,13 @@ def main() -> None:
     for name, value in (("width", 2048), ("blocks", 32), ("heads", 16), ("vocabulary", 50_304), ("sequence", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--cut", type=int, nargs="+", default=[9, 9, 8, 6], help="blocks of each rank, for `cut`")
+    parser.add_argument(
+        "--cut-there-and-back",
+        type=int,
+        nargs="+",
+        default=[3, 5, 5, 4, 4, 4, 4, 3],
+        help="blocks of each piece, for `ZBV cut`: the last rank's two pieces are in the middle",
+    )
     parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
     parser.add_argument("--trace", metavar="FOLDER", help="writes a profile of one step of each mode and rank there")
     arguments = parser.parse_args()

@@ -176,8 +176,8 @@ def partition_modules(
     partitions: int,
     memory_weight: float,
     microbatches: int,
-    active_microbatches: int,
-    simple: bool,
+    active_microbatches: int | None,
+    schedule: str,
     link_nanoseconds: int,
     link_bytes_per_nanosecond: int,
 ) -> tuple[list[int], str, list[float]]:
@@ -245,8 +245,8 @@ class StepOperations:
         partitions: int,
         memory_weight: float,
         microbatches: int,
-        active_microbatches: int,
-        simple: bool,
+        active_microbatches: int | None,
+        schedule: str,
     ) -> tuple[list[int | None], str]:
         """Divides layers, given their paths in the order of their first calls: the partition of each that has variables, and a
         table."""
@@ -272,7 +272,7 @@ class StepPlacement:
         rank: int,
         microbatches: int,
         schedule: str,
-        active_microbatches: int,
+        active_microbatches: int | None,
     ) -> tuple[
         list[
             tuple[

@@ -101,11 +101,14 @@ impl StepOperations {
         partitions: usize,
         memory_weight: f64,
         microbatches: u64,
-        active_microbatches: u64,
-        simple: bool,
+        active_microbatches: Option<u64>,
+        schedule: &str,
     ) -> PyResult<(Vec<Option<u32>>, String)> {
-        let wish = Wish { partitions, memory_weight, microbatches, active_microbatches, simple };
-        enter(py, || partition::divide_layers(&self.operations, &layers, wish))
+        enter(py, || {
+            let schedule = schedule.parse()?;
+            let wish = Wish { partitions, memory_weight, microbatches, active_microbatches, schedule };
+            partition::divide_layers(&self.operations, &layers, wish)
+        })
     }
 
     /// Gives every operation its place, by the partitions of layers, of what the script says nothing of if it decides (`default`), and
@@ -155,7 +158,7 @@ impl StepPlacement {
         rank: usize,
         microbatches: usize,
         schedule: &str,
-        active_microbatches: usize,
+        active_microbatches: Option<usize>,
     ) -> PyResult<(
         Vec<SegmentRow>,
         Vec<(usize, usize)>,

@@ -41,8 +41,8 @@ fn partition_modules(
     partitions: usize,
     memory_weight: f64,
     microbatches: u64,
-    active_microbatches: u64,
-    simple: bool,
+    active_microbatches: Option<u64>,
+    schedule: &str,
     link_nanoseconds: u64,
     link_bytes_per_nanosecond: u64,
 ) -> PyResult<(Vec<u32>, String, Vec<f64>)> {
@@ -50,7 +50,7 @@ fn partition_modules(
         let modules = modules.into_iter().map(ModuleCost::from).collect();
         let values = values.into_iter().map(|(from, to, bytes)| Value { from, to, bytes }).collect();
         let tree = CostTree::new(modules, values, &ties)?;
-        let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, simple);
+        let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, schedule.parse()?);
         let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
         let objective = Objective::new(memory_weight, kept, link)?;
         let assignment = partition::partition(&tree, partitions, &objective)?.assignment;

@@ -38,6 +38,6 @@ def test_pipelines_equal_one_process(partitions):
 def test_pipelines_equal_one_process_in_float32():
     names = ["mlp", "resnet18", "tied", "batch_norm"]
     found = run_ranks(
-        _table_body, 2, "float32", 2, [(8, "zero_bubble", False)], names, launcher=Forked("torch"), timeout=290
+        _table_body, 2, "float32", 2, [(8, "zero_bubble_2", False)], names, launcher=Forked("torch"), timeout=290
     )
     assert found == [4, 4]

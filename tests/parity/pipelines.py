@@ -25,6 +25,7 @@ SCHEDULES = (
     ("simple", False),
     ("interleaved", False),
     ("zero_bubble", False),
+    ("zero_bubble_2", False),
     ("interleaved", True),
     ("zero_bubble", True),
 )

@@ -52,16 +52,15 @@ def _batch(case: Case, number: int) -> list[torch.Tensor]:
 
 
 def run_case(name: str, partitions: int, microbatches: int, pipeline: str, looped: bool, steps: int) -> float:
-    """So many steps of one row of the table, in torch's default type; returns the largest difference."""
-    smp.init(
-        {
-            "partitions": partitions,
-            "microbatches": microbatches,
-            "pipeline": pipeline,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    """So many steps of one row of the table, in torch's default type; returns the largest difference.
+
+    The schedule ``zero_bubble_2`` is zero bubble with twice as many active microbatches as partitions.
+    """
+    schedule = pipeline.removesuffix("_2")
+    config = {"partitions": partitions, "microbatches": microbatches, "pipeline": schedule}
+    if schedule != pipeline:
+        config["active_microbatches"] = 2 * partitions
+    smp.init({**config, "auto_partition": False, "default_partition": 0})
     worst = Worst(TOLERANCES[torch.get_default_dtype()])
     torch.manual_seed(7)
     case = MODELS[name]()

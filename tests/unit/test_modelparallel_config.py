@@ -21,6 +21,7 @@ def test_defaults_follow_from_each_other():
     cfg = config.read({"partitions": 3, "optimize": "speed"})
     assert cfg.pipeline_parallel_degree == cfg.partitions == 3
     assert cfg.active_microbatches == 5
+    assert config.read({"partitions": 3, "pipeline": "zero_bubble"}).active_microbatches is None
     assert cfg.memory_weight == 0.2
     assert config.read().memory_weight == 0.8
     assert (config.read().partitions, config.read().pipeline) == (1, "interleaved")

@@ -167,6 +167,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     complete["default_partition"] = complete["default_partition"] or 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
-    if complete["active_microbatches"] is None:
+    # Zero bubble has a number of its own: as many as 1F1B's first partition.
+    if complete["active_microbatches"] is None and complete["pipeline"] != "zero_bubble":
         complete["active_microbatches"] = degree + 2
     return complete

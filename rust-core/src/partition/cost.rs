@@ -3,6 +3,7 @@
 use super::CostTree;
 use crate::error::{Error, Result};
 use crate::pipeline::Link;
+use crate::pipeline::schedule::Schedule;
 
 /// What is to be balanced.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,11 +29,17 @@ impl Objective {
     }
 }
 
-/// Of how many microbatches each of `partitions` keeps activations at once: all that are under way if forwards go
-/// first (`simple`), and fewer towards the end of the pipeline otherwise.
-pub fn kept_microbatches(partitions: usize, microbatches: u64, active: u64, simple: bool) -> Vec<u64> {
-    let most = microbatches.min(active).max(1);
-    (0..partitions).map(|index| if simple { most } else { most.min((partitions - index) as u64) }).collect()
+/// Of how many microbatches each of `partitions` keeps activations at once, where `active` may be under way: all of them if
+/// forwards go first, fewer towards the end of the pipeline in 1F1B, and as many as on the first rank of that, or as may be
+/// active, where backwards are in two parts.
+pub fn kept_microbatches(partitions: usize, microbatches: u64, active: Option<u64>, schedule: Schedule) -> Vec<u64> {
+    let most = microbatches.min(active.unwrap_or(u64::MAX)).max(1);
+    let kept = |index: usize| match schedule {
+        Schedule::Simple | Schedule::ForwardOnly => most,
+        Schedule::Interleaved => most.min((partitions - index) as u64),
+        Schedule::ZeroBubble => active.map_or(most.min(partitions as u64), |_| most),
+    };
+    (0..partitions).map(kept).collect()
 }
 
 /// What one partition costs.

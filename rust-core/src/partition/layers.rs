@@ -9,6 +9,7 @@ use super::{CostTree, ModuleCost, Objective, Value, kept_microbatches, partition
 use crate::error::{Error, Result};
 use crate::pipeline::Link;
 use crate::pipeline::operations::{Operations, Output};
+use crate::pipeline::schedule::Schedule;
 
 /// What an operation costs and a transfer takes, roughly: only the proportions count.
 const FLOPS_PER_NANOSECOND: u64 = 10;
@@ -24,9 +25,9 @@ pub struct Wish {
     /// Of a step.
     pub microbatches: u64,
     /// That may be under way.
-    pub active_microbatches: u64,
-    /// Whether all forwards come first.
-    pub simple: bool,
+    pub active_microbatches: Option<u64>,
+    /// That it is for: they keep different numbers of microbatches.
+    pub schedule: Schedule,
 }
 
 /// Divides the layers whose paths are `layers`, in the order of their first calls: the partition of each that has variables,
@@ -42,7 +43,7 @@ pub fn divide_layers(operations: &Operations, layers: &[String], wish: Wish) -> 
         ));
     }
     let tree = costs.tree(operations, layers)?;
-    let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.simple);
+    let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.schedule);
     let objective = Objective::new(wish.memory_weight, kept, LINK)?;
     let assignment = partition(&tree, wish.partitions, &objective)?.assignment;
     let table = table(&tree, &assignment, &objective);

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::pipeline::Link;
+use crate::pipeline::schedule::Schedule;
 
 /// Builds trees by hand: modules in the order in which they run.
 #[derive(Default)]
@@ -130,7 +131,7 @@ fn resnet() -> CostTree {
 const LINK: Link = Link { latency: 10_000, bytes_per_tick: 200 };
 
 fn objective(partitions: usize, memory_weight: f64) -> Objective {
-    Objective::new(memory_weight, kept_microbatches(partitions, 8, partitions as u64 + 2, false), LINK).unwrap()
+    Objective::new(memory_weight, kept_microbatches(partitions, 8, None, Schedule::Interleaved), LINK).unwrap()
 }
 
 /// The least largest cost of all cuts of the line, with every choice of places for modules that share a parameter.
@@ -315,7 +316,7 @@ proptest! {
 #[test]
 fn equal_blocks_stay_whole() {
     let tree = transformer(16, 1024, 10, false, 2048);
-    let objective = Objective::new(0.2, kept_microbatches(4, 8, 6, true), LINK).unwrap();
+    let objective = Objective::new(0.2, kept_microbatches(4, 8, Some(6), Schedule::Simple), LINK).unwrap();
     let found = partition(&tree, 4, &objective).unwrap().assignment;
     for block in 0..16 {
         let prefix = format!("body.{block}.");

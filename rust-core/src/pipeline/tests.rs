@@ -56,6 +56,26 @@ fn split_backwards_leave_a_third_of_the_bubble() {
     }
 }
 
+/// ZB-H2 (Qi et al. 2023, section 2.3): a bubble of (p - 1)(F + I - 2W) where H1 has (p - 1)(F + I - W), at twice the memory.
+#[test]
+fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
+    let costs = Costs { forward: 10, input: 14, weight: 6 };
+    for (p, m) in [(2, 8), (3, 12), (4, 16), (8, 48)] {
+        let graph = chain(p, m, costs);
+        let mut before = idle(&graph, &timeline(&graph, Schedule::ZeroBubble));
+        for active in p + 1..=2 * p {
+            let bounds = Bounds { active_microbatches: Some(active), memory_bytes: None };
+            let more = simulate(&graph, &plan(&graph, Schedule::ZeroBubble, bounds).unwrap()).unwrap();
+            assert!(more.peak_bytes.iter().all(|&bytes| bytes <= active as u64), "{p} {m}: {:?}", more.peak_bytes);
+            let after = idle(&graph, &more);
+            assert!(after <= before, "{p} {m} {active}: {after}, {before} with one less");
+            before = after;
+        }
+        let expected = ((p - 1) * (10 + 14 - 2 * 6)) as f64;
+        assert!(before <= 1.05 * expected, "{p} {m}: {before}, and the closed form is {expected}");
+    }
+}
+
 #[test]
 fn a_chain_there_and_back_leaves_no_gap_but_at_its_ends() {
     for (p, m) in [(2, 4), (3, 6), (4, 8), (4, 17), (8, 24)] {
@@ -244,7 +264,7 @@ proptest! {
     fn every_graph_has_a_valid_program(
         graph in any_graph(),
         schedule in prop::sample::select(&Schedule::ALL),
-        active in prop::option::of(1_usize..5),
+        active in prop::option::of(1_usize..9),
         memory in prop::option::of(1_u64..20),
     ) {
         let bounds = Bounds { active_microbatches: active, memory_bytes: memory };

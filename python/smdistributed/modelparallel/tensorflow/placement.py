@@ -71,7 +71,7 @@ def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str
             memory_weight=config.memory_weight,
             microbatches=config.microbatches,
             active_microbatches=config.active_microbatches,
-            simple=config.pipeline == "simple",
+            schedule=config.pipeline,
         )
     partition_file.tell(table)
     found = zip(trace.paths, partitions, strict=True)

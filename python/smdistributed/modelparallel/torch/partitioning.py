@@ -87,7 +87,7 @@ def _automatic(
         memory_weight=config.memory_weight,
         microbatches=config.microbatches,
         active_microbatches=config.active_microbatches,
-        simple=config.pipeline == "simple",
+        schedule=config.pipeline,
         link_nanoseconds=prices.LINK_NANOSECONDS,
         link_bytes_per_nanosecond=prices.LINK_BYTES_PER_NANOSECOND,
     )

@@ -49,7 +49,7 @@ class Pipeline:
         groups: TorchGroups,
         device: torch.device,
         schedule: str,
-        active_microbatches: int,
+        active_microbatches: int | None,
         memory_bytes: int | None,
         offloader: Offloader | None,
     ) -> None:

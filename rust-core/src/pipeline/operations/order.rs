@@ -18,13 +18,13 @@ impl Segments<'_> {
     ///
     /// # Errors
     /// As [`plan`].
-    pub fn plan(&mut self, microbatches: usize, schedule: Schedule, active: usize) -> Result<Vec<Vec<Node>>> {
+    pub fn plan(&mut self, microbatches: usize, schedule: Schedule, active: Option<usize>) -> Result<Vec<Vec<Node>>> {
         if self.stages.is_empty() {
             return Ok(vec![Vec::new(); self.ranks()]);
         }
         let schedule = if self.trains { schedule } else { Schedule::ForwardOnly };
         let graph = Graph::new(self.ranks(), microbatches, self.scheduled(), Link::default())?;
-        let program = plan(&graph, schedule, Bounds { active_microbatches: Some(active), memory_bytes: None })?;
+        let program = plan(&graph, schedule, Bounds { active_microbatches: active, memory_bytes: None })?;
         let anchored: BTreeMap<(Phase, usize), usize> = (self.segments.iter().enumerate())
             .filter(|(_, segment)| segment.anchored)
             .filter_map(|(number, segment)| Some(((segment.phase, segment.stage?), number)))

@@ -189,7 +189,7 @@ fn segments_are_cut_and_ordered_by_the_schedule() {
         (segments.inputs_of(&[8, 9]), segments.outputs_of(&[1, 2], 0)),
         (vec![first(2), first(7), first(0)], vec![first(2)])
     );
-    let mut order = |schedule| segments.plan(3, schedule, 3).unwrap();
+    let mut order = |schedule| segments.plan(3, schedule, Some(3)).unwrap();
     assert_eq!(order(Schedule::Simple)[1], [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2)]);
     assert_eq!(order(Schedule::Interleaved)[1], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]);
     let (orders, in_turns) = (order(Schedule::Simple), order(Schedule::Interleaved));
@@ -234,7 +234,7 @@ fn a_halved_backward_has_first_what_others_wait_for() {
         described(&segments),
         ["F! On(0) [1, 2]", "F! On(1) [3]", "R All [4, 5]", "I! On(1) [7]", "W! On(1) [6]", "W! On(0) [8, 9]"]
     );
-    let orders = segments.plan(2, Schedule::ZeroBubble, 2).unwrap();
+    let orders = segments.plan(2, Schedule::ZeroBubble, Some(2)).unwrap();
     assert_eq!(orders[1].iter().filter(|(segment, _)| [3, 4].contains(segment)).count(), 4);
 }
 
@@ -243,9 +243,9 @@ fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = Placement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &[vec![first(4)], vec![first(4)]], true).unwrap();
-    assert_eq!(segments.plan(2, Schedule::ZeroBubble, 2).unwrap(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]);
+    assert_eq!(segments.plan(2, Schedule::ZeroBubble, Some(2)).unwrap(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]);
     let mut segments = Segments::cut(&operations, &placement, &[vec![first(0)], vec![]], false).unwrap();
-    assert_eq!(segments.plan(2, Schedule::Simple, 2).unwrap(), [[], []]);
+    assert_eq!(segments.plan(2, Schedule::Simple, Some(2)).unwrap(), [[], []]);
 }
 
 #[test]
@@ -275,7 +275,13 @@ fn operations_that_do_not_fit_together_are_refused() {
 fn layers_are_divided_by_what_their_operations_cost() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let layers = ["one", "relu", "two"].map(str::to_owned);
-    let wish = Wish { partitions: 2, memory_weight: 0.8, microbatches: 4, active_microbatches: 4, simple: true };
+    let wish = Wish {
+        partitions: 2,
+        memory_weight: 0.8,
+        microbatches: 4,
+        active_microbatches: Some(4),
+        schedule: Schedule::Simple,
+    };
     let (partitions, table) = divide_layers(&operations, &layers, wish).unwrap();
     assert_eq!(partitions, [Some(0), None, Some(1)]);
     assert!(table.contains("one") && table.contains("two"), "{table}");
@@ -310,7 +316,7 @@ fn a_variable_is_changed_after_it_has_been_read_and_read_after_it_has_been_chang
     assert_eq!(segments.after(read, 1), [after(assigned, 1)]);
     assert_eq!((segments.after(assigned, 0), segments.signals()), (vec![], &[][..]));
     assert_eq!(segments.lines(&[])[10], "%10: assign() -> float32[1024] on 1 after %3");
-    segments.plan(3, Schedule::Interleaved, 3).unwrap();
+    segments.plan(3, Schedule::Interleaved, Some(3)).unwrap();
     assert!(segments.all()[read].anchored && segments.all()[backward].anchored);
 }
 
@@ -336,7 +342,7 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
     for rank in 0..2 {
         assert_eq!(segments.after(all, rank), [After { segment: two, back: 0 }]);
     }
-    segments.plan(2, Schedule::Simple, 2).unwrap();
+    segments.plan(2, Schedule::Simple, Some(2)).unwrap();
 }
 
 /// A layer on partition 0, one on 1, and again one on 0; the gradients of both ask for the shape of what the first one makes.
@@ -361,7 +367,7 @@ fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place()
     for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
         let halves = schedule == Schedule::ZeroBubble;
         let mut segments = Segments::cut(&operations, &placement, &wanted, halves).unwrap();
-        let orders = segments.plan(3, schedule, 3).unwrap();
+        let orders = segments.plan(3, schedule, Some(3)).unwrap();
         let anchored = |operation| segments.all()[number_of(&segments, operation)].anchored;
         assert_eq!([6, 7, 8].map(anchored), [false, true, true], "{schedule:?}");
         assert_eq!(left_undone(&segments, &orders, 3), [], "{schedule:?}");
@@ -553,7 +559,7 @@ proptest! {
         let wanted: Vec<Vec<Output>> = (0..3).map(|_| vec![first(count - 1)]).collect();
         for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
             let mut segments = Segments::cut(&operations, &placement, &wanted, schedule == Schedule::ZeroBubble).unwrap();
-            let orders = segments.plan(microbatches, schedule, active).unwrap();
+            let orders = segments.plan(microbatches, schedule, Some(active)).unwrap();
             prop_assert_eq!(left_undone(&segments, &orders, microbatches), []);
             for rank in 0..3 {
                 for segment in 0..segments.all().len() {

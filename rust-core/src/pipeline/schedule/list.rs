@@ -8,9 +8,10 @@ use super::Schedule;
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, Graph, Kind, Program};
 
-/// The computations of all ranks. `active` says for each rank how many microbatches it may have under way.
-pub(super) fn order(graph: &Graph, schedule: Schedule, active: &[usize]) -> Result<Program> {
-    let mut scheduler = Scheduler::new(graph, schedule, active);
+/// The computations of all ranks. `active` says for each rank how many microbatches it may have under way, `wished` how
+/// many zero bubble shall have.
+pub(super) fn order(graph: &Graph, schedule: Schedule, active: &[usize], wished: Option<usize>) -> Result<Program> {
+    let mut scheduler = Scheduler::new(graph, schedule, active, wished);
     scheduler.run();
     let planned: usize = scheduler.lists.iter().map(Vec::len).sum();
     let expected =
@@ -94,10 +95,25 @@ enum Event {
     Gradient(usize, usize),
 }
 
+/// Forwards ahead of backwards where the first stage may have `active` of them, and the others in proportion: twice as
+/// many (less one) as ZB-H1 has are ZB-H2, which fills the time until the first gradient comes.
+fn stretched(heights: Vec<usize>, active: usize) -> Vec<usize> {
+    let most = heights.iter().copied().max().unwrap_or(1);
+    if most < 2 || active <= most {
+        return heights;
+    }
+    heights.into_iter().map(|height| 1 + ((height - 1) * (active - 1)).div_ceil(most - 1)).collect()
+}
+
 impl<'a> Scheduler<'a> {
-    fn new(graph: &'a Graph, schedule: Schedule, active: &[usize]) -> Self {
+    fn new(graph: &'a Graph, schedule: Schedule, active: &[usize], wished: Option<usize>) -> Self {
         let ranks = graph.ranks();
-        let heights = graph.heights();
+        // Rounds of forwards and backwards are the same everywhere.
+        let fewest = active.iter().copied().min().unwrap_or(1);
+        let heights = match wished {
+            Some(wished) if schedule == Schedule::ZeroBubble => stretched(graph.heights(), wished.min(fewest)),
+            _ => graph.heights(),
+        };
         let mut own = vec![Vec::new(); ranks];
         let mut stages = Vec::with_capacity(graph.stages().len());
         for (index, stage) in graph.stages().iter().enumerate() {
@@ -119,8 +135,6 @@ impl<'a> Scheduler<'a> {
             });
         }
         let kept = own.iter().map(|own: &Vec<usize>| own.iter().map(|&stage| heights[stage]).sum()).max();
-        // Rounds of forwards and backwards are the same everywhere.
-        let fewest = active.iter().copied().min().unwrap_or(1);
         let active = if schedule == Schedule::Simple { vec![fewest; ranks] } else { active.to_vec() };
         Self {
             graph,

@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | `simple` | GPipe (Huang et al. 2019) | every microbatch's activations |
 //! | `interleaved` | 1F1B (PipeDream-Flush, Narayanan et al. 2021); with several stages a rank, interleaved 1F1B | as many microbatches as there are ranks after it |
-//! | `zero_bubble` | ZB-H1; on a chain that goes there and back, ZB-V (Qi et al. 2023, 2024) | as 1F1B's first rank |
+//! | `zero_bubble` | ZB-H1; on a chain that goes there and back, ZB-V (Qi et al. 2023, 2024); where more microbatches may be active, up to ZB-H2 | as 1F1B's first rank, or as many as may be active |
 //! | `_only_forward` | - | nothing |
 //!
 //! All but one are the list scheduler of `list.rs` with another policy, so they take any graph: skip connections, ranks
@@ -121,5 +121,5 @@ pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result
         return Ok(program);
     }
     // It takes any graph, and keeps bounds that are too tight for the order of the literature.
-    list::order(graph, schedule, &active)
+    list::order(graph, schedule, &active, bounds.active_microbatches)
 }
