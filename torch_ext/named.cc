@@ -260,10 +260,10 @@ static Handle barrier(std::string kind, int64_t process_set) {
   });
 }
 
-static Handle join() {
-  return checked([] {
+static Handle join(int64_t device) {
+  return checked([&] {
     auto work = c10::make_intrusive<NamedWork>();
-    ask_join(process_set_group(0), std::make_unique<GroupCompletion>(work, Group()));
+    ask_join(process_set_group(0), device, std::make_unique<GroupCompletion>(work, Group()));
     return work;
   });
 }

@@ -80,7 +80,8 @@ TORCH_LIBRARY(smd, m) {
   define_named(m, "named_all_to_all", "Tensor input, int[]? splits" + named);
   define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op" + factors + named);
   define_named(m, "named_barrier", "str kind, int process_set");
-  define_named(m, "named_join", "");
+  // The device for all-reduces of others on devices; negative if the core is to choose.
+  define_named(m, "named_join", "int device");
 }
 
 }  // namespace smd::torch_ext

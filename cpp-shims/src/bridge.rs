@@ -315,8 +315,9 @@ mod ffi {
         /// could do. `done` may be called in here.
         fn drive(self: &Asked) -> bool;
 
-        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last.
-        fn ask_join(group: u64, done: UniquePtr<Completion>) -> Result<()>;
+        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. On
+        /// CUDA device `device` it takes part in the others' all-reduces on devices; negative if the core is to choose.
+        fn ask_join(group: u64, device: i64, done: UniquePtr<Completion>) -> Result<()>;
 
         /// The group of a process set; throws if this rank is in no such set.
         fn process_set_group(process_set: i64) -> Result<u64>;

@@ -190,10 +190,10 @@ impl Asked {
     }
 }
 
-pub fn ask_join(group: u64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+pub fn ask_join(group: u64, device: i64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
     guard(|| {
         let negotiator = session::current("join")?.negotiator(group)?;
-        negotiator.join(completing(Shared::new(done)));
+        negotiator.join(u16::try_from(device).ok(), completing(Shared::new(done)));
         Ok(())
     })
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 
 import pytest
@@ -165,8 +166,58 @@ def optimizers():
     assert torch.allclose(got, expected, atol=1e-4)
 
 
+def joins():
+    """Rank r has r + 1 rounds of work; meanwhile the others lend what changes nothing, from memory of their own devices."""
+    torch, hvd, rank, size = _start()
+    for device in (-1, hvd.local_rank()):
+        for at in range(rank + 1):
+            active = range(at + 1, size + 1)
+            results = {
+                hvd.Sum: sum(active),
+                hvd.Average: sum(active) / size,
+                hvd.Min: at + 1,
+                hvd.Max: size,
+                hvd.Product: math.prod(active),
+            }
+            pending = []
+            for dtype in (torch.float32, torch.float16, torch.float64, torch.int32, torch.int64):
+                for op, expected in results.items():
+                    expected = expected if dtype.is_floating_point else int(expected)
+                    for elems in (1, 1000, 1 << 20):
+                        x = torch.full((elems,), rank + 1, dtype=dtype, device="cuda")
+                        name = f"{dtype} {op} {elems}"
+                        pending.append((name, expected, hvd.allreduce_async(x, op=op, name=name)))
+            for name, expected, handle in pending:
+                got = hvd.synchronize(handle)
+                assert torch.allclose(got, torch.full_like(got, expected), rtol=1e-3), (name, expected, got[:4])
+            pair = [torch.ones(4, device="cuda"), torch.ones(3, 2, device="cuda")]
+            pair = hvd.grouped_allreduce(pair, op=hvd.Sum, prescale_factor=2.0)
+            assert all((each == 2.0 * len(active)).all() for each in pair), pair
+            if at > 0:
+                with pytest.raises(hvd.HorovodInternalError, match="Broadcast is not supported with Join"):
+                    hvd.broadcast(torch.ones(1, device="cuda"), size - 1, name="never")
+        assert hvd.join(device) == size - 1
+    assert hvd.allreduce(torch.ones(1, device="cuda"), op=hvd.Sum).item() == size
+    # Training with different numbers of batches: as on the CPU.
+    weights = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2 + rank):
+            inputs = torch.randn(4, 4, generator=generator).to(device)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        assert hvd.join() == size - 1
+        weights.append([each.detach().cpu() for each in model.parameters()])
+    _same(torch, *weights)
+
+
 def everything():
-    for part in (collectives, streams_and_errors, gradients, optimizers):
+    for part in (joins, collectives, streams_and_errors, gradients, optimizers):
         part()
 
 
@@ -222,6 +273,12 @@ def tensorflow():
                         got.append([value.numpy() for value in wrapped(run)(x)])
                 for here, there in zip(*got, strict=True):
                     assert np.allclose(here, there, rtol=1e-2 if dtype == tf.float16 else 1e-5), (name, dtype, got)
+    # Those that have joined take part.
+    with tf.device("/GPU:0"):
+        for at in range(rank + 1):
+            got = hvd.allreduce(tf.fill([1000], float(rank + 1)), op=hvd.Sum, name="lent")
+            assert np.allclose(got, sum(range(at + 1, size + 1)))
+    assert hvd.join() == size - 1
     # Rows of a gradient, objects, and what Keras' callbacks average.
     with tf.device("/GPU:0"):
         rows = tf.IndexedSlices(tf.ones([rank + 1, 2]), tf.range(rank + 1), tf.constant([size, 2]))

@@ -112,12 +112,16 @@ def join(device: int = -1) -> int:
     all-reduces with what changes nothing; their other collectives fail.
 
     Args:
-        device: Accepted, and not needed.
+        device: Number of the CUDA device on which it takes part in all-reduces of CUDA tensors; by default the current one, if
+            CUDA is in use here, else the one that collectives were called on, or the one with this rank's number on
+            the host. If there is none, others' all-reduces of CUDA tensors fail on every rank.
 
     Returns:
         The rank that joined last.
     """
-    pending = _submit(torch.ops.smd.named_join.default, finish=lambda _: None)
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+    pending = _submit(torch.ops.smd.named_join.default, device, finish=lambda _: None)
     pending.wait()
     return pending.work.last()
 

@@ -21,6 +21,8 @@ pub(super) struct Up {
     pub(super) named: Vec<Announcement>,
     /// All ranks behind the sender have joined, this one last.
     pub(super) joined: Option<u32>,
+    /// A rank behind the sender that has joined and has no device to take part with.
+    pub(super) unable: Option<u32>,
     /// Replaces the sender's last one.
     pub(super) report: Option<Report>,
 }

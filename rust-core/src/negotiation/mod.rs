@@ -42,6 +42,7 @@ mod neutral;
 mod numbers;
 mod post;
 mod stall;
+mod supply;
 pub mod timeline;
 mod tree;
 mod tune;

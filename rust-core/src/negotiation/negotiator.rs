@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -18,8 +18,9 @@ use super::description::Description;
 use super::factors::Factors;
 use super::tune::Tuning;
 use super::work::Work;
-use super::{Elsewhere, affinity};
-use crate::collectives::{Communicator, Done, Request};
+use super::{Elsewhere, affinity, supply};
+use crate::buffer::Device;
+use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
 use crate::transport::{Backoff, Members, NAP, Transport, cores};
 use crate::world::Monitor;
@@ -42,6 +43,8 @@ pub struct Options {
     pub tuning: Option<Tuning>,
     /// The core that the thread stays on.
     pub core: Option<usize>,
+    /// This process's number on its host.
+    pub local_rank: usize,
 }
 
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages.
@@ -71,6 +74,8 @@ pub(super) struct Shared {
     pub(super) start: Instant,
     /// This member's tuner tries sizes.
     pub(super) tunes: AtomicBool,
+    /// The CUDA device of the last call on one; -1 before.
+    device: AtomicI32,
     pub(super) inbox: Mutex<Inbox>,
     /// The thread has ended, or need not stand aside any more.
     changed: Condvar,
@@ -136,6 +141,8 @@ pub(super) enum Call {
         done: Done,
     },
     Join {
+        /// To take part on meanwhile.
+        device: Option<u16>,
         since: Instant,
         done: Done,
     },
@@ -167,6 +174,7 @@ impl Negotiator {
             elsewhere,
             start,
             tunes,
+            device: AtomicI32::new(-1),
             inbox: Mutex::default(),
             changed: Condvar::new(),
             work: Mutex::default(),
@@ -201,6 +209,7 @@ impl Negotiator {
         };
         let (name, since) = (name.to_owned(), Instant::now());
         let (requests, factors, description) = (vec![request], Factors::default(), Box::new(description));
+        self.shared.note_device(&requests);
         self.shared.call(Call::Named { name, requests, factors, description, blocking, since, done });
     }
 
@@ -214,7 +223,8 @@ impl Negotiator {
         let Ask { name, tensors, factors, blocking } = ask;
         let Members { ranks, me } = &self.shared.members;
         let description = Box::new(Description::of_all(&tensors, factors, *me, ranks.len())?);
-        let requests = tensors.into_iter().map(|(request, _)| request).collect();
+        let requests = tensors.into_iter().map(|(request, _)| request).collect::<Vec<_>>();
+        self.shared.note_device(&requests);
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();
         if let Some(error) = &inbox.ended {
@@ -260,8 +270,14 @@ impl Negotiator {
 
     /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
     /// then it contributes to the others' all-reduces what changes nothing; their other collectives fail.
-    pub fn join(&self, done: Done) {
-        self.shared.call(Call::Join { since: Instant::now(), done });
+    ///
+    /// `device` is the CUDA device for all-reduces there; without it the one that collectives by name were called on, or the one
+    /// with this process's number on its host. If there is none, the others' all-reduces on devices fail.
+    pub fn join(&self, device: Option<u16>, done: Done) {
+        let shared = &self.shared;
+        let used = u16::try_from(shared.device.load(Ordering::Relaxed)).ok();
+        let device = supply::device(device, used, shared.options.local_rank);
+        shared.call(Call::Join { device, since: Instant::now(), done });
     }
 
     /// Whether this member tries sizes of what runs together, and so needs collectives by name: the first one does, until it
@@ -393,6 +409,13 @@ impl Asked {
 impl Shared {
     pub(super) fn now(&self) -> Duration {
         self.start.elapsed()
+    }
+
+    fn note_device(&self, requests: &[Request]) {
+        let view = requests.first().and_then(|request| views(request).first().copied());
+        if let Some(Device::Cuda(device)) = view.map(|view| view.device()) {
+            self.device.store(device.into(), Ordering::Relaxed);
+        }
     }
 
     fn ring(&self) {

@@ -25,6 +25,12 @@ impl Neutral {
         Self { words, elems, dtype }
     }
 
+    /// The elements.
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: the words are initialised, and hold that many elements.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.elems * self.dtype.size()) }
+    }
+
     /// The memory, which must live until the operation is over.
     pub(super) fn view(&mut self) -> Result<TensorView> {
         // SAFETY: the words hold that many elements; the caller keeps them.
@@ -72,9 +78,8 @@ mod tests {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL.into_iter().filter(|op| kernels::check(dtype, *op).is_ok()) {
                 let values = number(dtype, 3.0, 3).repeat(5);
-                let mut neutral = Neutral::new(dtype, op, 5);
-                // SAFETY: `neutral` lives longer, and nobody writes to it.
-                let bytes = unsafe { neutral.view().unwrap().as_bytes() };
+                let neutral = Neutral::new(dtype, op, 5);
+                let bytes = neutral.as_bytes();
                 let folded = reference::fold(dtype, op, &[bytes, &values]);
                 let expected = match op {
                     ReduceOp::Average => reference::fold(dtype, op, &[&vec![0; values.len()], &values]),

@@ -487,7 +487,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
     let mut random = Random(4);
     let broadcast = Description { kind: Kind::Broadcast, ..sum(2) };
     for round in 0..2 {
-        world.ranks[1].machine.join(world.now).unwrap();
+        world.ranks[1].machine.join(true, world.now).unwrap();
         world.flush(1);
         for rank in [0, 2] {
             world.submit(rank, "a", sum(1), true);
@@ -499,7 +499,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
         let text = &world.texts(0)[round];
         assert!(text.contains("Broadcast is not supported with Join"), "{text}");
         for rank in [2, 0] {
-            world.ranks[rank].machine.join(world.now).unwrap();
+            world.ranks[rank].machine.join(true, world.now).unwrap();
             world.flush(rank);
             world.settle(&mut random);
         }
@@ -512,6 +512,48 @@ fn only_reductions_can_do_without_ranks_that_joined() {
             world.flush(rank);
         }
         world.settle(&mut random);
+    }
+}
+
+#[test]
+fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
+    let mut random = Random(6);
+    let on_device = Description { on_device: true, ..sum(3) };
+    for size in [3, 12] {
+        let mut world = World::new(size, LIMITS, PATIENCE);
+        // Twice in words, and then by the names' positions.
+        for (round, without) in [None, Some(size - 1), Some(1), None].into_iter().enumerate() {
+            let failures = world.texts(0).len();
+            for rank in [1, size - 1] {
+                world.ranks[rank].machine.join(Some(rank) != without, world.now).unwrap();
+                world.flush(rank);
+            }
+            let others: Vec<usize> = (0..size - 1).filter(|rank| *rank != 1).collect();
+            for rank in others.clone() {
+                world.submit(rank, "a", on_device.clone(), true);
+                world.submit(rank, "b", sum(5), true);
+                world.flush(rank);
+            }
+            world.settle(&mut random);
+            let ran =
+                |rank: usize| world.ranks[rank].events.iter().filter(|event| **event == Event::Ran(vec![3])).count();
+            let count = [1, 1, 1, 2][round];
+            assert!((0..size).all(|rank| ran(rank) == count), "{round}: {:?}", world.ranks[0].events);
+            for rank in others.clone() {
+                let texts = world.texts(rank);
+                assert_eq!(texts.len(), failures + usize::from(without.is_some()), "{texts:?}");
+                if let (Some(text), Some(without)) = (texts.last(), without) {
+                    let expected = format!("rank {without} has called `join()` and has no CUDA device");
+                    assert!(text.contains(&expected), "{text}");
+                }
+            }
+            for rank in others {
+                world.ranks[rank].machine.join(true, world.now).unwrap();
+                world.flush(rank);
+            }
+            world.settle(&mut random);
+            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(Event::Joined(_)))));
+        }
     }
 }
 
@@ -567,7 +609,7 @@ proptest! {
                 }
                 None if !joined[rank] => {
                     joined[rank] = true;
-                    world.ranks[rank].machine.join(world.now).unwrap();
+                    world.ranks[rank].machine.join(true, world.now).unwrap();
                 }
                 None => {}
             }

@@ -21,6 +21,7 @@ const OPTIONS: Options = Options {
     stall_limit: TIMEOUT,
     tuning: None,
     core: None,
+    local_rank: 0,
 };
 
 type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
@@ -145,7 +146,7 @@ impl Drop for Pending {
 
 fn join(rank: &Rank) -> Result<Option<usize>> {
     let (sender, receiver) = channel();
-    rank.negotiator.join(Box::new(move |result| drop(sender.send(result))));
+    rank.negotiator.join(None, Box::new(move |result| drop(sender.send(result))));
     receiver.recv_timeout(TIMEOUT).expect("it ends")
 }
 

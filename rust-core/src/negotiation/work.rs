@@ -16,6 +16,7 @@ use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
+use super::supply::{Loan, Supply};
 use super::timeline::{self, Traced, Traces};
 use super::tree::Tree;
 use super::tune::{self, Tuner};
@@ -59,6 +60,9 @@ pub(super) struct Work {
     /// Calls without an answer.
     open: HashMap<Ticket, Open>,
     joining: Option<Done>,
+    /// Where this member takes part on devices after it has joined, and with what memory.
+    device: Option<u16>,
+    supply: Option<Supply>,
     ticket: Ticket,
     actions: Vec<Action>,
     calls: Vec<Call>,
@@ -94,6 +98,8 @@ impl Work {
             tree,
             open: HashMap::new(),
             joining: None,
+            device: None,
+            supply: None,
             ticket: 0,
             actions: Vec::new(),
             calls: Vec::new(),
@@ -195,8 +201,8 @@ impl Work {
                     Err(error) => done(Err(error)),
                 }
             }
-            Call::Join { since: called, done } => match self.machine.join(since(called)) {
-                Ok(()) => self.joining = Some(done),
+            Call::Join { device, since: called, done } => match self.machine.join(device.is_some(), since(called)) {
+                Ok(()) => (self.device, self.joining) = (device, Some(done)),
                 Err(error) => done(Err(error)),
             },
         }
@@ -226,6 +232,7 @@ impl Work {
                 Action::Joined(last) => {
                     // On every member before its next call.
                     shared.inbox.lock().given.clear();
+                    self.supply = None;
                     if let Some(done) = self.joining.take() {
                         done(Ok(Some(last)));
                     }
@@ -253,6 +260,7 @@ impl Work {
             timeline::cycle();
         }
         let mut after = After::default();
+        let on_device = parts.iter().any(|part| matches!(part, Part::Neutral(group) if group.on_device));
         // The others can only come to it if they have heard of it.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
             let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
@@ -262,6 +270,10 @@ impl Work {
             Ok(prepared) => prepared,
             Err(error) => {
                 after.tell(Err(error.clone()));
+                if on_device {
+                    // The others' kernels would wait for this member.
+                    self.communicator.end_devices(error.clone());
+                }
                 return Err(error);
             }
         };
@@ -291,6 +303,7 @@ impl Work {
         let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
         let mut traces: Option<Traces> = None;
+        let mut loan = self.lend(&parts)?;
         for part in parts {
             match part {
                 Part::Own(ticket) => {
@@ -311,9 +324,16 @@ impl Work {
                 Part::Neutral(group) => {
                     bytes += group.all_bytes();
                     for description in group.each() {
-                        let elems = description.shape.iter().product::<u64>() as usize;
-                        let mut memory = Neutral::new(description.dtype, description.op, elems);
-                        let data = memory.view()?;
+                        let data = match &mut loan {
+                            Some(loan) => loan.next(description)?,
+                            None => {
+                                let elems = description.shape.iter().product::<u64>() as usize;
+                                let mut memory = Neutral::new(description.dtype, description.op, elems);
+                                let data = memory.view()?;
+                                after.neutral.push(memory);
+                                data
+                            }
+                        };
                         let request = match description.kind {
                             Kind::Adasum => Request::Adasum { input: data, output: data },
                             _ => Request::AllReduce { input: data, output: data, op: description.op },
@@ -321,13 +341,34 @@ impl Work {
                         // What changes nothing needs no scaling; the operator follows from the others' factors.
                         let factors = Factors { before: 1.0, ..description.factors };
                         requests.push(factors.apply(request, size)?.request);
-                        after.neutral.push(memory);
                     }
                 }
             }
         }
         after.traces = traces.map(Arc::new);
+        after.loan = loan;
         Ok((requests, bytes))
+    }
+
+    /// Memory for this member's part in an operation on devices, after it has joined. An operation is in one kind of memory.
+    fn lend(&mut self, parts: &[Part]) -> Result<Option<Loan>> {
+        let lent = || {
+            let groups = parts.iter().filter_map(|part| match part {
+                Part::Neutral(group) if group.on_device => Some(group),
+                _ => None,
+            });
+            groups.flat_map(|group| group.each())
+        };
+        if lent().next().is_none() {
+            return Ok(None);
+        }
+        let supply = match self.supply.take() {
+            Some(supply) => supply,
+            None => {
+                Supply::of(self.device.ok_or_else(|| Error::Internal("a rank without a device was to lend".into()))?)?
+            }
+        };
+        self.supply.insert(supply).lend(lent()).map(Some)
     }
 
     /// What carries an operation, for the timeline.
@@ -393,6 +434,7 @@ struct After {
     calls: Vec<Done>,
     traces: Option<Arc<Traces>>,
     neutral: Vec<Neutral>,
+    loan: Option<Loan>,
     memory: Vec<Vec<u64>>,
     factors: Vec<(TensorView, f64)>,
 }

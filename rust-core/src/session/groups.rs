@@ -157,6 +157,7 @@ impl Session {
                 false => config::FUSION_BYTES.most_bytes()? as u64,
             },
             core: negotiation::affinity::core(self.local_rank(), self.local_size()),
+            local_rank: self.local_rank(),
             stall_warning: match config::STALL_CHECK_DISABLE.flag()? {
                 true => self.groups.timeout,
                 false => config::STALL_WARNING_SECONDS.seconds()?,

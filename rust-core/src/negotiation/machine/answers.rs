@@ -19,7 +19,7 @@ impl Machine {
         let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it)).collect();
         for position in lent.clone().iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
-            if let Some(reason) = refuse_lent(&slot.description) {
+            if let Some(reason) = self.refuse_lent(&slot.description) {
                 ready.take(position);
                 lent.take(position);
                 named.push(Answer { name: slot.name.to_string(), outcome: Outcome::Refused(reason) });
@@ -45,7 +45,7 @@ impl Machine {
         let first = &variants[0].description;
         let refusal = match variants.len() {
             1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
-            1 if lent => refuse_lent(first),
+            1 if lent => self.refuse_lent(first),
             1 => None,
             _ => {
                 let says = |variant: &Variant| {
@@ -115,7 +115,8 @@ impl Machine {
         self.run(parts, actions);
         if let Some(last) = down.joined {
             self.sources.iter_mut().for_each(|source| source.joined = false);
-            self.told_joined = false;
+            (self.told_joined, self.told_unable) = (false, false);
+            self.unable = None;
             if std::mem::take(&mut self.joining) {
                 actions.push(Action::Joined(last as usize));
             }
@@ -238,19 +239,21 @@ impl Machine {
         let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());
         self.pending.iter().map(again).collect()
     }
-}
 
-/// Why ranks that have joined cannot be done without.
-fn refuse_lent(description: &Description) -> Option<String> {
-    let supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum) && !one.on_device;
-    let one = description.each().find(|one| !supported(one))?;
-    let (name, title) = (one.kind.name(), one.kind.title());
-    Some(match one.on_device {
-        true => format!("{title} is not supported with Join on devices: some ranks have called `join()`"),
-        false => {
-            format!(
+    /// Why ranks that have joined cannot be done without.
+    fn refuse_lent(&self, description: &Description) -> Option<String> {
+        let is_supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum);
+        if let Some(one) = description.each().find(|one| !is_supported(one)) {
+            let (name, title) = (one.kind.name(), one.kind.title());
+            return Some(format!(
                 "{title} is not supported with Join: some ranks have called `join()`, and `{name}` needs every rank"
-            )
+            ));
         }
-    })
+        // Whoever is unable has joined, and so would have to lend.
+        let rank = self.ranks[self.unable.filter(|_| description.on_device)? as usize];
+        let title = description.kind.title();
+        Some(format!(
+            "{title} on devices is not supported with Join: rank {rank} has called `join()` and has no CUDA device"
+        ))
+    }
 }

@@ -136,6 +136,11 @@ pub(super) struct Machine {
     /// The rank behind this member that joined last, and whether the parent knows.
     last_joined: usize,
     told_joined: bool,
+    /// Whether this member can take part on devices after it has joined.
+    has_device: bool,
+    /// A rank behind this member that has joined and cannot, and whether the parent knows.
+    unable: Option<u32>,
+    told_unable: bool,
     stall: Stall,
     /// Of the root, if sizes are tried; and the size that its next answer tells.
     tuner: Option<Tuner>,
@@ -167,6 +172,9 @@ impl Machine {
             joining: false,
             last_joined: 0,
             told_joined: false,
+            has_device: false,
+            unable: None,
+            told_unable: false,
             stall,
             tuner: None,
             next_fusion: None,
@@ -244,15 +252,17 @@ impl Machine {
         }
     }
 
-    /// This member has nothing more to do: [`Action::Joined`] follows when no member has.
+    /// This member has nothing more to do: [`Action::Joined`] follows when no member has. `has_device`: it can take part in
+    /// what the others do on devices.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if it did so already.
-    pub(super) fn join(&mut self, now: Duration) -> Result<()> {
+    pub(super) fn join(&mut self, has_device: bool, now: Duration) -> Result<()> {
         if self.joining {
             return Err(Error::InvalidArgument("`join()` was called while another one waits".into()));
         }
         self.joining = true;
+        self.has_device = has_device;
         self.stall.changed(now);
         Ok(())
     }
@@ -310,6 +320,7 @@ impl Machine {
             // Names that waited for these ranks only.
             self.fresh.extend(self.named.keys().cloned());
         }
+        self.unable = self.unable.or(up.unable);
         if up.heard >= self.void_before {
             let news = !up.ready.is_empty() || !up.named.is_empty();
             self.stall.heard(child, up.report, news, up.heard == self.number, now);
@@ -396,6 +407,9 @@ impl Machine {
         if self.joining && self.pending.is_empty() && !self.sources[0].joined {
             self.sources[0].joined = true;
             self.last_joined = self.tree.me;
+            if !self.has_device {
+                self.unable.get_or_insert(self.tree.me as u32);
+            }
             self.fresh.extend(self.named.keys().cloned());
         }
     }
@@ -466,8 +480,10 @@ impl Machine {
         let named = self.announcements();
         let joined = self.all_joined().filter(|_| !self.told_joined);
         self.told_joined |= joined.is_some();
-        if !ready.is_empty() || !named.is_empty() || joined.is_some() {
-            actions.push(Action::Up(Up { heard: self.number, ready, lent, named, joined, report: None }));
+        let unable = self.unable.filter(|_| !self.told_unable);
+        self.told_unable |= unable.is_some();
+        if !ready.is_empty() || !named.is_empty() || joined.is_some() || unable.is_some() {
+            actions.push(Action::Up(Up { heard: self.number, ready, lent, named, joined, unable, report: None }));
         }
     }
 
