@@ -347,8 +347,13 @@ def abandoned_body():
     torch, c10d, dist, rank, _ = start_on_device()
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
+    # Plans that differ are told when they are made.
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="ranks disagree") as caught:
+        DDP(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2 + rank)).cuda())
+    differs = str(caught.value), time.monotonic() - start
     model = DDP(_models(torch)[0][1].cuda(), device_ids=[torch.cuda.current_device()], bucket_cap_mb=0.5)
-    step, start = 0, 0.0
+    step = 0
 
     def interrupt(gradient):
         # The last layer's gradient is reduced already.
@@ -369,11 +374,13 @@ def abandoned_body():
     # Who ended at once would be missed for that.
     dist.barrier()
     c10d.destroy_process_group()
-    return texts
+    return [*texts, differs]
 
 
 def test_a_rank_that_cannot_go_on_in_the_middle_is_named():
     texts = run_ranks(abandoned_body, 2, env={"SMD_TIMEOUT_SECONDS": "60"}, timeout=90)
     assert "ArithmeticError: the script's own" in texts[1][0][0], texts
     assert "rank 1" in texts[0][0][0], texts
+    for rank in texts:
+        assert "parameter `1.weight` has shape [2, 4] on rank 0 and [3, 4] on rank 1" in rank[2][0], texts
     assert all(seconds < 10 for rank in texts for _, seconds in rank), texts

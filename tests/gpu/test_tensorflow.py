@@ -302,6 +302,7 @@ _AS_ON_CPUS = (
     "watched_tensors",
     "held_gradients",
     "sessions_of_old",
+    "steps_that_differ",
 )
 
 
@@ -319,7 +320,7 @@ def tape():
 
 
 def test_gradients():
-    failures = run_ranks(tape, 2, env=_ENV, timeout=150)
+    failures = run_ranks(tape, 2, env=_ENV, timeout=210)
     assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
 
 

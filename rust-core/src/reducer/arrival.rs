@@ -14,6 +14,9 @@
 //!   later gradients get the error that ended it.
 //! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their giver lends. They
 //!   are answered when the device is done with their bucket, also in a step that was abandoned.
+//! - ARR-6: who waits in a step says so after a while ([`Arrivals::waits`]), since ranks whose steps differ would wait for ever.
+//!   On a device, reductions have a stream of their own, and that in which the gradients were made never waits for them:
+//!   when it is at rest, and so is the process, nothing more is to come.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -25,7 +28,9 @@ use super::fingerprint::{self, Description};
 use super::launcher::{HeldBucket, Together};
 use super::{Listener, News, Plan, Reducer, SlotLease};
 use crate::buffer::{Device, TensorView};
+use crate::device::driver::relaxed;
 use crate::device::pack::Piece;
+use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
 
 /// Tells executions of graphs apart: gradients of one step have the same.
@@ -175,15 +180,27 @@ impl Arrivals {
         self.reducer.get()
     }
 
-    /// What gradients in host memory have waited for without news for so long: the others of their step.
-    pub fn waits(&self, time: Duration) -> Option<String> {
-        if self.last.lock().elapsed() < time || self.reducer().is_some_and(|reducer| reducer.is_on_device()) {
+    /// What gradients have waited for without news for so long: the others of their step. Not while their device computes,
+    /// as what it makes may be needed for those (ARR-6).
+    pub fn waits(self: &Arc<Self>, time: Duration) -> Option<String> {
+        if self.last.lock().elapsed() < time {
             return None;
         }
-        let state = self.state.try_lock()?;
-        let waits = match &state.phase {
-            Phase::Making => !state.waiting.is_empty(),
-            phase => matches!(phase, Phase::Open(_)),
+        let waits = {
+            let state = self.state.try_lock()?;
+            let mut arrivals: Box<dyn Iterator<Item = &Arrival>> = match &state.phase {
+                Phase::Making => Box::new(state.waiting.iter()),
+                Phase::Open(open) => Box::new(open.pending.iter().flatten()),
+                _ => Box::new(std::iter::empty()),
+            };
+            let place = arrivals.next().map(|arrival| (arrival.data.device(), arrival.data.stream()));
+            place.or_else(|| matches!(state.phase, Phase::Open(_)).then_some((Device::Cpu, 0)))
+        };
+        // Somebody may have come by meanwhile (ARR-3).
+        self.handle();
+        let waits = match waits? {
+            (Device::Cpu, _) => self.reducer().is_none_or(|reducer| !reducer.is_on_device()),
+            (Device::Cuda(device), stream) => is_at_rest(device, stream),
         };
         waits.then(|| self.what.clone())
     }
@@ -218,7 +235,7 @@ impl Arrivals {
     ///
     /// # Safety
     /// Until the giver has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
-    /// else touches them; on a device, from what its stream was given so far.
+    /// else touches them; on a device, from what its stream was given so far, which lives as long as the process.
     pub unsafe fn arrive(self: &Arc<Self>, arrival: Arrival) {
         self.put(Event::Arrived(arrival));
         self.handle();
@@ -469,6 +486,15 @@ impl State {
             reducer.abandon("its step ended before all gradients were there", false);
         }
     }
+}
+
+/// Whether nothing is under way in the stream with this handle, of those that gradients came with. One that is captured, or
+/// cannot be asked, is not at rest.
+fn is_at_rest(device: u16, stream: usize) -> bool {
+    let Ok(context) = Context::primary(device) else { return false };
+    // SAFETY: the stream lives as long as the process (contract of `arrive`).
+    let stream = unsafe { Stream::borrowed(context, stream) };
+    relaxed(|| matches!(stream.is_capturing(), Ok(false)) && matches!(stream.is_idle(), Ok(true)))
 }
 
 impl Open {

@@ -23,6 +23,10 @@ use crate::error::{Error, Result};
 const EAGER: Duration = Duration::from_micros(200);
 /// Naps after that. The kernel makes them some 50 us longer.
 const NAP: Duration = Duration::from_micros(20);
+/// Naps become as long as this part of the time without news, up to a limit: what has taken long may take a little longer, and
+/// a process that only waits is not to look like one that computes.
+const NAP_PART: u32 = 1000;
+const LONGEST_NAP: Duration = Duration::from_millis(2);
 
 /// What a stream was given by a group so far.
 pub(crate) struct Flying {
@@ -100,7 +104,7 @@ fn work() {
             if last.elapsed() < EAGER {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(NAP);
+                std::thread::sleep((last.elapsed() / NAP_PART).clamp(NAP, LONGEST_NAP));
             }
             continue;
         }
