@@ -118,7 +118,8 @@ struct Backend::Issue {
 };
 
 c10::intrusive_ptr<Backend> Backend::make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                          const std::vector<int64_t>& ranks, Milliseconds timeout) {
+                                          const std::vector<int64_t>& ranks, Milliseconds timeout,
+                                          const Backend* parent) {
   TORCH_CHECK_VALUE(timeout.count() > 0, "the timeout must be positive, not ", timeout.count(), " ms");
   const auto timeout_ms = static_cast<std::uint64_t>(timeout.count());
   auto membership = checked([&] {
@@ -127,7 +128,8 @@ c10::intrusive_ptr<Backend> Backend::make(const c10::intrusive_ptr<c10d::Store>&
                       std::make_unique<StoreBoard>(store));
     }
     const std::vector<std::size_t> members(ranks.begin(), ranks.end());
-    return join_some({members.data(), members.size()}, timeout_ms);
+    const rust::Slice<const std::size_t> named{members.data(), members.size()};
+    return parent ? parent->membership_->split(named, timeout_ms) : join_some(named, timeout_ms);
   });
   return c10::make_intrusive<Backend>(std::move(membership), rank, size, timeout);
 }
@@ -492,26 +494,56 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     members.push_back(static_cast<int64_t>(mine[static_cast<std::size_t>(rank)]));
   }
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
-  // Ranks outside take no part: they need not be there when the others meet.
-  if (position == ranks.end()) return nullptr;
+  if (position == ranks.end()) {
+    stay_out_of_split();
+    return nullptr;
+  }
   return make(store, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), members,
-              options ? options->timeout : Milliseconds(timeout_ms_));
+              options ? options->timeout : Milliseconds(timeout_ms_), this);
+}
+
+void Backend::stay_out_of_split() const {
+  checked([&] { membership_->stay_out_of_split(static_cast<std::uint64_t>(timeout_ms_.load())); });
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  if (!device.is_cuda() || !device.has_index()) return;
+  checked([&] { membership_->connect_device(static_cast<std::uint16_t>(device.index())); });
 }
 
 void Backend::abort() { membership_->close(); }
 
 void Backend::shutdown() { membership_->close(); }
 
+namespace {
+
+// That of ours in a process group, or null.
+const Backend* ours(c10d::ProcessGroup& group) {
+  for (const auto& device : group.getDeviceTypes()) {
+    if (const auto* backend = dynamic_cast<const Backend*>(group.getBackend(device.type()).get())) return backend;
+  }
+  return nullptr;
+}
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+}  // namespace
+
 // Python has no other way to a class that it does not know: a process group goes in and has the backend when it comes
 // back. The group's store is where the ranks meet.
 TORCH_LIBRARY_FRAGMENT(smd, m) {
-  m.def("add_backend(__torch__.torch.classes.c10d.ProcessGroup group, int[] ranks, int timeout_ms) -> ()",
-        [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<int64_t>& ranks, int64_t timeout_ms) {
-          using BackendType = c10d::ProcessGroup::BackendType;
-          group->setBackend(
-              at::kCPU, BackendType::CUSTOM,
-              Backend::make(group->getStore(), group->getRank(), group->getSize(), ranks, Milliseconds(timeout_ms)));
-        });
+  m.def(
+      "add_backend(__torch__.torch.classes.c10d.ProcessGroup group, int[] ranks, int timeout_ms, "
+      "__torch__.torch.classes.c10d.ProcessGroup? parent) -> ()",
+      [](const Group& group, const std::vector<int64_t>& ranks, int64_t timeout_ms,
+         const std::optional<Group>& parent) {
+        group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                          Backend::make(group->getStore(), group->getRank(), group->getSize(), ranks,
+                                        Milliseconds(timeout_ms), parent ? ours(**parent) : nullptr));
+      });
+  m.def("stay_out_of_split(__torch__.torch.classes.c10d.ProcessGroup parent) -> ()", [](const Group& parent) {
+    if (const auto* backend = ours(*parent)) backend->stay_out_of_split();
+  });
 }
 
 }  // namespace smd::torch_ext

@@ -28,9 +28,11 @@ class Backend final : public c10d::Backend {
   using Works = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // The group of all ranks if `ranks` is empty, else of these global ranks. Collective.
+  // The group of all ranks if `ranks` is empty, else of these global ranks. Collective. With a parent, the group is
+  // made out of it: all of the parent's ranks call this or `stay_out_of_split`.
   static c10::intrusive_ptr<Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                          const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout);
+                                          const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout,
+                                          const Backend* parent = nullptr);
 
   Backend(rust::Box<Membership> membership, int rank, int size, std::chrono::milliseconds timeout);
   ~Backend() override;
@@ -78,6 +80,9 @@ class Backend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
+  void stay_out_of_split() const;
+  // What `init_process_group(device_id=...)` asks for: the first operation on the device would do it otherwise.
+  void eagerConnectSingleDevice(at::Device device) override;
   void abort() override;
   void shutdown() override;
 

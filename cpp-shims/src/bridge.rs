@@ -365,6 +365,12 @@ mod ffi {
         fn join_all(rank: usize, size: usize, timeout_ms: u64, board: UniquePtr<Board>) -> Result<Box<Membership>>;
         /// A group of global ranks, in this order. Its members call it.
         fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
+        /// A group of these global ranks out of this one, all of whose members call this or `stay_out_of_split`.
+        fn split(self: &Membership, ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
+        /// As `split`, of a member that is in no new group.
+        fn stay_out_of_split(self: &Membership, timeout_ms: u64) -> Result<()>;
+        /// Makes ready for operations on a CUDA device; the first one would do so otherwise. All members call it.
+        fn connect_device(self: &Membership, device: u16) -> Result<()>;
         /// Its communicator.
         fn group(self: &Membership) -> u64;
         /// Its members' global ranks.

@@ -60,6 +60,21 @@ pub fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>, Re
 }
 
 impl Membership {
+    pub fn split(&self, ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>, Report> {
+        guard(|| match self.0.split(Some(ranks), Duration::from_millis(timeout_ms))? {
+            Some(made) => Ok(Box::new(Membership(made))),
+            None => Err(Error::Internal("a group was made and is not there".to_owned())),
+        })
+    }
+
+    pub fn stay_out_of_split(&self, timeout_ms: u64) -> Result<(), Report> {
+        guard(|| self.0.split(None, Duration::from_millis(timeout_ms)).map(drop))
+    }
+
+    pub fn connect_device(&self, device: u16) -> Result<(), Report> {
+        guard(|| self.0.communicator().connect_device(device))
+    }
+
     pub fn group(&self) -> u64 {
         self.0.communicator().id()
     }

@@ -68,8 +68,9 @@ def remove_process_set(id: int) -> bool:
 def process_sets() -> list[tuple[int, list[int]]]:
     """Numbers of all process sets, and their ranks."""
 
-def measured_bucket_bytes(group: int = 0) -> int | None:
-    """How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group."""
+def measure_bucket_bytes(group: int, device: int) -> int | None:
+    """How large a reducer's buckets on a CUDA device had best be, in bytes, if `SMD_AUTOTUNE` measures that for the group.
+    Collective."""
 
 def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
     """The size in bytes of a bucket of so many MiB, or the default: of gradients on a device or in the CPU's memory."""

@@ -108,11 +108,11 @@ fn group_ranks(py: Python<'_>, group: u64) -> PyResult<Vec<usize>> {
     with(py, "group_ranks", |session| Ok(session.communicator(group)?.members().ranks.to_vec()))
 }
 
-/// How large a reducer's buckets on devices had best be, in bytes, if `SMD_AUTOTUNE` measured that for the group.
+/// How large a reducer's buckets on a CUDA device had best be, in bytes, if `SMD_AUTOTUNE` measures that for the group.
+/// Collective.
 #[pyfunction]
-#[pyo3(signature = (group=0))]
-fn measured_bucket_bytes(py: Python<'_>, group: u64) -> PyResult<Option<usize>> {
-    with(py, "measured_bucket_bytes", |session| Ok(session.communicator(group)?.measured_bucket_bytes()))
+fn measure_bucket_bytes(py: Python<'_>, group: u64, device: u16) -> PyResult<Option<usize>> {
+    with(py, "measure_bucket_bytes", |session| session.communicator(group)?.measure_bucket_bytes(device))
 }
 
 /// Returns when every member of the group has called it.
@@ -234,7 +234,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(new_group, module)?)?;
     module.add_function(wrap_pyfunction!(remove_group, module)?)?;
     module.add_function(wrap_pyfunction!(group_ranks, module)?)?;
-    module.add_function(wrap_pyfunction!(measured_bucket_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(measure_bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(report_failure, module)?)?;
     module.add_function(wrap_pyfunction!(interrupt, module)?)?;

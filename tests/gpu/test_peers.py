@@ -415,8 +415,11 @@ def tuned_body():
     from smdistributed import _core
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
-    model = DDP(torch.nn.Linear(100, 100).cuda())
-    assert model.bucket_bytes_cap == _core.measured_bucket_bytes()
+    measured = _core.measure_bucket_bytes(0, torch.cuda.current_device())
+    # Also where nothing has used the model's group on its devices yet.
+    for init_sync in (True, False):
+        model = DDP(torch.nn.Linear(100, 100).cuda(), init_sync=init_sync)
+        assert model.bucket_bytes_cap == measured
     return model.bucket_bytes_cap
 
 

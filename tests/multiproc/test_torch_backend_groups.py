@@ -79,6 +79,9 @@ def _splits():
     for wrong in (None, [], [[]], [[0, 0]], [[0], [0, 1]], [[size]]):
         with pytest.raises(ValueError, match="split"):
             dist.split_group(split_ranks=wrong)
+    # What is refused is refused on every rank, without a wait for those that would be no members.
+    with pytest.raises(ValueError, match="within the world_size"):
+        dist.new_group([0, size])
     # Others' functions still refuse what they refused.
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(RuntimeError, match="No device associated"):

@@ -27,11 +27,14 @@ use parking_lot::{Condvar, Mutex};
 use super::batch::{self, Phase, Step, Watch};
 use super::call::{Call, Kind};
 use super::courier::Courier;
-use super::cuda::{self, Cuda, Flying};
+use super::cuda::{self, Cuda, Flying, Side};
 use super::kernels::copy::Publisher;
 use super::window::Window;
-use super::{Beside, Group, Request, algorithms, arrival, rows};
-use crate::device::Stream;
+use super::{Beside, Group, ReduceOp, Request, algorithms, arrival, rows};
+use crate::buffer::{DType, Device, TensorView};
+use crate::config;
+use crate::device::nccl::Comm;
+use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
 use crate::world::{Monitor, Store};
@@ -239,10 +242,59 @@ impl Communicator {
         self.shared.cuda.flying(during, stream)
     }
 
-    /// How many bytes of gradients on devices a reducer had best send at once, if that was measured (`SMD_AUTOTUNE`):
-    /// when the group was used on a device first. The same on all members.
-    pub fn measured_bucket_bytes(&self) -> Option<usize> {
-        self.shared.cuda.measured_bucket_bytes()
+    /// Makes ready for operations on a CUDA device, which the first one would do: all members call it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without CUDA or NCCL; [`Error::InvalidArgument`] for a device that there is not; what the
+    /// wait for the members ends with.
+    pub fn connect_device(&self, device: u16) -> Result<()> {
+        self.shared.cuda.connect(Context::primary(device)?)
+    }
+
+    /// How many bytes of gradients on devices a reducer had best send at once, if that is measured (`SMD_AUTOTUNE`): when the
+    /// group is used on its devices first. If it was not so far and member 0 says that something is measured, all members
+    /// connect theirs. The same on all members; collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::connect_device`].
+    pub fn measure_bucket_bytes(&self, device: u16) -> Result<Option<usize>> {
+        if self.members().size() > 1 && !self.shared.cuda.was_used() {
+            let wanted = config::AUTOTUNE.flag()? || config::AUTOTUNE_FILE.text().is_some();
+            let mut said = [i64::from(wanted)];
+            let data = numbers(&mut said)?;
+            self.run(&Request::Broadcast { data, root: 0 })?;
+            if said == [1] {
+                self.connect_device(device)?;
+            }
+        }
+        Ok(self.shared.cuda.measured_bucket_bytes())
+    }
+
+    /// A communicator of NCCL for a group that is made out of this one ([`cuda::Side`]); `None` where there can be none.
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::run`].
+    pub(crate) fn split_devices(&self, side: Side) -> Result<Option<Comm>> {
+        if !self.shared.cuda.was_used() {
+            return Ok(None);
+        }
+        let agree = |number: i64| {
+            let mut bounds = [number, -number];
+            let data = numbers(&mut bounds)?;
+            self.run(&Request::AllReduce { input: data, output: data, op: ReduceOp::Min })?;
+            Ok(bounds[0] == -bounds[1] && bounds[0] >= 0)
+        };
+        match self.shared.cuda.split(side, agree) {
+            // A group whose operations have failed is not divided.
+            Err(Error::Closed { .. }) => Ok(None),
+            outcome => outcome,
+        }
+    }
+
+    /// What the first operation on CUDA tensors begins with instead of a communicator of its own making.
+    pub(crate) fn plant(&self, seed: Comm) {
+        self.shared.cuda.plant(seed);
     }
 
     /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this
@@ -302,6 +354,12 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         self.close("the group was dropped");
     }
+}
+
+/// A view of numbers in host memory, for operations that have ended before these are used again.
+fn numbers(values: &mut [i64]) -> Result<TensorView> {
+    // SAFETY: callers keep the values, untouched, while `Communicator::run`, which blocks, uses the view.
+    unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Int64, Device::Cpu, 0) }
 }
 
 /// Gives the turn back, also when the operation panics.

@@ -36,6 +36,7 @@ mod tests;
 pub use batch::{Phase, Watch};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
+pub(crate) use cuda::Side;
 pub use rows::MakeOutputs;
 pub use window::Window;
 

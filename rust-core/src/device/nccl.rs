@@ -24,6 +24,8 @@ const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 /// Marks a field of the configuration that NCCL may choose.
 const UNSET: c_int = c_int::MIN;
+/// The color of a member that gets no communicator.
+const NO_COLOR: c_int = -1;
 
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) -> $answer:ty;)*) => {
@@ -47,6 +49,7 @@ functions! {
     ncclGetLastError(ncclComm_t) -> *const c_char;
     ncclGetUniqueId(*mut sys::ncclUniqueId) -> c_int;
     ncclCommInitRankConfig(*mut ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut Config) -> c_int;
+    ncclCommSplit(ncclComm_t, c_int, c_int, *mut ncclComm_t, *mut Config) -> c_int;
     ncclCommDestroy(ncclComm_t) -> c_int;
     ncclCommAbort(ncclComm_t) -> c_int;
     ncclCommGetAsyncError(ncclComm_t, *mut c_int) -> c_int;
@@ -237,6 +240,28 @@ impl Comm {
             format!("joining a group of {size} on `cuda:{}` as its rank {rank}", context.device())
         })?;
         Ok(Self { raw: AtomicPtr::new(raw), context })
+    }
+
+    /// Divides the members: those that give the same color become one of a communicator of their own, in the order of their
+    /// keys; who gives none gets none. All members call it, at the same place of the order of their operations, none of
+    /// which is under way. Waits for all of them, without a limit but that of [`Comm::abort`].
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Closed`] after the communicator's end.
+    pub fn split(&self, color_and_key: Option<(usize, usize)>) -> Result<Option<Self>> {
+        let count = |number| c_int::try_from(number).map_err(|_| Error::Internal(format!("{number} ranks of NCCL's")));
+        let (color, key) = match color_and_key {
+            Some((color, key)) => (count(color)?, count(key)?),
+            None => (NO_COLOR, 0),
+        };
+        let _entered = self.context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        self.call("making a group out of another one", |nccl, comm| {
+            let inherited = std::ptr::null_mut();
+            // SAFETY: `raw` is valid for the write, the communicator exists and its device is current.
+            relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, &mut raw, inherited) })
+        })?;
+        Ok((!raw.is_null()).then(|| Self { raw: AtomicPtr::new(raw), context: self.context }))
     }
 
     /// The device's context.

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::Session;
 use super::plans::Steps;
-use crate::collectives::Communicator;
+use crate::collectives::{Communicator, Side};
 use crate::config;
 use crate::error::{Code, Error, Result};
 use crate::negotiation::{self, Negotiator};
@@ -197,6 +197,40 @@ impl Session {
     pub(super) fn new_group_within(&self, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_members(ranks)?;
         self.make_group(self.groups.next_id(Use::Caller, ranks), ranks, timeout)
+    }
+
+    /// As [`Session::new_group_within`], out of the group `parent`: all its members call it, at the same place of the order of
+    /// its operations, with the ranks of the one new group that they are in or with `None`. If the parent was used on CUDA
+    /// devices, the new groups' communicators there are made out of the parent's; if not, nobody waits for others than
+    /// the members of his group.
+    ///
+    /// # Errors
+    /// As [`Session::new_group`]; of the parent's operations.
+    pub(super) fn split_group(
+        &self,
+        parent: &Communicator,
+        ranks: Option<&[usize]>,
+        timeout: Duration,
+    ) -> Result<Option<Arc<Communicator>>> {
+        let made = ranks.map(|ranks| self.new_group_within(ranks, timeout)).transpose();
+        let side = match (&made, ranks) {
+            // No two new groups have a member in common.
+            (Ok(Some(made)), Some(ranks)) => Side::In { color: ranks[0], key: made.members().me },
+            (Ok(_), _) => Side::Out,
+            (Err(_), _) => Side::Refuses,
+        };
+        let seed = parent.split_devices(side);
+        let made = made?;
+        match (&made, seed) {
+            (Some(made), Ok(Some(seed))) => made.plant(seed),
+            (_, Ok(_)) => {}
+            (made, Err(error)) => {
+                // The reason counts; that the group cannot be removed either adds nothing.
+                made.iter().for_each(|made| drop(self.remove_group(made.id())));
+                return Err(error);
+            }
+        }
+        Ok(made)
     }
 
     /// The id of a group of the session's own, for a reducer that is made while the script goes on.

@@ -61,10 +61,24 @@ impl Membership {
         Self::new(super::current("new_group")?, ranks, timeout)
     }
 
+    /// A group of `ranks` out of this one, all of whose members call it at the same place of the order of its operations: with
+    /// the ranks of the new group that they are in, or with `None`. See [`Session::split_group`].
+    ///
+    /// # Errors
+    /// As [`Session::new_group`]; of this group's operations.
+    pub fn split(&self, ranks: Option<&[usize]>, timeout: Duration) -> Result<Option<Self>> {
+        let made = self.session.split_group(&self.communicator, ranks, timeout)?;
+        Ok(made.map(|made| Self::with(self.session.clone(), made)))
+    }
+
     fn new(session: Arc<Session>, ranks: &[usize], timeout: Duration) -> Result<Self> {
         let communicator = session.new_group_within(ranks, timeout).inspect_err(|_| session.end_if_unused())?;
+        Ok(Self::with(session, communicator))
+    }
+
+    fn with(session: Arc<Session>, communicator: Arc<Communicator>) -> Self {
         session.memberships.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { session, communicator, open: AtomicBool::new(true) })
+        Self { session, communicator, open: AtomicBool::new(true) }
     }
 
     /// The group's communicator.

@@ -1,4 +1,5 @@
-"""Functions of ``torch.distributed`` that ask for PyTorch's own backends by name, and so refuse every other.
+"""Functions of ``torch.distributed`` that ask for PyTorch's own backends by name, and so refuse every other, or leave a
+backend out where it could do something.
 
 :func:`install` puts a function of this file before each of them. It serves the groups of ``smddp``; a call that
 concerns any other group goes on to PyTorch's function as it came.
@@ -7,16 +8,19 @@ concerns any other group goes on to PyTorch's function as it came.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 NAME = "smddp"
 _CPU = torch.device("cpu")
+_parent: ContextVar[dist.ProcessGroup | None] = ContextVar("parent", default=None)
 
 
 def is_ours(group: dist.ProcessGroup | None) -> bool:
@@ -27,6 +31,20 @@ def is_ours(group: dist.ProcessGroup | None) -> bool:
     if not isinstance(group, dist.ProcessGroup) or _CPU not in group._device_types:
         return False
     return NAME in (dist.get_backend(group), group._get_backend(_CPU).name())
+
+
+def parent() -> dist.ProcessGroup | None:
+    """The group that the one which is being made is a part of, if all ranks of that take part."""
+    return _parent.get()
+
+
+@contextmanager
+def _out_of(group: dist.ProcessGroup) -> Iterator[None]:
+    token = _parent.set(group)
+    try:
+        yield
+    finally:
+        _parent.reset(token)
 
 
 def monitored_barrier(
@@ -57,8 +75,8 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """``torch.distributed.split_group`` where no CUDA device is bound to the default group: PyTorch's splits through
-    the backend of that device. The ranks of a split meet without the others.
+    """``torch.distributed.split_group``, whether a device is bound to the default group or not. All ranks of the parent
+    call it; if the parent was not used on CUDA devices, those of a split meet without the others.
 
     Args:
         parent_pg: The group to split; ``None`` means the default group.
@@ -83,15 +101,60 @@ def split_group(
     me = dist.get_rank(parent)
     mine = next((split for split in split_ranks if me in split), None)
     if mine is None:
+        _stay_out(parent)
         return None
-    return dist.new_group(
-        [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
-        timeout=timeout,
-        backend=dist.get_backend(parent),
-        pg_options=pg_options,
-        use_local_synchronization=True,
-        group_desc=group_desc,
-    )
+    with _out_of(parent):
+        return dist.new_group(
+            [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
+            timeout=timeout,
+            backend=dist.get_backend(parent),
+            pg_options=pg_options,
+            use_local_synchronization=True,
+            group_desc=group_desc,
+        )
+
+
+def new_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> Any:
+    """``torch.distributed.new_group``, which all ranks call unless they synchronize locally: so the new group can be made
+    out of the default one, where a backend has to hear of it on every rank.
+
+    Args:
+        ranks: Passed on, as all others.
+    """
+    arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
+    if use_local_synchronization or (backend or dist.get_backend()) != NAME or not _is_fine(ranks, timeout):
+        return _theirs["new_group"](*arguments)
+    if ranks is not None and dist.get_rank() not in ranks:
+        _stay_out(dist.group.WORLD)
+        return _theirs["new_group"](*arguments)
+    with _out_of(dist.group.WORLD):
+        return _theirs["new_group"](*arguments)
+
+
+def _get_split_source(pg: dist.ProcessGroup) -> None:
+    """Where a device is bound to the default group, PyTorch splits that behind ``new_group``, by methods that only a
+    backend of its own has. :func:`new_group` does it here."""
+
+
+def _is_fine(ranks: Any, timeout: Any) -> bool:
+    """Whether PyTorch takes these arguments: what it refuses, it refuses before any rank makes something."""
+    size = dist.get_world_size()
+    members = list(range(size) if ranks is None else ranks)
+    is_rank = [isinstance(rank, int) and 0 <= rank < size for rank in members]
+    return all(is_rank) and 0 < len(set(members)) == len(members) and isinstance(timeout, timedelta | None)
+
+
+def _stay_out(group: dist.ProcessGroup) -> None:
+    """This rank is in none of the groups that others make out of `group` now."""
+    torch.ops.smd.stay_out_of_split(group.boxed())
 
 
 def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
@@ -99,27 +162,38 @@ def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) 
     (group or dist.group.WORLD)._get_backend(_CPU).set_timeout(timeout)
 
 
-def _splits_here(group: dist.ProcessGroup | None) -> bool:
-    return is_ours(group) and dist.group.WORLD.bound_device_id is None
+def _is_all_ours(group: dist.ProcessGroup | None) -> bool:
+    """Whether no other backend serves some type of devices in the group."""
+    if not is_ours(group):
+        return False
+    group = group or dist.group.WORLD
+    return all(group._get_backend(device).name() == NAME for device in group._device_types)
+
+
+#: PyTorch's own functions.
+_theirs: dict[str, Callable] = {}
 
 
 def install() -> None:
     """Puts the functions in their places, in every module of PyTorch that has them by name. Once."""
     _put_before(monitored_barrier, 0, "group", is_ours)
-    _put_before(split_group, 0, "parent_pg", _splits_here)
+    _put_before(new_group, None, "", _is_all_ours)
+    _put_before(split_group, 0, "parent_pg", _is_all_ours)
+    _put_before(_get_split_source, 0, "pg", _is_all_ours)
     _put_before(_set_pg_timeout, 1, "group", is_ours)
 
 
-def _put_before(ours: Callable, position: int, name: str, serves: Callable[[Any], bool]) -> None:
+def _put_before(ours: Callable, position: int | None, name: str, serves: Callable[[Any], bool]) -> None:
     """`ours` instead of torch's function of the same name where `serves` says so of the argument at `position`, which
-    is called `name`."""
-    theirs = getattr(distributed_c10d, ours.__name__)
+    is called `name`; of the default group if there is none."""
+    theirs = _theirs[ours.__name__] = getattr(distributed_c10d, ours.__name__)
 
     @functools.wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        group = args[position] if len(args) > position else kwargs.get(name)
+        given = position is not None and len(args) > position
+        group = args[position] if given else kwargs.get(name)
         return (ours if serves(group) else theirs)(*args, **kwargs)
 
-    for module in (distributed_c10d, dist):
+    for module in (distributed_c10d, dist, device_mesh):
         if hasattr(module, ours.__name__):
             setattr(module, ours.__name__, either)

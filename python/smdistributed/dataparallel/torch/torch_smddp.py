@@ -11,8 +11,9 @@ through the store (``init_method="file://.."``, ``store=..``). If ``smdistribute
 before, both share one session, and must agree about rank and size. A collective that fails raises
 ``torch.distributed.DistBackendError``, whose text names the ranks.
 
-``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name. This import puts
-functions in their places that serve groups of ``smddp`` and pass every other call on; :mod:`._c10d` has them.
+``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name, and ``new_group`` lets no
+other make a group out of an existing one. This import puts functions in their places that serve groups of ``smddp`` and
+pass every other call on; :mod:`._c10d` has them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _create(options: Any, _: object) -> Any:
             )
         ranks = []
     try:
-        _ops.add_backend(carrier.boxed(), ranks, milliseconds)
+        parent = _c10d.parent() if ranks else None
+        _ops.add_backend(carrier.boxed(), ranks, milliseconds, None if parent is None else parent.boxed())
     except dist.DistBackendError as error:
         if str(error).endswith("[smd:interrupted]"):
             _core.raise_interrupt()

@@ -22,6 +22,7 @@ mod measure;
 mod p2p;
 mod part;
 mod queue;
+mod split;
 mod tune;
 mod watch;
 
@@ -43,6 +44,7 @@ use crate::world::{Monitor, Store, host};
 pub(crate) use landing::Flying;
 use p2p::Peers;
 use part::Part;
+pub(crate) use split::Side;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
 const COMPARED: usize = 64;
@@ -68,6 +70,8 @@ pub(super) struct Cuda {
     making: Mutex<()>,
     /// Parts so far: the same on all members.
     made: AtomicU64,
+    /// What the first part begins with, if it is there (SPL-3).
+    seed: Mutex<Option<Comm>>,
     /// CUDA-4.
     failed: OnceLock<Error>,
     /// What suits a reducer, if it was measured.
@@ -82,8 +86,8 @@ impl Cuda {
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
     ) -> Arc<Self> {
-        let (store, parts, making, made, failed, bucket_bytes) = Default::default();
-        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, failed, bucket_bytes })
+        let (store, parts, making, made, seed, failed, bucket_bytes) = Default::default();
+        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, seed, failed, bucket_bytes })
     }
 
     /// Where the members meet. Before the first operation.
@@ -111,10 +115,26 @@ impl Cuda {
                     self.describe(first)
                 )));
             }
-            None => self.make_part(context, first)?,
+            None => self.make_part(context, &|| self.describe(first))?,
         };
         let timeout = timeout.unwrap_or(self.timeout);
-        part.queue(requests, &stream, beside, capturing, timeout, self).map_err(|error| self.explain(error, first))
+        part.queue(requests, &stream, beside, capturing, timeout, self)
+            .map_err(|error| self.explain(error, &|| self.describe(first)))
+    }
+
+    /// Makes the part on the device of `context` before the first operation, which would do so (CUDA-2).
+    pub(super) fn connect(self: &Arc<Self>, context: &'static Context) -> Result<()> {
+        let during = || format!("connecting `cuda:{}`", context.device());
+        self.check(during)?;
+        if self.part(context).is_none() {
+            self.make_part(context, &during)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the members have begun to make a part: the same on all of them, at the same place of their programs.
+    pub(super) fn was_used(&self) -> bool {
+        self.made.load(Ordering::Relaxed) > 0
     }
 
     /// As [`Cuda::run`], in the group's own stream, which begins when the views' stream has got so far.
@@ -125,7 +145,7 @@ impl Cuda {
         let context = stream.context();
         let part = match self.part(context) {
             Some(part) => part,
-            None => self.make_part(context, first)?,
+            None => self.make_part(context, &|| self.describe(first))?,
         };
         let own = match part.stream.get() {
             Some(own) => own,
@@ -142,7 +162,7 @@ impl Cuda {
         let timeout = timeout.unwrap_or(self.timeout);
         let flying = Flying::prepare(self, self.describe(first), context)?;
         let queued = part.queue(&moved, own, Beside::Computation, false, timeout, self);
-        let queued = queued.map_err(|error| self.explain(error, first));
+        let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
         flying.depart(queued, own)
     }
 
@@ -203,12 +223,15 @@ impl Cuda {
     /// Ends the part: queued operations complete first, where the members still take part in them. Waits a little.
     pub(super) fn close(self: &Arc<Self>) {
         let parts = std::mem::take(&mut *self.parts.write());
-        if parts.is_empty() || self.failed.get().is_some() {
+        let seed = self.seed.lock().take();
+        if (parts.is_empty() && seed.is_none()) || self.failed.get().is_some() {
             return;
         }
         let (ended, end) = mpsc::channel::<()>();
         let own = self.clone();
         let work = move || {
+            // Others may have used theirs.
+            seed.iter().for_each(Comm::abort);
             let mut landed = Vec::new();
             for part in parts {
                 while own.failed.get().is_none() && !part.landed() {
@@ -235,38 +258,25 @@ impl Cuda {
         self.parts.read().iter().find(|part| part.comm.context().device() == context.device()).cloned()
     }
 
-    fn make_part(self: &Arc<Self>, context: &'static Context, first: &Request) -> Result<Arc<Part>> {
+    fn make_part(self: &Arc<Self>, context: &'static Context, first: &dyn Fn() -> String) -> Result<Arc<Part>> {
         let _making = self.making.lock();
         if let Some(part) = self.part(context) {
             return Ok(part);
         }
-        let during = || format!("{} (the first one of group {} on CUDA tensors)", self.describe(first), self.id);
+        let during = || format!("{} (the first one of group {} on CUDA tensors)", first(), self.id);
         let start = Instant::now();
-        let wait = Wait {
-            during: &during,
-            start,
-            deadline: start + self.timeout,
-            monitor: &self.monitor,
-            members: &self.members.ranks,
-            last_words: Duration::ZERO,
-            closed: &self.closed,
-        };
+        let wait = self.wait(&during, start);
         let number = self.made.fetch_add(1, Ordering::Relaxed);
-        let id = self.meet(number, context, &wait)?;
+        let seed = self.seed.lock().take();
+        let fits = seed.as_ref().is_some_and(|seed| seed.context().device() == context.device());
+        let id = self.meet(number, context, fits, &wait)?;
         let (me, size) = (self.members.me, self.members.size());
-        // NCCL's wait for the members has no limit and no way out, so it happens elsewhere.
-        let (sender, receiver) = mpsc::channel();
-        std::thread::Builder::new()
-            .name("smd-cuda-join".into())
-            .spawn(move || sender.send(Comm::init(context, id, me, size)))
-            .map_err(|error| Error::io("starting a thread for NCCL", error))?;
-        let comm = loop {
-            match receiver.recv_timeout(NAP) {
-                Ok(outcome) => break outcome.map_err(|error| self.explain(error, first))?,
-                Err(mpsc::RecvTimeoutError::Timeout) => wait.check(|| self.others())?,
-                Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
-                }
+        let comm = match (id, seed) {
+            (None, Some(seed)) => seed,
+            (None, None) => return Err(Error::Internal("members agreed on a communicator that is not there".into())),
+            (Some(id), seed) => {
+                seed.iter().for_each(Comm::abort);
+                self.joined(move || Comm::init(context, id, me, size), &wait, first)?
             }
         };
         tracing::debug!(
@@ -292,21 +302,62 @@ impl Cuda {
         Ok(part)
     }
 
-    /// The unique id of part `number`, after a look at the members' devices.
-    fn meet(&self, number: u64, context: &'static Context, wait: &Wait<'_>) -> Result<UniqueId> {
+    fn wait<'a>(&'a self, during: &'a dyn Fn() -> String, start: Instant) -> Wait<'a> {
+        Wait {
+            during,
+            start,
+            deadline: start + self.timeout,
+            monitor: &self.monitor,
+            members: &self.members.ranks,
+            last_words: Duration::ZERO,
+            closed: &self.closed,
+        }
+    }
+
+    /// What `join` gives, which waits for the members inside of NCCL: that wait has no limit and no way out, so it happens
+    /// elsewhere.
+    fn joined<T: Send + 'static>(
+        &self,
+        join: impl FnOnce() -> Result<T> + Send + 'static,
+        wait: &Wait<'_>,
+        during: &dyn Fn() -> String,
+    ) -> Result<T> {
+        let (sender, receiver) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("smd-cuda-join".into())
+            .spawn(move || sender.send(join()))
+            .map_err(|error| Error::io("starting a thread for NCCL", error))?;
+        loop {
+            match receiver.recv_timeout(NAP) {
+                Ok(outcome) => return outcome.map_err(|error| self.explain(error, during)),
+                Err(mpsc::RecvTimeoutError::Timeout) => wait.check(|| self.others())?,
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
+                }
+            }
+        }
+    }
+
+    /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a seed that fits.
+    fn meet(&self, number: u64, context: &'static Context, seed: bool, wait: &Wait<'_>) -> Result<Option<UniqueId>> {
         let (ranks, me) = (&self.members.ranks, self.members.me);
         let key = |what: &str, rank: usize| self.key(number, what, rank);
-        if me == 0 {
-            self.store()?.set(&key("id", 0), UniqueId::new()?.bytes())?;
+        let give_id = || self.store()?.set(&key("id", 0), UniqueId::new()?.bytes());
+        if me == 0 && !seed {
+            give_id()?;
         }
         let own = (host::identity(), context.properties().uuid);
-        let text = postcard::to_stdvec(&own)
+        let mut all_have_seeds = seed;
+        let text = postcard::to_stdvec(&(&own, seed))
             .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
         self.store()?.set(&key("device", me), &text)?;
         if ranks.len() <= COMPARED {
             for other in (0..ranks.len()).filter(|other| *other != me) {
                 let text = self.read(&key("device", other), ranks[other], wait)?;
-                if postcard::from_bytes::<(String, [u8; 16])>(&text).is_ok_and(|theirs| theirs == own) {
+                let (theirs, seed) = postcard::from_bytes::<((String, [u8; 16]), bool)>(&text)
+                    .map_err(|error| Error::Internal(format!("a member's device cannot be read: {error}")))?;
+                all_have_seeds &= seed;
+                if theirs == own {
                     return Err(Error::InvalidArgument(format!(
                         "ranks {} and {} use the same device (`cuda:{}` of rank {}): give every rank its own, with \
                          `torch.cuda.set_device(local_rank)`, `tf.config.set_visible_devices(gpus[local_rank], \"GPU\")` \
@@ -319,7 +370,13 @@ impl Cuda {
                 }
             }
         }
-        UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?)
+        if all_have_seeds {
+            return Ok(None);
+        }
+        if me == 0 && seed {
+            give_id()?;
+        }
+        UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?).map(Some)
     }
 
     /// Frees what the members share with each other, once all of them have nothing under way any more.
@@ -365,14 +422,14 @@ impl Cuda {
     }
 
     /// What NCCL or CUDA report may be the first sign of a member's death: the rendezvous will say so in a moment.
-    fn explain(&self, error: Error, during: &Request) -> Error {
+    fn explain(&self, error: Error, during: &dyn Fn() -> String) -> Error {
         let Error::Device { .. } = error else { return error };
         let deadline = Instant::now() + NEWS_TIME;
         loop {
             let seen = self.monitor.generation();
             if let Some(error) = watch::departed(self) {
                 let Error::PeerFailed { rank, how, me, .. } = error else { return error };
-                return Error::PeerFailed { rank, how, me, during: self.describe(during) };
+                return Error::PeerFailed { rank, how, me, during: during() };
             }
             let remaining = deadline.saturating_duration_since(Instant::now());
             if remaining.is_zero() {

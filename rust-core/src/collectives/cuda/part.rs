@@ -108,6 +108,12 @@ impl Part {
         Ok(())
     }
 
+    /// See [`Comm::split`].
+    pub(super) fn split(&self, color_and_key: Option<(usize, usize)>) -> Result<Option<Comm>> {
+        let _turn = self.turn.lock();
+        self.comm.split(color_and_key)
+    }
+
     /// Forgets what is done; whether nothing is under way.
     pub(super) fn landed(&self) -> bool {
         const KEPT: usize = 64;

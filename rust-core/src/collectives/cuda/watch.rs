@@ -94,7 +94,7 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
             // The connection to a member that died is lost before the news of its death is here.
             let first = part.flights.lock().queue.front().map(|flight| flight.requests[0].clone());
             let error = match first {
-                Some(request) => group.explain(error, &request),
+                Some(request) => group.explain(error, &|| group.describe(&request)),
                 None => error,
             };
             return fail(group, error);

@@ -214,8 +214,8 @@ class DistributedDataParallel(_TorchDDP):
             )
             if init_sync:
                 self._broadcast_state(0)
-                if self.bucket_bytes_cap_default:
-                    self._take_measured_buckets()
+            if self.bucket_bytes_cap_default and self.device_type == "cuda":
+                self._take_measured_buckets()
         self._first_buckets = self._reducer.buckets()
         # The ranks of the group, in order with the reducer's own operations.
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
@@ -233,8 +233,8 @@ class DistributedDataParallel(_TorchDDP):
         }
 
     def _take_measured_buckets(self) -> None:
-        """Follows what ``SMD_AUTOTUNE`` found, which happened when the broadcast used the group on its devices. Collective."""
-        measured = _core.measured_bucket_bytes(self._reducer.group())
+        """Follows what ``SMD_AUTOTUNE`` finds when the group is used on its devices first. Collective."""
+        measured = _core.measure_bucket_bytes(self._reducer.group(), self.device.index)
         if measured is not None and measured != self.bucket_bytes_cap:
             self.bucket_bytes_cap = measured
             self._configure()

@@ -1,0 +1,104 @@
+//! A group's communicator of NCCL out of another group's, which takes less time than to make one anew.
+//!
+//! - SPL-1: all members of the parent take part, at the same place of the order of its operations, also those that get no
+//!   group. So this happens only where the caller knows that all of them call
+//!   ([`split_group`](crate::session::Session::split_group)).
+//! - SPL-2: whether the parent was used on devices is known on every member alike, and if it was not, nobody says anything.
+//!   If it was, the members agree between their CPUs before they call NCCL, and then on how it went: all members of the new
+//!   groups have a seed, or none has.
+//! - SPL-3: a seed becomes the communicator of the new group's first part if all its members use the devices that they used in
+//!   the parent. Otherwise it ends, and they make one anew.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Cuda, Part};
+use crate::device::driver::relaxed;
+use crate::device::nccl::Comm;
+use crate::error::{Error, Result};
+
+/// How often a look is taken at what is under way.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// What a member of the parent does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// It is number `key` of the group that `color` tells from the others.
+    In {
+        /// The same on all members of the new group.
+        color: usize,
+        /// Its place there.
+        key: usize,
+    },
+    /// It gets no group.
+    Out,
+    /// It cannot take part, so nobody does.
+    Refuses,
+}
+
+impl Cuda {
+    /// See the module's text. `agree` tells whether all members of the parent say the same number, and none of them a
+    /// negative one.
+    ///
+    /// # Errors
+    /// Those of `agree`. What NCCL refuses is none: there is no seed then.
+    pub(in crate::collectives) fn split(
+        self: &Arc<Self>,
+        side: Side,
+        agree: impl Fn(i64) -> Result<bool>,
+    ) -> Result<Option<Comm>> {
+        let part = match &self.parts.read()[..] {
+            [part] if side != Side::Refuses => Some(part.clone()),
+            // A member with parts on several devices would have several communicators to divide.
+            _ => None,
+        };
+        let agreed = agree(part.as_ref().map_or(-1, |part| part.number as i64))?;
+        let Some(part) = part.filter(|_| agreed) else { return Ok(None) };
+        let start = Instant::now();
+        let outcome = self.split_part(part, side, start);
+        let all_well = agree(if outcome.is_ok() { 0 } else { -1 });
+        match outcome {
+            Ok(seed) if matches!(all_well, Ok(true)) => {
+                tracing::debug!("group {} was divided on devices after {:.1?}", self.id, start.elapsed());
+                Ok(seed)
+            }
+            Ok(seed) => {
+                seed.iter().for_each(Comm::abort);
+                all_well.map(|_| None)
+            }
+            Err(error) => {
+                tracing::debug!("group {} was not divided on devices: {error}", self.id);
+                all_well.map(|_| None)
+            }
+        }
+    }
+
+    fn split_part(self: &Arc<Self>, part: Arc<Part>, side: Side, start: Instant) -> Result<Option<Comm>> {
+        let during = || format!("making groups out of group {} on CUDA devices", self.id);
+        let wait = self.wait(&during, start);
+        // Members that allocate memory for the new communicator may wait for their devices, and those for other members.
+        while !relaxed(|| part.landed()) {
+            self.check(during)?;
+            wait.check(|| self.others())?;
+            std::thread::sleep(LOOK);
+        }
+        let place = match side {
+            Side::In { color, key } => Some((color, key)),
+            Side::Out | Side::Refuses => None,
+        };
+        let joined = self.joined(move || part.split(place), &wait, &during);
+        if let Err(error) = &joined
+            && !matches!(error, Error::Device { .. })
+        {
+            // Somebody may be inside of NCCL still, with whom the next operation would wait.
+            self.end(error.clone());
+        }
+        joined
+    }
+
+    /// What the first part is to begin with (SPL-3).
+    pub(in crate::collectives) fn plant(&self, seed: Comm) {
+        let before = self.seed.lock().replace(seed);
+        before.iter().for_each(Comm::abort);
+    }
+}
