@@ -12,6 +12,7 @@ from tensorflow.python.ops import gradients_util
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 
 
 class Derivatives:
@@ -80,11 +81,11 @@ class Derivatives:
         if not isinstance(value, tf.Tensor | tf.IndexedSlices):
             return None
         of = self.variables_of(value)
-        fitting = [each for each in variables if id(underlying(each).handle) in of and fits(value, each)]
+        fitting = [each for each in variables if id(handle_of(each)) in of and fits(value, each)]
         if not fitting:
             return None
         known = of if len(of) == 1 else self._of_its_shape(value)
-        found = [each for each in fitting if id(underlying(each).handle) in known]
+        found = [each for each in fitting if id(handle_of(each)) in known]
         if len(found) == 1 or (found and _has_shape(value)):
             return found[0]
         if of_replicas and value.shape.rank != 0:

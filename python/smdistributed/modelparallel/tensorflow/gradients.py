@@ -13,6 +13,7 @@ from smdistributed.dataparallel.tensorflow.reduction import name_of, reduce_grad
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import agreement
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.derivatives import Derivatives, fits
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -43,7 +44,7 @@ def are_gradients(values: Any, variables: Sequence[Any], derivatives: Derivative
     return (
         bool(pairs)
         and all(fits(value, variable) for value, variable in pairs)
-        and all(id(underlying(variable).handle) in derivatives.variables_of(value) for value, variable in pairs)
+        and all(id(handle_of(variable)) in derivatives.variables_of(value) for value, variable in pairs)
     )
 
 

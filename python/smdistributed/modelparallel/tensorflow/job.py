@@ -15,7 +15,7 @@ from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
-from smdistributed.modelparallel.tensorflow import optimizers, saving
+from smdistributed.modelparallel.tensorflow import delayed, optimizers, saving
 from smdistributed.modelparallel.tensorflow.state import state
 
 ranks = Ranks(lambda: state.groups)
@@ -62,6 +62,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     # For a Keras that the script has imported after this package.
     compat.install()
     saving.install()
+    delayed.install()
     optimizers.install()
     cfg = configuration.read(config, "tensorflow")
     if state.initialized:

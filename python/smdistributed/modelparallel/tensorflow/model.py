@@ -15,7 +15,8 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup, RankType
-from smdistributed.modelparallel.tensorflow import communication, layers, slots
+from smdistributed.modelparallel.tensorflow import absent, communication, delayed, layers, slots
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -28,8 +29,9 @@ class DistributedModel(_Model):
     """A Keras model to subclass: its layers are divided over the ranks when it is called in a ``smp.step`` function for
     the first time.
 
-    Until then, all variables are here. Afterwards ``variables``, ``trainable_variables`` and so on are those of this
-    rank's partition, and those that every rank has; inside of a step's body they are all variables of the model.
+    Until then, all variables are here, those of Keras' layers without memory until they are read. Afterwards ``variables``,
+    ``trainable_variables`` and so on are those of this rank's partition, and those that every rank has; inside of a step's body
+    they are all variables of the model.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DistributedModel:
@@ -68,7 +70,7 @@ class DistributedModel(_Model):
         if homes is None or state.trace is not None or self.__dict__.get("_smp_whole"):
             return variables
         rank = state.groups.rank_in("pp")
-        found = [each for each in variables if homes.variables.get(id(underlying(each).handle), rank) == rank]
+        found = [each for each in variables if homes.variables.get(id(handle_of(each)), rank) == rank]
         return type(variables)(found)
 
     @property
@@ -125,33 +127,26 @@ class DistributedModel(_Model):
         those of this rank alone, as ``get_weights()`` here gives them."""
         with self._smp_as_whole():
             count = len(self.weights)
-        with self._smp_filled() if self.is_partitioned and len(weights) == count else contextlib.nullcontext():
+        with self._smp_as_whole() if len(weights) == count else contextlib.nullcontext():
             super().set_weights(weights)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', from a file of the whole model; this rank keeps its own weights, when it has read all."""
-        with self._smp_filled() if self.is_partitioned else contextlib.nullcontext():
+        """As Keras', from a file of the whole model, of which this rank keeps its own weights."""
+        with self._smp_as_whole():
             return super().load_weights(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _smp_filled(self) -> Iterator[None]:
-        """The whole model, for what gives all variables new values: those of other partitions take theirs for a moment."""
-        with tf.init_scope():
-            for variable in map(underlying, self._smp_elsewhere()):
-                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros(variable.shape, variable.dtype))
-        try:
-            with self._smp_as_whole():
-                yield
-        finally:
-            self._smp_free()
 
     # Being divided.
 
     def _smp_divide(self, homes: Homes) -> None:
         """The partition is decided: frees what belongs to others. The hooks come next."""
         self.__dict__.update(_smp_homes=homes, _smp_slots=[], _smp_owes_hooks=True)
-        self._smp_free()
         slots.divide()
+        rank, places = state.groups.rank_in("pp"), homes.variables
+        for variable in self._smp_elsewhere():
+            home = places.pop(id(handle_of(variable)))
+            absent.leave(variable)
+            places[id(handle_of(variable))] = home
+        delayed.settle({handle for handle, home in places.items() if home != rank})
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()
 
@@ -188,12 +183,12 @@ class DistributedModel(_Model):
         """Variables of other partitions."""
         homes, rank = self._smp_homes, state.groups.rank_in("pp")
         with self._smp_as_whole():
-            return [each for each in self.variables if homes.variables.get(id(underlying(each).handle), rank) != rank]
+            return [each for each in self.variables if homes.variables.get(id(handle_of(each)), rank) != rank]
 
     def _smp_free(self) -> None:
         """What belongs to other partitions takes no memory."""
         for variable in (*self._smp_elsewhere(), *self._smp_slots):
-            slots.empty(variable)
+            absent.empty(variable)
 
     # Being written: by the first rank, of which nobody is left behind if it fails.
 
@@ -277,7 +272,7 @@ class DistributedModel(_Model):
         with self._smp_as_whole():
             variables = [*self.variables, *slots.variables_of(getattr(self, "optimizer", None))]
         for inner in map(underlying, variables):
-            home = homes.get(id(inner.handle), 0)
+            home = homes.get(id(handle_of(inner)), 0)
             if rank == home != 0:
                 communication.send(_value(inner), 0, RankType.PP_RANK)
             elif rank == 0 != home:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow import slots
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.gradients import clip_by_global_norm, compute_gradients, get_gradients
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -191,5 +191,5 @@ def _are_of_the_model(variables: Sequence[Any]) -> bool:
     model = state.model
     if model is None or not model.is_partitioned:
         return False
-    ours = {id(underlying(variable).handle) for variable in model.trainable_variables}
-    return any(id(underlying(variable).handle) in ours for variable in variables) if variables else not ours
+    ours = {id(handle_of(variable)) for variable in model.trainable_variables}
+    return any(id(handle_of(variable)) in ours for variable in variables) if variables else not ours

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from smdistributed._common import errors
-from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES, SMPPartitionError
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
@@ -55,7 +55,7 @@ def keep(trace: Trace, homes: Homes, config: Config) -> None:
         return
     found = {}
     for layer, path in zip(trace.units, trace.paths, strict=True):
-        of_variables = (homes.variables.get(id(underlying(each).handle)) for each in layer.variables)
+        of_variables = (homes.variables.get(id(handle_of(each))) for each in layer.variables)
         places = [homes.layers.get(id(layer)), *of_variables]
         place = next((each for each in places if each is not None), None)
         if place is not None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.communication import together
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -112,7 +112,7 @@ def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
     if not state.initialized or (state.model is not None and state.model._smp_is_gathered):
         return False
     homes = _homes()
-    return any(isinstance(each, DistributedModel) or id(_handle(each)) in homes for each in _objects(checkpoint))
+    return any(isinstance(each, DistributedModel) or id(handle_of(each)) in homes for each in _objects(checkpoint))
 
 
 def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
@@ -123,10 +123,6 @@ def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
 def _homes() -> dict[int, int]:
     """Partitions of variables, once the model is divided."""
     return state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
-
-
-def _handle(trackable: Any) -> Any:
-    return getattr(underlying(trackable), "handle", None)
 
 
 def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> None:
@@ -178,9 +174,9 @@ def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any,
     gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
     _check_known(checkpoint)
     if holds_model(checkpoint):
-        _check_whole({id(_handle(each)) for each in gathered})
+        _check_whole({id(handle_of(each)) for each in gathered})
     for trackable, values in gathered.items():
-        home = homes.get(id(_handle(trackable)))
+        home = homes.get(id(handle_of(trackable)))
         for name, value in values.items():
             for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
                 yield name, piece, trackable, home, getattr(tensor, "tensor", tensor)
@@ -235,7 +231,7 @@ def _check_whole(handles: set[int]) -> None:
     assert state.model is not None, "it was divided"
     with state.model._smp_as_whole():
         for variable in state.model.weights:
-            if id(underlying(variable).handle) not in handles:
+            if id(handle_of(variable)) not in handles:
                 raise SMPCheckpointError(
                     f"`{getattr(variable, 'path', variable.name)}` is a variable of the model that `tf.train.Checkpoint` does not find: give "
                     "its layer an attribute of its own, or save the optimizer, too"

@@ -1,7 +1,8 @@
 """The optimizer's variables: those of a partition's variables have values where the partition is.
 
 An optimizer is built for the whole model on every rank, so its variables have the same names and order as in one process;
-those that belong to others are emptied as they are made. One that is built before the model is divided follows it then.
+those that belong to others are emptied as they are made. One that is built before the model is divided follows it then, and has no
+memory until then.
 """
 
 from __future__ import annotations
@@ -15,15 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.tensorflow import absent, delayed
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
-
-
-def empty(variable: Any) -> None:
-    """Frees a variable's memory. It stays, and takes a value of its shape again when one is assigned; TensorFlow's own ways
-    would refuse another shape."""
-    inner = underlying(variable)
-    with tf.init_scope():
-        tf.raw_ops.AssignVariableOp(resource=inner.handle, value=tf.zeros([0], inner.dtype))
 
 
 def build(optimizer: Any) -> None:
@@ -44,36 +39,37 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
     Yields:
         What it is to be built for: the whole model, if ``variables`` are those of this rank's partition.
     """
-    model = state.model
-    if model is None or not model.is_partitioned:
-        yield variables
-        if state.initialized:
-            state.optimizers[optimizer] = list(variables)
-        return
+    model, given = state.model, variables
     make = "add_slot" if hasattr(optimizer, "add_slot") else "add_variable_from_reference"
     if make in vars(optimizer):
         # A class's call of that of its base.
         yield variables
         return
-    with model._smp_as_whole():
-        whole = model.trainable_variables
-    given = {id(_handle(each)) for each in variables}
-    if given == {id(_handle(each)) for each in model.trainable_variables}:
-        variables = whole
+    divided = model is not None and model.is_partitioned
+    if divided:
+        with model._smp_as_whole():
+            whole = model.trainable_variables
+        if {id(handle_of(each)) for each in variables} == {id(handle_of(each)) for each in model.trainable_variables}:
+            given = whole
     plain = getattr(optimizer, make)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         slot = plain(*args, **kwargs)
-        _put(slot, args[0] if args else next(iter(kwargs.values())))
+        if divided:
+            _put(slot, args[0] if args else next(iter(kwargs.values())))
+        else:
+            delayed.delay(slot)
         return slot
 
     vars(optimizer)[make] = noted
     try:
-        yield variables
+        yield given
     finally:
         del vars(optimizer)[make]
-    state.optimizers[optimizer] = list(variables)
-    _settle(optimizer)
+    if state.initialized:
+        state.optimizers[optimizer] = list(given)
+    if divided:
+        _settle(optimizer)
 
 
 def here(optimizer: Any) -> list[Any] | None:
@@ -96,8 +92,8 @@ def unknown(optimizer: Any) -> list[Any]:
     known = set(homes)
     if optimizer in state.optimizers:
         # Those for variables that all ranks have are on all, too.
-        known |= {id(_handle(slot)) for slot, _ in _pairs(optimizer)}
-    return [each for each in variables_of(optimizer) if len(each.shape) and id(_handle(each)) not in known]
+        known |= {id(handle_of(slot)) for slot, _ in _pairs(optimizer)}
+    return [each for each in variables_of(optimizer) if len(each.shape) and id(handle_of(each)) not in known]
 
 
 def variables_of(optimizer: Any) -> list[Any]:
@@ -106,23 +102,20 @@ def variables_of(optimizer: Any) -> list[Any]:
     return list(found() if callable(found) else found)
 
 
-def _handle(variable: Any) -> Any:
-    return underlying(variable).handle
-
-
 def _put(slot: Any, reference: Any) -> None:
     """``slot`` is where ``reference`` is, a variable of the model."""
     model = state.model
     assert model is not None, "it was divided"
     homes = model._smp_homes.variables
-    home, handle = homes.get(id(_handle(reference))), id(_handle(slot))
+    home, handle = homes.get(id(handle_of(reference))), id(handle_of(slot))
     if home is None or handle in homes:
         return
+    if home != state.groups.rank_in("pp"):
+        absent.leave(slot)
+        handle = id(handle_of(slot))
+        model._smp_slots.append(slot)
     homes[handle] = home
     weakref.finalize(underlying(slot), homes.pop, handle, None)
-    if home != state.groups.rank_in("pp"):
-        empty(slot)
-        model._smp_slots.append(slot)
 
 
 def _settle(optimizer: Any) -> None:
@@ -139,11 +132,11 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
             with contextlib.suppress(KeyError):
                 yield optimizer.get_slot(variable, name), variable
         return
-    of_model = {id(_handle(each)) for each in variables}
+    of_model = {id(handle_of(each)) for each in variables}
     for name, values in vars(optimizer).items():
         # All of its variables are in a list as well.
         if name == "_variables" or not isinstance(values, list | tuple) or len(values) != len(variables):
             continue
         for slot, variable in zip(values, variables, strict=True):
-            if hasattr(underlying(slot), "handle") and id(_handle(slot)) not in of_model:
+            if handle_of(slot) is not None and id(handle_of(slot)) not in of_model:
                 yield slot, variable

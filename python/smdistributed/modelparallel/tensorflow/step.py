@@ -15,9 +15,9 @@ from tensorflow.python.eager import record
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
-from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.tensorflow import channels, gradients, layers, optimizers, placement
+from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
 from smdistributed.modelparallel.tensorflow.output import StepOutput, sum_of
@@ -176,7 +176,7 @@ class StepFunction:
                 return type(value)(
                     _Gradient(each, variable)
                     for each, variable in zip(value, variables, strict=True)
-                    if homes.variables.get(id(underlying(variable).handle), rank) == rank
+                    if homes.variables.get(id(handle_of(variable)), rank) == rank
                 )
             if isinstance(value, dict):
                 return {key: on(rank, item) for key, item in value.items()}

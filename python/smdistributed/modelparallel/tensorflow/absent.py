@@ -1,0 +1,58 @@
+"""Variables of other partitions: they stay, and take no memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.tensorflow.delayed import DelayedVariable, handle_of
+
+
+class AbsentVariable(resource_variable_ops.ResourceVariable):
+    """A variable of another partition. What gives all variables of the model values gives it one, too, which it does not take."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares shapes; in a graph, which the rank that has it runs, an assignment."""
+        if not tf.executing_eagerly():
+            return super().assign(value, *args, **kwargs)
+        self.shape.assert_is_compatible_with(tf.convert_to_tensor(value).shape)
+        return self
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        (value,) = restored_tensors.values()
+        return self.assign(value)
+
+
+def leave(variable: Any) -> None:
+    """A variable belongs to another partition. It goes to the host: the first rank may have the whole model for a moment, to write it, and
+    no device has room for that."""
+    inner = underlying(variable)
+    # What tf_keras wraps it in for mixed precision.
+    inner = getattr(inner, "_variable", inner)
+    if isinstance(inner, DelayedVariable):
+        inner.become_plain()
+    empty(inner)
+    if type(inner) is not resource_variable_ops.ResourceVariable:
+        return
+    inner.__class__ = AbsentVariable
+    old = inner.handle
+    if tf.DeviceSpec.from_string(old.device).device_type == "CPU":
+        return
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
+            inner.shape, inner.dtype, shared_name=None, name=old._name.partition(":")[0], graph_mode=False
+        )
+    handle._parent_trackable = weakref.ref(inner)
+    handle._name, handle._unique_id = old._name, old._unique_id
+    inner._handle = handle
+    empty(inner)
+
+
+def empty(variable: Any) -> None:
+    """Frees a variable's memory; TensorFlow's own ways would refuse another shape."""
+    with tf.init_scope():
+        tf.raw_ops.AssignVariableOp(resource=handle_of(variable), value=tf.zeros([0], underlying(variable).dtype))

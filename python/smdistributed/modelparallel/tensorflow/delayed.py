@@ -1,0 +1,215 @@
+"""Variables of Keras' layers before the model is divided: they have no memory until somebody reads them.
+
+A model larger than a device is built on every rank, and only a partition of it stays there. So a variable whose first value
+can be computed at any time, as those of Keras' own initializers, is made without one. When the model is divided, those of this
+rank get theirs, one after the other, and the others never do.
+
+- DELAY-1: numbers are those of one process: an initializer is delayed only if its seed is a number, which is drawn when the
+  variable is made. Any other gives its value at once, in the order of the script.
+- DELAY-2: graphs that only describe (a step's trace, Keras' scratch graphs) capture such a variable as it is. Whatever else
+  asks for its handle gives it its value first, so nobody finds it without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: Graphs of Keras' that are never run.
+_SCRATCH = ("scratch_graph", "build_graph", "keras_graph")
+#: Keras' initializers, by module.
+_KERAS = ("keras.src.initializers.constant_initializers", "keras.src.initializers.random_initializers")
+_OLDER = "tf_keras.src.initializers.initializers"
+#: Those that have no value, by the identity of their handles.
+_delayed: weakref.WeakValueDictionary[int, DelayedVariable] = weakref.WeakValueDictionary()
+
+
+class DelayedVariable(resource_variable_ops.UninitializedVariable):
+    """A variable that gets its first value when it is read, and is like any other from then on.
+
+    Args:
+        make: Computes that value.
+        options: Those of ``UninitializedVariable``.
+    """
+
+    def __init__(self, make: Callable[[], Any], **options: Any) -> None:
+        self._smp_make = make
+        super().__init__(**options)
+        _delayed[id(self._smp_handle)] = self
+
+    @property
+    def _handle(self) -> Any:
+        if not _is_described():
+            self._smp_begin()
+        return handle_of(self)
+
+    @_handle.setter
+    def _handle(self, handle: Any) -> None:
+        self._smp_handle = handle
+
+    @property
+    def device(self) -> str:
+        """Where it is to be; optimizers put their variables there."""
+        return self._smp_handle.device
+
+    def become_plain(self) -> None:
+        """From now on it is like any other, and has no value."""
+        handle = self._smp_handle
+        del self._smp_handle, self._smp_make, _delayed[id(handle)]
+        self.__class__ = resource_variable_ops.ResourceVariable
+        self._handle = handle
+
+    def _smp_begin(self) -> None:
+        """Gives it its value."""
+        make = self._smp_make
+        self.become_plain()
+        with tf.init_scope(), tf.device(self.device):
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.convert_to_tensor(make(), self.dtype))
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Another first value, which waits in the host's memory."""
+        if not tf.executing_eagerly():
+            return super().assign(value, *args, **kwargs)
+        with tf.device("/device:CPU:0"):
+            kept = tf.identity(tf.convert_to_tensor(value, self.dtype))
+        self.shape.assert_is_compatible_with(kept.shape)
+        self._smp_make = lambda: kept
+        return self
+
+
+def handle_of(variable: Any) -> Any:
+    """The handle of a variable, which gets no value by that; ``None`` of anything else."""
+    inner = underlying(variable)
+    if not isinstance(inner, tf.Variable):
+        return getattr(inner, "handle", None)
+    handle = getattr(inner, "_smp_handle", None)
+    return inner.handle if handle is None else handle
+
+
+def delay(variable: Any) -> None:
+    """Frees the memory of a variable that has just been made, if it is to wait and all of its numbers are one, as in optimizers."""
+    inner = underlying(variable)
+    if not _is_wanted() or type(inner) is not resource_variable_ops.ResourceVariable or not inner.shape.num_elements():
+        return
+    with tf.init_scope():
+        value = inner.read_value()
+        number = tf.reshape(value, [-1])[0]
+        if not tf.reduce_all(value == number):
+            return
+        handle = inner.__dict__.pop("_handle")
+        inner.__class__ = DelayedVariable
+        inner._smp_make, inner._smp_handle = lambda: tf.fill(inner.shape, number), handle
+        _delayed[id(handle)] = inner
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([0], inner.dtype))
+
+
+def settle(elsewhere: Collection[int]) -> None:
+    """The model has been divided: variables without a value get theirs, but for those whose handles are ``elsewhere``, by
+    identity."""
+    for key, variable in list(_delayed.items()):
+        if key in elsewhere:
+            variable.become_plain()
+        else:
+            variable._smp_begin()
+
+
+def install() -> None:
+    """Delays variables of the Keras packages that this process has imported; does nothing the second time."""
+    if "keras" in sys.modules:
+        _adapt_keras()
+    if "tf_keras" in sys.modules:
+        _adapt_older()
+
+
+def _is_wanted() -> bool:
+    """Whether variables that are made now may belong to another rank."""
+    if not state.initialized or len(state.groups.members["pp"]) == 1:
+        return False
+    return state.model is None or not state.model.is_partitioned
+
+
+def _is_described() -> bool:
+    """DELAY-2."""
+    if state.trace is not None and state.trace.is_current():
+        return True
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if any(each in getattr(graph, "name", "") for each in _SCRATCH):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def _may_wait(initializer: Any) -> bool:
+    """DELAY-1."""
+    module = type(initializer).__module__
+    if module == _OLDER:
+        generator = getattr(initializer, "_random_generator", None)
+        if generator is None:
+            return True
+        if generator._rng_type != generator.RNG_STATELESS:
+            return False
+        # Draws the seed, if there is none.
+        generator._maybe_init()
+        return True
+    return module in _KERAS and isinstance(getattr(initializer, "seed", 0), int)
+
+
+@functools.cache
+def _adapt_keras() -> None:
+    base = sys.modules["keras"].Variable
+    plain = base._initialize_with_initializer
+
+    @functools.wraps(plain)
+    def initialize(self: Any, initializer: Any) -> None:
+        if not _is_wanted() or not _may_wait(initializer):
+            plain(self, initializer)
+            return
+        shape, dtype = self._shape, self._dtype
+        self._value = DelayedVariable(
+            lambda: initializer(shape, dtype=dtype),
+            shape=shape,
+            dtype=tf.as_dtype(dtype),
+            name=self.name,
+            trainable=self.trainable,
+            aggregation=self._map_aggregation(self.aggregation),
+            synchronization=self._map_synchronization(self.synchronization),
+        )
+
+    base._initialize_with_initializer = initialize
+
+
+@functools.cache
+def _adapt_older() -> None:
+    from tf_keras.src.engine import base_layer_utils
+
+    plain = base_layer_utils.make_variable
+
+    @functools.wraps(plain)
+    def make_variable(
+        name: str, shape: Any = None, dtype: Any = tf.float32, initializer: Any = None, **options: Any
+    ) -> Any:
+        if not _is_wanted() or options.get("layout") is not None or not _may_wait(initializer):
+            return plain(name, shape, dtype, initializer, **options)
+        return DelayedVariable(
+            lambda: initializer(shape, dtype=dtype),
+            shape=shape,
+            dtype=dtype.base_dtype,
+            name=name,
+            **{
+                each: options[each]
+                for each in ("trainable", "constraint", "synchronization", "aggregation")
+                if each in options
+            },
+        )
+
+    base_layer_utils.make_variable = make_variable
