@@ -1,5 +1,5 @@
 """Keras' optimizers and a divided model: they get the calls that the original's scripts use, are built for the whole model,
-and update the variables of one partition."""
+and update the variables of one partition. Optimizers that scale the loss skip an update on all partitions or on none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
@@ -37,6 +40,9 @@ def install() -> None:
         for base in (getattr(module, "Optimizer", None), older):
             if hasattr(base, "apply_gradients"):
                 _adapt(base)
+    scaling = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
+    if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_plain"):
+        scaling._is_all_finite = _everywhere(scaling._is_all_finite)
 
 
 def _adapt(base: type) -> None:
@@ -48,6 +54,9 @@ def _adapt(base: type) -> None:
         "build": _for_the_whole,
         # What `build` is called in the older ones of Keras 2.
         "_create_all_weights": _for_the_whole,
+        # Of Keras 3: whether gradients are finite, and by what a loss is multiplied.
+        "check_finite": _everywhere,
+        "scale_loss": _built_before,
     }
     for kind in (base, *_derived(base)):
         for name, adapted in around.items():
@@ -72,10 +81,57 @@ def _in_steps(ours: Any, plain: Any) -> Any:
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
         if plain is None or (state.trace is not None and state.trace.is_current() and kwargs.get("tape") is None):
             kwargs.pop("tape", None)
-            return ours(*args, **kwargs)
+            return _of_scaled_loss(self, ours, *args, **kwargs)
         return plain(self, *args, **kwargs)
 
     return either
+
+
+def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients as the optimizer's update takes them: that of Keras 3 divides them by the scale, the older one has them divided before."""
+    if callable(loss):
+        loss = loss()
+    if hasattr(optimizer, "scale_loss"):
+        return ours(optimizer.scale_loss(loss), *args, **kwargs)
+    if not hasattr(optimizer, "inner_optimizer"):
+        return ours(loss, *args, **kwargs)
+    found = ours(optimizer.get_scaled_loss(loss), *args, **kwargs)
+    if ours is get_gradients:
+        return optimizer.get_unscaled_gradients(found)
+    gradients, variables = zip(*found, strict=True)
+    return list(zip(optimizer.get_unscaled_gradients(gradients), variables, strict=True))
+
+
+def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A step reads the scale where the optimizer has it: before it is built, it would be a number of the trace for ever."""
+
+    @functools.wraps(plain)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        traces = state.trace is not None and state.trace.is_current() and state.model is not None
+        if traces and hasattr(self, "inner_optimizer") and not self.built:
+            variables = state.model.trainable_variables
+            with tf.init_scope():
+                self.build(variables)
+        return plain(self, loss)
+
+    return scale_loss
+
+
+def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether gradients are finite on all partitions."""
+
+    @functools.wraps(plain)
+    def are_finite(*args: Any) -> Any:
+        *_, gradients = args
+        # Neither Keras knows what to say of none.
+        finite = plain(*args) if any(each is not None for each in gradients) else tf.constant(True)
+        if not _updating or state.groups.pipe is None:
+            return finite
+        least = core_ops.smd_all_reduce(tensor=tf.cast(finite, tf.int32), op="min", group=state.groups.pipe)
+        return least > 0
+
+    are_finite._smp_plain = plain  # type: ignore[attr-defined]
+    return are_finite
 
 
 def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +154,9 @@ def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        if not pairs and hasattr(self, "scale_loss"):
+            self.apply([], [])
+            return self.iterations
         with _update(self, [gradient for gradient, _ in pairs], variables) as gradients:
             if gradients is None:
                 return self.iterations
@@ -149,7 +208,14 @@ def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
     if divided:
         _check(optimizer)
     if hasattr(optimizer, "inner_optimizer"):
-        return gradients
+        # Its own update comes here again with the other one, if gradients are finite.
+        if hasattr(optimizer, "scale_loss") or any(gradient is not None for gradient in gradients):
+            return gradients
+        slots.build(optimizer.inner_optimizer)
+        if optimizer.dynamic:
+            optimizer._loss_scale.update(gradients)
+        optimizer.iterations.assign_add(1)
+        return None
     if divided and not state.has_gradients and all(gradient is None for gradient in gradients):
         # As Keras. Steps are traced whole, so all ranks know it.
         raise ValueError(
@@ -170,11 +236,6 @@ def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
 
 def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
-    if hasattr(optimizer, "inner_optimizer"):
-        raise SMPUnsupportedError(
-            f"`{name}` would skip an update on the partition alone whose gradients are not finite: scale the loss by a constant, "
-            "or take bfloat16"
-        )
     if getattr(optimizer, "use_ema", False):
         raise SMPUnsupportedError(
             f"`use_ema` of `{name}` averages all variables of a model, of which a partition has its own: average them outside of it"

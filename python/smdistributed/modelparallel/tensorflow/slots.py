@@ -88,6 +88,9 @@ def divide() -> None:
 
 def unknown(optimizer: Any) -> list[Any]:
     """Variables of an optimizer, larger than a number, of which nobody knows which partition they belong to."""
+    if hasattr(optimizer, "inner_optimizer"):
+        # What scales the loss has two numbers of its own.
+        return unknown(optimizer.inner_optimizer)
     homes = state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
     known = set(homes)
     if optimizer in state.optimizers:
