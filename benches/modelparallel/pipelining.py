@@ -4,8 +4,8 @@
 
 One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
 machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
-lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says. ``ZB2`` is
-zero bubble with twice as many active microbatches as ranks.
+lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says, or
+(``auto``) what `auto_partition` gives it, which is printed. ``ZB2`` is zero bubble with twice as many active microbatches as ranks.
 
 ``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
 """
@@ -34,11 +34,12 @@ import smdistributed.modelparallel.torch as smp
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule, and how it divides the model: in ``pieces`` for each rank, even ones or those of ``--cut``."""
+    """A schedule, and how it divides the model: in ``pieces`` for each rank, even ones or those of ``--cut``, or as `auto_partition` does."""
 
     schedule: Any
     pieces: int = 1
     cut: bool = False
+    auto: bool = False
     #: Microbatches that may be active, for each rank.
     active: int | None = None
 
@@ -54,6 +55,9 @@ OURS = {
     "ours ZB cut": Way("zero_bubble", cut=True),
     "ours ZB2 cut": Way("zero_bubble", cut=True, active=2),
     "ours ZBV cut": Way("zero_bubble", pieces=2, cut=True),
+    "ours 1F1B auto": Way("interleaved", auto=True),
+    "ours ZB auto": Way("zero_bubble", auto=True),
+    "ours ZB2 auto": Way("zero_bubble", auto=True, active=2),
 }
 THEIRS = {
     "torch 1F1B": Way(pipelining.Schedule1F1B),
@@ -110,15 +114,20 @@ class Bench:
         config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": way.schedule}
         if way.active:
             config["active_microbatches"] = way.active * self.ranks
-        smp.init({**config, "auto_partition": False, "default_partition": 0})
+        if way.auto:
+            smp.init({**config, "memory_weight": self.arguments.memory_weight})
+        else:
+            smp.init({**config, "auto_partition": False, "default_partition": 0})
         self.seed()
         with smp.delay_param_initialization():
             model = build_meta(self.shape)
         v_form = way.schedule == "zero_bubble" and way.pieces == 2
-        for chunk, module in zip(self.chunks(way), model, strict=True):
+        for chunk, module in () if way.auto else zip(self.chunks(way), model, strict=True):
             there_and_back = min(chunk, 2 * self.ranks - 1 - chunk)
             smp.set_partition(module, there_and_back if v_form else chunk % self.ranks)
         model = smp.DistributedModel(model)
+        if way.auto:
+            model.register_post_partition_hook(self.tell_cut)
         trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
 
         @smp.step
@@ -143,6 +152,16 @@ class Bench:
         trained.step = train
         self.contexts[name] = smp.state.__dict__
         return trained
+
+    def tell_cut(self, model: Any, _: Any) -> None:
+        """Prints the modules of each rank; those that are taken apart count for each rank that has a part."""
+        found: list[list[str]] = [[] for _ in range(self.ranks)]
+        for place, module in enumerate(model.module):
+            for rank in sorted({model.placement.of(part) for part in module.modules()}):
+                found[rank].append(str(place))
+        if smp.rank() == 0:
+            each = [f"{names[0]} to {names[-1]} ({len(names)})" for names in found]
+            print(f"of {self.shape.blocks + 2} modules each rank has {', '.join(each)}", flush=True)
 
     def theirs(self, name: str) -> Trained:
         """One of theirs."""
@@ -241,6 +260,9 @@ def main() -> None:
         nargs="+",
         default=[3, 5, 5, 4, 4, 4, 4, 3],
         help="blocks of each piece, for `ZBV cut`: the last rank's two pieces are in the middle",
+    )
+    parser.add_argument(
+        "--memory-weight", type=float, default=0.0, help="for `auto`: 0.2 is `optimize: speed`, 0.8 memory"
     )
     parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
     parser.add_argument("--trace", metavar="FOLDER", help="writes a profile of one step of each mode and rank there")

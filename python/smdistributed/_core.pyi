@@ -173,6 +173,7 @@ def smdrun(argv: Sequence[str], python: str) -> int:
 def partition_modules(
     modules: Sequence[object],
     values: Sequence[tuple[int, Sequence[int], int]],
+    tasks: Sequence[tuple[int, int, int]],
     ties: Sequence[Sequence[int]],
     partitions: int,
     memory_weight: float,
@@ -185,7 +186,8 @@ def partition_modules(
     """
     Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
 
-    `values` are those that pass between modules (maker, takers, bytes), `ties` modules that must lie together.
+    `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
+    apart (module, module in whose place, nanoseconds), `ties` modules that must lie together.
     """
 
 def partition_to_json(partitions: dict[str, int]) -> str:

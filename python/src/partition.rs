@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
-use smd_core::partition::{self, CostTree, ModuleCost, Objective, Value};
+use smd_core::partition::{self, CostTree, ModuleCost, Objective, Tasks, Value};
 use smd_core::pipeline::Link;
 
 use crate::enter::enter;
@@ -30,13 +30,15 @@ impl From<Module> for ModuleCost {
 
 /// Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
 ///
-/// `values` are those that pass between modules (maker, takers, bytes), `ties` modules that must lie together.
+/// `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
+/// apart (module, module in whose place, nanoseconds), `ties` modules that must lie together.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "Python names them")]
 fn partition_modules(
     py: Python<'_>,
     modules: Vec<Module>,
     values: Vec<(usize, Vec<usize>, u64)>,
+    tasks: Vec<(usize, usize, u64)>,
     ties: Vec<Vec<usize>>,
     partitions: usize,
     memory_weight: f64,
@@ -49,7 +51,8 @@ fn partition_modules(
     enter(py, || {
         let modules = modules.into_iter().map(ModuleCost::from).collect();
         let values = values.into_iter().map(|(from, to, bytes)| Value { from, to, bytes }).collect();
-        let tree = CostTree::new(modules, values, &ties)?;
+        let tasks = tasks.into_iter().map(|(module, at, time)| Tasks { module, at, time }).collect();
+        let tree = CostTree::new(modules, values, tasks, &ties)?;
         let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, schedule.parse()?);
         let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
         let objective = Objective::new(memory_weight, kept, link)?;

@@ -41,7 +41,8 @@ def main() -> None:
         case = make()
         tree = tree_of(case.model, *call_of(case))
         modules = [list(vars(module).values()) for module in tree.modules]
-        lines.append(json.dumps({"name": name, "modules": modules, "values": tree.values, "ties": tree.ties}))
+        rest = {"values": tree.values, "tasks": tree.tasks, "ties": tree.ties}
+        lines.append(json.dumps({"name": name, "modules": modules, **rest}))
     print("[\n" + ",\n".join(lines) + "\n]")
 
 

@@ -136,11 +136,56 @@ def test_costs_are_those_of_the_layers():
     assert first.state_bytes == 3 * first.parameter_bytes
     # The input, and what ReLU makes, for itself and for the next layer.
     assert first.activation_bytes == 4 * 8 * (100 + 200)
-    assert second.activation_bytes == 0
+    # What a loss keeps.
+    assert second.activation_bytes == 4 * 8 * 50
     assert relu.follows == 1
     assert tree.values == [(1, [3], 4 * 8 * 200)]
+    # The loss begins with a softmax.
     launch = 3 * int(prices.OPERATION_NANOSECONDS)
-    assert (first.time, relu.time, second.time) == (2 * launch, 0, launch)
+    assert (first.time, relu.time, second.time) == (2 * launch, 0, 2 * launch)
+    # Three calls.
+    task = prices.TASK_NANOSECONDS
+    assert tree.tasks == [(0, 1, 2 * task), (0, 3, task)]
+
+
+class _Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_module_that_is_taken_apart_costs_a_task_for_each_of_its_operations():
+    tree = cost_trace.trace(nn.Sequential(_Residual(16), _Residual(16)), (torch.randn(4, 16),), {})
+    paths = [part.path for part in tree.modules]
+    counts = {(paths[module], paths[at]): time // prices.TASK_NANOSECONDS for module, at, time in tree.tasks}
+    block = {"0.up": 2, "0.down": 2, "1.up": 2, "1.down": 2}
+    assert counts == {("", "0.up"): 1, ("", "1.up"): 1, **{(at[0], at): count for at, count in block.items()}}
+
+
+def test_what_autocast_makes_of_parameters_is_there_once():
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        tree = cost_trace.trace(module, (torch.randn(8, 1000),), {})
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            without = cost_trace.trace(module, (torch.randn(8, 1000),), {})
+    assert [part.state_bytes for part in tree.modules[1:]] == [(3 * 4 + 2) * 1000**2] * 2
+    assert [part.state_bytes for part in without.modules[1:]] == [3 * 4 * 1000**2] * 2
+    # The first layer needs no gradient of its input, so it does not keep its weight.
+    more = [b.activation_bytes - a.activation_bytes for a, b in zip(tree.modules, without.modules, strict=True)]
+    assert more == [0, 0, 2 * 1000**2]
+    assert all(a.time < b.time for a, b in zip(tree.modules[1:], without.modules[1:], strict=True))
+
+
+def test_equal_blocks_stay_whole_beside_a_head():
+    with torch.device("meta"):
+        blocks = [_Residual(2048) for _ in range(32)]
+        module = nn.Sequential(nn.Embedding(50_304, 2048), *blocks, nn.Linear(2048, 50_304, bias=False))
+    tokens = torch.zeros(2, 1024, dtype=torch.long)
+    found = partitioning.auto_partition(module, (tokens,), {}, _config(4, memory_weight=0.2, microbatches=16), {})
+    assert all(found[f"{place}.up"] == found[f"{place}.down"] for place in range(1, 33))
 
 
 def test_a_model_larger_than_memory():

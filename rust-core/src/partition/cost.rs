@@ -58,6 +58,8 @@ pub struct StageCost {
     /// Transfers of values that come from other partitions and go there, for one microbatch, in nanoseconds. One that goes
     /// to several counts once.
     pub transfer: u64,
+    /// The host's work for what is a task there because a module is taken apart, for one microbatch, in nanoseconds.
+    pub tasks: u64,
 }
 
 impl StageCost {
@@ -70,7 +72,8 @@ impl StageCost {
     }
 }
 
-/// Turns sums into costs. Shares are of the whole model's sums.
+/// Turns sums into costs. Shares are of the whole model's sums, all modules taken apart: where the host takes longer than the device,
+/// memory still has its weight.
 pub(super) struct Price<'a> {
     objective: &'a Objective,
     memory: f64,
@@ -83,7 +86,8 @@ impl<'a> Price<'a> {
         tree.modules().iter().for_each(|module| whole.add(module));
         let kept = objective.kept.iter().sum::<u64>() as f64 / objective.kept.len() as f64;
         let memory = (whole.parameter_bytes + whole.state_bytes) as f64 + whole.activation_bytes as f64 * kept;
-        Self { objective, memory, time: whole.time as f64 }
+        let tasks: u64 = tree.tasks().iter().map(|tasks| tasks.time).sum();
+        Self { objective, memory, time: (whole.time + tasks) as f64 }
     }
 
     /// Of the partition with this index.
@@ -94,7 +98,8 @@ impl<'a> Price<'a> {
         // Twice: the value and its gradient.
         let transfer = 2.0 * sums.transfer as f64;
         let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
-        weight * share(memory, self.memory) + (1.0 - weight) * share(sums.time as f64 + transfer, self.time)
+        weight * share(memory, self.memory)
+            + (1.0 - weight) * share((sums.time + sums.tasks) as f64 + transfer, self.time)
     }
 }
 
@@ -118,6 +123,12 @@ pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -
         }
         for partition in takers {
             stages[partition as usize].transfer += objective.link.time(value.bytes);
+        }
+    }
+    let extents = tree.extents(|module| Some(assignment[module]));
+    for tasks in tree.tasks() {
+        if extents[tasks.module].is_some_and(|(first, last)| first != last) {
+            stages[assignment[tasks.at] as usize].tasks += tasks.time;
         }
     }
     let price = Price::new(tree, objective);

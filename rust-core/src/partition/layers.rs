@@ -150,6 +150,6 @@ impl Costs {
             bytes: operations.all()[output.operation].makes[output.index].bytes,
         });
         let ties: Vec<Vec<usize>> = sharers.into_values().filter(|modules| modules.len() > 1).collect();
-        CostTree::new(modules, values.collect(), &ties)
+        CostTree::new(modules, values.collect(), Vec::new(), &ties)
     }
 }

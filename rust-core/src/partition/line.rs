@@ -23,6 +23,8 @@ pub(super) struct Line {
     sums: Vec<StageCost>,
     /// Transfers to and from the piece from `start` to before `end`, at `start * (length + 1) + end`.
     transfers: Vec<u64>,
+    /// Tasks of modules that such a piece does not have as a whole, in the same way.
+    tasks: Vec<u64>,
     /// Before each position but the first: how many modules a cut there takes apart.
     taken_apart: Vec<u64>,
 }
@@ -46,13 +48,15 @@ impl Line {
     /// Sums over a piece; its cost is not filled in.
     pub(super) fn piece(&self, start: usize, end: usize) -> StageCost {
         let (before, after) = (&self.sums[start], &self.sums[end]);
+        let cell = start * (self.len() + 1) + end;
         StageCost {
             cost: 0.0,
             parameter_bytes: after.parameter_bytes - before.parameter_bytes,
             state_bytes: after.state_bytes - before.state_bytes,
             activation_bytes: after.activation_bytes - before.activation_bytes,
             time: after.time - before.time,
-            transfer: self.transfers[start * (self.len() + 1) + end],
+            transfer: self.transfers[cell],
+            tasks: self.tasks[cell],
         }
     }
 
@@ -96,7 +100,8 @@ impl Line {
             })
             .collect();
         let transfers = transfers(tree, link, &positions, length);
-        Self { positions, sums, transfers, taken_apart }
+        let tasks = tasks(tree, &positions, length);
+        Self { positions, sums, transfers, tasks, taken_apart }
     }
 }
 
@@ -153,19 +158,9 @@ pub(super) fn variants(tree: &CostTree, link: Link) -> impl Iterator<Item = Line
 /// Transfers to and from every piece. Each value is a few rectangles in the plane of starts and ends, so it is
 /// noted at their corners, and sums over the plane do the rest.
 fn transfers(tree: &CostTree, link: Link, positions: &[Option<usize>], length: usize) -> Vec<u64> {
+    let mut plane = Plane::new(length);
     let side = length + 1;
-    let mut plane = vec![0_i64; (side + 1) * (side + 1)];
-    // Adds to all pieces with `starts` and `ends` (both from, to before).
-    let mut add = |starts: (usize, usize), ends: (usize, usize), time: i64| {
-        if starts.0 < starts.1 && ends.0 < ends.1 {
-            let mut corner = |start: usize, end: usize, time: i64| plane[start * (side + 1) + end] += time;
-            corner(starts.0, ends.0, time);
-            corner(starts.1, ends.0, -time);
-            corner(starts.0, ends.1, -time);
-            corner(starts.1, ends.1, time);
-        }
-    };
-    let place = |module: &usize| positions[tree.modules()[*module].follows.unwrap_or(*module)];
+    let place = |module: &usize| positions[tree.stands_at(*module)];
     for value in tree.values() {
         let Some(home) = place(&value.from) else { continue };
         let time = link.time(value.bytes) as i64;
@@ -174,30 +169,75 @@ fn transfers(tree: &CostTree, link: Link, positions: &[Option<usize>], length: u
         takers.dedup();
         let (Some(&first), Some(&last)) = (takers.first(), takers.last()) else { continue };
         // Pieces with the maker, but not with all takers, give it away.
-        add((0, home + 1), (home + 1, side), time);
-        add((0, home.min(first) + 1), (home.max(last) + 1, side), -time);
+        plane.add((0, home + 1), (home + 1, side), time);
+        plane.add((0, home.min(first) + 1), (home.max(last) + 1, side), -time);
         // Pieces behind the maker with a taker: by the first taker that they have.
         let mut previous = home;
         for &taker in takers.iter().filter(|&&taker| taker > home) {
-            add((previous + 1, taker + 1), (taker + 1, side), time);
+            plane.add((previous + 1, taker + 1), (taker + 1, side), time);
             previous = taker;
         }
         // Pieces before the maker: by the last taker that they have.
         let mut next = home;
         for &taker in takers.iter().rev().filter(|&&taker| taker < home) {
-            add((0, taker + 1), (taker + 1, next + 1), time);
+            plane.add((0, taker + 1), (taker + 1, next + 1), time);
             next = taker;
         }
     }
-    let mut all = vec![0_u64; side * side];
-    let mut column = vec![0_i64; side];
-    for start in 0..side {
-        let mut row = 0;
-        for end in 0..side {
-            row += plane[start * (side + 1) + end];
-            column[end] += row;
-            all[start * side + end] = column[end] as u64;
+    plane.sums()
+}
+
+/// Tasks in every piece: each is in the pieces that have its position, but not its whole module.
+fn tasks(tree: &CostTree, positions: &[Option<usize>], length: usize) -> Vec<u64> {
+    let mut plane = Plane::new(length);
+    let side = length + 1;
+    let extents = tree.extents(|module| positions[module]);
+    for tasks in tree.tasks() {
+        let (Some(at), Some((first, last))) = (positions[tree.stands_at(tasks.at)], extents[tasks.module]) else {
+            continue;
+        };
+        plane.add((0, at + 1), (at + 1, side), tasks.time as i64);
+        plane.add((0, first + 1), (last + 1, side), -(tasks.time as i64));
+    }
+    plane.sums()
+}
+
+/// A number for every piece of a line.
+struct Plane {
+    cells: Vec<i64>,
+    side: usize,
+}
+
+impl Plane {
+    fn new(length: usize) -> Self {
+        let side = length + 1;
+        Self { cells: vec![0; (side + 1) * (side + 1)], side }
+    }
+
+    /// Adds to all pieces with `starts` and `ends` (both from, to before).
+    fn add(&mut self, starts: (usize, usize), ends: (usize, usize), time: i64) {
+        if starts.0 < starts.1 && ends.0 < ends.1 {
+            let mut corner = |start: usize, end: usize, time: i64| self.cells[start * (self.side + 1) + end] += time;
+            corner(starts.0, ends.0, time);
+            corner(starts.1, ends.0, -time);
+            corner(starts.0, ends.1, -time);
+            corner(starts.1, ends.1, time);
         }
     }
-    all
+
+    /// For pieces from `start` to before `end`, at `start * (length + 1) + end`.
+    fn sums(&self) -> Vec<u64> {
+        let side = self.side;
+        let mut all = vec![0_u64; side * side];
+        let mut column = vec![0_i64; side];
+        for start in 0..side {
+            let mut row = 0;
+            for end in 0..side {
+                row += self.cells[start * (side + 1) + end];
+                column[end] += row;
+                all[start * side + end] = column[end] as u64;
+            }
+        }
+        all
+    }
 }

@@ -13,9 +13,10 @@
 //!   the same one.
 //! - PART-2: partitions never decrease along the line. Only modules that share a parameter stand elsewhere: they lie
 //!   together, where one of them would be.
-//! - PART-3: the largest cost of a partition is the least that any such cut has. Of several, the one is taken in which
-//!   least crosses and fewest modules are taken apart. Where the published algorithm, which may come back to an earlier
-//!   partition, has a lower one, its division is taken instead of a cut.
+//! - PART-3: the largest cost of a partition is about the least that any such cut has ([`NEAR`]). Of all such cuts, those are taken
+//!   that take the fewest modules apart, of these the one with the lowest largest cost, and of several the one in which least
+//!   crosses, then the most equal one. It is no higher than the published algorithm's: that may come back to an earlier partition, and where it is better
+//!   than every cut, its division is taken instead.
 //! - PART-4: no partition is empty unless there are fewer modules that cost something than partitions.
 //! - PART-5: a module without costs of its own, such as a container, is where its first part is. What lies below it
 //!   may be elsewhere.
@@ -35,14 +36,18 @@ pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
 pub use file::{from_json, to_json};
 pub use layers::{Wish, divide_layers};
 pub use table::table;
-pub use tree::{CostTree, ModuleCost, Value};
+pub use tree::{CostTree, ModuleCost, Tasks, Value};
 
 use std::collections::HashSet;
+
+use solve::Search;
 
 use crate::error::{Error, Result};
 
 /// Costs that differ by less, as a part of either, are equal.
 const ROUNDING: f64 = 1e-9;
+/// What costs so much more, as a factor, is about as good: estimates are no better than that.
+const NEAR: f64 = 1.05;
 
 /// For each module of a tree, in the tree's order, its partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,11 +67,19 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
             objective.kept.len()
         )));
     }
-    let best = line::variants(tree, objective.link)
-        .map(|line| {
-            let cuts = solve::cut(&line, partitions, objective, tree);
-            (cuts, line)
-        })
+    let published = published::partition(tree, partitions, objective);
+    let theirs = largest(tree, &published, objective);
+    let variants = || line::variants(tree, objective.link);
+    let least_of = |line: &line::Line| Search::new(line, partitions, objective, tree).least();
+    let each: Vec<f64> = variants().map(|line| least_of(&line)).collect();
+    let least = each.iter().copied().fold(f64::INFINITY, f64::min);
+    // Of what is to be divided, not of transfers, which may be more.
+    let near = least + (NEAR - 1.0) * least.min(1.0 / partitions as f64);
+    let bound = near.min(theirs.max(least));
+    let best = variants()
+        .zip(each)
+        .filter(|(_, least)| *least <= bound)
+        .map(|(line, least)| (Search::new(&line, partitions, objective, tree).best(least, bound), line))
         // The first of equals: the order of variants is fixed.
         .reduce(|best, other| if other.0.before(&best.0) { other } else { best });
     let (cuts, line) = best.expect("there is always a variant");
@@ -74,9 +87,8 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
         .map(|position| cuts.starts.iter().filter(|&&start| start <= position).count() as u32 - 1)
         .collect();
     let cut = tree.spread(|module| line.position(module).map(|position| at_position[position]));
-    let published = published::partition(tree, partitions, objective);
     let uses = |assignment: &[u32]| assignment.iter().collect::<HashSet<_>>().len();
-    let better = largest(tree, &published, objective) < largest(tree, &cut, objective) * (1.0 - ROUNDING);
+    let better = theirs < largest(tree, &cut, objective) * (1.0 - ROUNDING);
     // PART-4
     let assignment = if better && uses(&published) >= uses(&cut) { published } else { cut };
     Ok(Partition { assignment })

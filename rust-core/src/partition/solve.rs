@@ -1,25 +1,36 @@
 //! Cuts a line into pieces by dynamic programming.
 
-use super::cost::{Objective, Price};
+use std::cmp::Ordering;
+
+use super::cost::{Objective, Price, StageCost};
 use super::line::Line;
 use super::{CostTree, ROUNDING};
+
+/// So often is the interval halved in which a largest cost is looked for.
+const HALVINGS: u32 = 10;
 
 /// Where pieces begin, and how good that is.
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
     /// The first position of each piece; pieces without a position are left out at the end.
     pub(super) starts: Vec<usize>,
-    /// The largest cost of a piece, in the best cut of the line.
-    least: f64,
-    /// What the chosen cuts cost beside that: transfers, and modules that are taken apart.
-    side_cost: (u64, u64),
+    /// Modules that are taken apart.
+    apart: u64,
+    /// The largest cost of a piece.
+    largest: f64,
+    /// Transfers of all pieces, and how unequal their costs are: the sum of the squares.
+    rest: (u64, f64),
 }
 
 impl Cuts {
-    /// Whether these are better.
+    /// Whether these are better, of two that are good enough.
     pub(super) fn before(&self, other: &Self) -> bool {
-        let equal = (self.least - other.least).abs() <= ROUNDING * self.least.max(other.least);
-        if equal { self.side_cost < other.side_cost } else { self.least < other.least }
+        let equal = (self.largest - other.largest).abs() <= ROUNDING * self.largest.max(other.largest);
+        match self.apart.cmp(&other.apart) {
+            Ordering::Equal if equal => self.rest < other.rest,
+            Ordering::Equal => self.largest < other.largest,
+            order => order.is_lt(),
+        }
     }
 }
 
@@ -39,63 +50,112 @@ impl<T: Copy> Grid<T> {
     }
 }
 
-/// The cuts of PART-3.
-pub(super) fn cut(line: &Line, partitions: usize, objective: &Objective, tree: &CostTree) -> Cuts {
-    let length = line.len();
-    let pieces = partitions.min(length);
-    if pieces == 0 {
-        return Cuts { starts: vec![0], least: 0.0, side_cost: (0, 0) };
-    }
-    let price = Price::new(tree, objective);
-    let cost = |index: usize, start: usize, end: usize| price.of(index, &line.piece(start, end));
+/// A line that is to be cut.
+pub(super) struct Search<'a> {
+    line: &'a Line,
+    pieces: usize,
+    price: Price<'a>,
+}
 
-    // The least possible largest cost of `count` pieces before `end`.
-    let mut largest = Grid::new(pieces + 1, length + 1, f64::INFINITY);
-    *largest.at(0, 0) = 0.0;
-    for count in 1..=pieces {
-        for end in count..=length - (pieces - count) {
-            let mut best = f64::INFINITY;
-            for start in (count - 1..end).rev() {
-                let before = *largest.at(count - 1, start);
-                if before < best {
-                    best = best.min(before.max(cost(count - 1, start, end)));
-                }
-            }
-            *largest.at(count, end) = best;
-        }
+impl<'a> Search<'a> {
+    pub(super) fn new(line: &'a Line, partitions: usize, objective: &'a Objective, tree: &CostTree) -> Self {
+        Self { line, pieces: partitions.min(line.len()), price: Price::new(tree, objective) }
     }
-    let least = *largest.at(pieces, length);
 
-    // Among cuts with that cost, those at which least crosses.
-    let bound = least * (1.0 + ROUNDING);
-    let worst = (u64::MAX, u64::MAX);
-    let mut side = Grid::new(pieces + 1, length + 1, worst);
-    let mut from = Grid::new(pieces + 1, length + 1, 0);
-    *side.at(0, 0) = (0, 0);
-    for count in 1..=pieces {
-        for end in count..=length - (pieces - count) {
-            let (mut best, mut best_start) = (worst, 0);
-            for start in count - 1..end {
-                let before = *side.at(count - 1, start);
-                if before == worst || before >= best || cost(count - 1, start, end) > bound {
-                    continue;
+    fn cost(&self, index: usize, start: usize, end: usize) -> f64 {
+        self.price.of(index, &self.line.piece(start, end))
+    }
+
+    /// The least possible largest cost of a piece.
+    pub(super) fn least(&self) -> f64 {
+        let (pieces, length) = (self.pieces, self.line.len());
+        let mut largest = Grid::new(pieces + 1, length + 1, f64::INFINITY);
+        *largest.at(0, 0) = 0.0;
+        for count in 1..=pieces {
+            for end in count..=length - (pieces - count) {
+                let mut best = f64::INFINITY;
+                for start in (count - 1..end).rev() {
+                    let before = *largest.at(count - 1, start);
+                    if before < best {
+                        best = best.min(before.max(self.cost(count - 1, start, end)));
+                    }
                 }
-                let here = line.piece(start, end).transfer;
-                let sum = (before.0 + here, before.1 + line.taken_apart(start));
-                if sum < best {
-                    (best, best_start) = (sum, start);
-                }
+                *largest.at(count, end) = best;
             }
-            *side.at(count, end) = best;
-            *from.at(count, end) = best_start;
         }
+        *largest.at(pieces, length)
     }
-    let mut starts = Vec::with_capacity(pieces);
-    let mut end = length;
-    for count in (1..=pieces).rev() {
-        end = *from.at(count, end);
-        starts.push(end);
+
+    /// Of all cuts whose pieces cost at most `bound`, those that take the fewest modules apart; of these the ones with the least
+    /// largest cost. `least` is that of all cuts.
+    pub(super) fn best(&self, least: f64, bound: f64) -> Cuts {
+        let mut best = self.fewest_apart(bound).expect("that bound is possible");
+        // Halving what is between a bound that is possible and one that is not.
+        let mut impossible = least * (1.0 - 2.0 * ROUNDING);
+        for _ in 0..HALVINGS {
+            if best.largest <= least * (1.0 + ROUNDING) {
+                break;
+            }
+            let bound = f64::midpoint(impossible, best.largest);
+            match self.fewest_apart(bound) {
+                Some(found) if found.apart == best.apart => best = found,
+                _ => impossible = bound,
+            }
+        }
+        self.fewest_apart(best.largest).expect("that was found")
     }
-    starts.reverse();
-    Cuts { starts, least, side_cost: *side.at(pieces, length) }
+
+    /// Of all cuts whose pieces cost at most `bound`, one that takes the fewest modules apart, of these one in which least crosses, and of
+    /// these the most equal one.
+    fn fewest_apart(&self, bound: f64) -> Option<Cuts> {
+        let (pieces, length) = (self.pieces, self.line.len());
+        let bound = bound * (1.0 + ROUNDING);
+        let worst = (u64::MAX, (u64::MAX, f64::INFINITY));
+        let mut side = Grid::new(pieces + 1, length + 1, worst);
+        let mut from = Grid::new(pieces + 1, length + 1, 0);
+        *side.at(0, 0) = (0, (0, 0.0));
+        for count in 1..=pieces {
+            for end in count..=length - (pieces - count) {
+                let (mut best, mut best_start) = (worst, 0);
+                for start in (count - 1..end).rev() {
+                    let before = *side.at(count - 1, start);
+                    if before == worst || before.0 + self.line.taken_apart(start) > best.0 {
+                        continue;
+                    }
+                    let piece = self.line.piece(start, end);
+                    if self.price.of(count - 1, &StageCost { transfer: 0, tasks: 0, ..piece }) > bound {
+                        // A longer one costs more.
+                        break;
+                    }
+                    let cost = self.price.of(count - 1, &piece);
+                    if cost > bound {
+                        continue;
+                    }
+                    let sum = (
+                        before.0 + self.line.taken_apart(start),
+                        (before.1.0 + piece.transfer, before.1.1 + cost * cost),
+                    );
+                    if sum <= best {
+                        (best, best_start) = (sum, start);
+                    }
+                }
+                *side.at(count, end) = best;
+                *from.at(count, end) = best_start;
+            }
+        }
+        let (apart, rest) = *side.at(pieces, length);
+        if apart == u64::MAX {
+            return None;
+        }
+        let mut starts = Vec::with_capacity(pieces);
+        let (mut end, mut largest) = (length, 0.0_f64);
+        for count in (1..=pieces).rev() {
+            let start = *from.at(count, end);
+            largest = largest.max(self.cost(count - 1, start, end));
+            starts.push(start);
+            end = start;
+        }
+        starts.reverse();
+        Some(Cuts { starts, apart, largest, rest })
+    }
 }

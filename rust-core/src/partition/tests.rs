@@ -13,6 +13,7 @@ use crate::pipeline::schedule::Schedule;
 struct Builder {
     modules: Vec<ModuleCost>,
     values: Vec<Value>,
+    tasks: Vec<Tasks>,
     ties: Vec<Vec<usize>>,
     /// The module that worked last, and what it gave on.
     last: Option<(usize, u64)>,
@@ -42,7 +43,7 @@ impl Builder {
     }
 
     fn tree(self) -> CostTree {
-        CostTree::new(self.modules, self.values, &self.ties).unwrap()
+        CostTree::new(self.modules, self.values, self.tasks, &self.ties).unwrap()
     }
 }
 
@@ -57,6 +58,12 @@ fn transformer(blocks: usize, width: u64, vocabulary: u64, tied: bool, tokens: u
         let path = format!("body.{block}");
         let at = tree.container(Some(body), &path);
         let skip = tree.last.expect("the embedding ran").0;
+        // Five calls and some glue: with attention, and the additions.
+        tree.tasks.extend([(1, 1), (2, 12), (3, 2), (4, 2), (5, 2)].map(|(part, count)| Tasks {
+            module: at,
+            at: at + part,
+            time: count * 15_000,
+        }));
         let work = |weights: u64| 6 * tokens * weights / 400_000;
         tree.layer(at, &format!("{path}.norm"), 8 * width, hidden, hidden / 3000, hidden);
         tree.layer(at, &format!("{path}.attention"), 12 * width * width, 3 * hidden, work(3 * width * width), hidden);
@@ -194,6 +201,7 @@ struct Traced {
     name: String,
     modules: Vec<Row>,
     values: Vec<(usize, Vec<usize>, u64)>,
+    tasks: Vec<(usize, usize, u64)>,
     ties: Vec<Vec<usize>>,
 }
 
@@ -206,7 +214,8 @@ fn traced() -> Vec<(String, CostTree)> {
         };
         let modules = model.modules.into_iter().map(module).collect();
         let values = model.values.into_iter().map(|(from, to, bytes)| Value { from, to, bytes }).collect();
-        (model.name, CostTree::new(modules, values, &model.ties).unwrap())
+        let tasks = model.tasks.into_iter().map(|(module, at, time)| Tasks { module, at, time });
+        (model.name, CostTree::new(modules, values, tasks.collect(), &model.ties).unwrap())
     };
     models.into_iter().map(tree).collect()
 }
@@ -245,7 +254,10 @@ fn models_are_balanced_and_no_worse_than_by_the_published_algorithm() {
                 let (_, ours) = divided(name, tree, partitions, &objective);
                 if partitions <= 3 {
                     let best = by_trying_all(tree, partitions, &objective);
-                    assert!(ours <= 1.000_001 * best, "{name}, {partitions}, {weight}: {ours}, possible is {best}");
+                    assert!(
+                        ours <= NEAR * 1.000_001 * best,
+                        "{name}, {partitions}, {weight}: {ours}, possible is {best}"
+                    );
                 }
             }
         }
@@ -269,10 +281,16 @@ fn trees() -> impl Strategy<Value = CostTree> {
     let module = (0_usize..4, 0_u64..100, 0_u64..100, 0_u64..100, any::<bool>());
     let value = (any::<prop::sample::Index>(), prop::collection::vec(any::<prop::sample::Index>(), 1..4), 0_u64..3000);
     let tie = prop::collection::vec(any::<prop::sample::Index>(), 2..3);
-    (prop::collection::vec(module, 1..10), prop::collection::vec(value, 0..10), prop::collection::vec(tie, 0..2))
-        .prop_map(|(modules, values, ties)| {
+    let task = (any::<prop::sample::Index>(), 0_usize..3, 0_u64..100);
+    (
+        prop::collection::vec(module, 1..10),
+        prop::collection::vec(value, 0..10),
+        prop::collection::vec(task, 0..10),
+        prop::collection::vec(tie, 0..2),
+    )
+        .prop_map(|(modules, values, tasks, ties)| {
             let count = modules.len();
-            let modules = modules
+            let modules: Vec<ModuleCost> = modules
                 .into_iter()
                 .enumerate()
                 .map(|(index, (up, parameters, activations, time, runs))| ModuleCost {
@@ -294,9 +312,18 @@ fn trees() -> impl Strategy<Value = CostTree> {
                     bytes,
                 })
                 .collect();
+            let tasks = tasks
+                .into_iter()
+                .map(|(at, up, time)| {
+                    let at = at.index(count);
+                    let above = |&index: &usize| modules[index].parent;
+                    let module = std::iter::successors(Some(at), above).take(up + 1).last().expect("itself");
+                    Tasks { module, at, time }
+                })
+                .collect();
             let ties: Vec<Vec<usize>> =
                 ties.into_iter().map(|tie| tie.into_iter().map(|index| index.index(count)).collect()).collect();
-            CostTree::new(modules, values, &ties).unwrap()
+            CostTree::new(modules, values, tasks, &ties).unwrap()
         })
 }
 
@@ -308,7 +335,7 @@ proptest! {
         let objective = objective(partitions, weight);
         let (found, ours) = divided("random", &tree, partitions, &objective);
         let best = by_trying_all(&tree, partitions, &objective);
-        prop_assert!(ours <= best * (1.0 + 1e-6), "{} where {} is possible", ours, best);
+        prop_assert!(ours <= best * NEAR * (1.0 + 1e-6), "{} where {} is possible", ours, best);
         prop_assert_eq!(&found, &partition(&tree, partitions, &objective).unwrap().assignment);
     }
 }
@@ -325,6 +352,48 @@ fn equal_blocks_stay_whole() {
             assert_eq!(partition, block / 4, "{}\n{}", module.path, table(&tree, &found, &objective));
         }
     }
+}
+
+#[test]
+fn blocks_stay_whole_where_that_is_about_as_good() {
+    let tree = transformer(32, 2048, 50_304, false, 2048);
+    let blocks: Vec<usize> =
+        (0..tree.modules().len()).filter(|&at| tree.modules()[at].path.matches('.').count() == 1).collect();
+    for partitions in [2, 4] {
+        for weight in [0.0, 0.2, 0.8] {
+            let objective =
+                Objective::new(weight, kept_microbatches(partitions, 16, None, Schedule::Interleaved), LINK).unwrap();
+            let found = partition(&tree, partitions, &objective).unwrap().assignment;
+            let extents = tree.extents(|module| Some(found[module]));
+            for &block in &blocks {
+                let (first, last) = extents[block].expect("it has parts");
+                assert_eq!(first, last, "{weight}\n{}", table(&tree, &found, &objective));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_module_costs_that_is_taken_apart_counts() {
+    let tree = |tasks: u64| {
+        let mut tree = Builder::default();
+        let root = tree.container(None, "");
+        let block = tree.container(Some(root), "block");
+        for (part, time) in [(1, 50), (2, 30), (3, 70)] {
+            let at = tree.layer(block, &format!("block.{part}"), 1, 0, time, 0);
+            tree.tasks.push(Tasks { module: block, at, time: tasks });
+        }
+        tree.layer(root, "rest", 1, 0, 50, 0);
+        tree.tree()
+    };
+    let link = Link { latency: 0, bytes_per_tick: 1 };
+    let objective = Objective::new(0.0, vec![1, 1], link).unwrap();
+    // 50 + 30 beside 70 + 50, or as soon as that costs more, the block beside the rest.
+    assert_eq!(partition(&tree(0), 2, &objective).unwrap().assignment, [0, 0, 0, 0, 1, 1]);
+    let dear = tree(40);
+    assert_eq!(partition(&dear, 2, &objective).unwrap().assignment, [0, 0, 0, 0, 0, 1]);
+    let stages = stage_costs(&dear, &[0, 0, 0, 0, 1, 1], &objective);
+    assert_eq!(stages.iter().map(|stage| stage.tasks).collect::<Vec<_>>(), [80, 40]);
 }
 
 #[test]
@@ -356,7 +425,7 @@ fn a_container_is_where_its_first_part_is_and_what_follows_is_with_its_data() {
         module("relu", Some(0), 0, None, Some(2)),
         module("unused", Some(0), 0, None, None),
     ];
-    let tree = CostTree::new(modules, Vec::new(), &[]).unwrap();
+    let tree = CostTree::new(modules, Vec::new(), Vec::new(), &[]).unwrap();
     let found = partition(&tree, 2, &objective(2, 1.0)).unwrap().assignment;
     assert_eq!(found, [0, 1, 1, 0, 1, 0]);
     // More partitions than modules: the last ones are empty.
@@ -387,13 +456,17 @@ fn what_is_no_tree_is_refused() {
     let root = ModuleCost::default();
     let child = ModuleCost { path: "a".into(), parent: Some(1), ..ModuleCost::default() };
     let refused = |modules: Vec<ModuleCost>, values, ties: &[Vec<usize>]| {
-        CostTree::new(modules, values, ties).unwrap_err().to_string()
+        CostTree::new(modules, values, Vec::new(), ties).unwrap_err().to_string()
     };
     assert_eq!(refused(vec![], vec![], &[]), "a model has at least one module");
     assert_eq!(refused(vec![root.clone(), child], vec![], &[]), "the module above `a` does not come before it");
     let value = Value { from: 0, to: vec![7], bytes: 1 };
     assert_eq!(refused(vec![root.clone()], vec![value], &[]), "there is no module 7 among 1");
-    assert_eq!(refused(vec![root], vec![], &[vec![0, 3]]), "there is no module 3 among 1");
+    assert_eq!(refused(vec![root.clone()], vec![], &[vec![0, 3]]), "there is no module 3 among 1");
+    let child = ModuleCost { path: "a".into(), parent: Some(0), ..ModuleCost::default() };
+    let tasks = vec![Tasks { module: 1, at: 0, time: 1 }];
+    let error = CostTree::new(vec![root, child], vec![], tasks, &[]).unwrap_err().to_string();
+    assert_eq!(error, "tasks of `a` are where `` is, which is no part of it");
     let error = Objective::new(1.5, vec![1], LINK).unwrap_err().to_string();
     assert_eq!(error, "`memory_weight` is between 0 and 1, not 1.5");
 }

@@ -40,14 +40,27 @@ pub struct Value {
     pub bytes: u64,
 }
 
+/// What a module's own forward costs the host if its parts are on several partitions: its operations and calls are tasks
+/// then, instead of one call of the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tasks {
+    /// The module that may be taken apart.
+    pub module: usize,
+    /// Where they run: a module below it, or itself.
+    pub at: usize,
+    /// For one microbatch, in nanoseconds.
+    pub time: u64,
+}
+
 /// See the module's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CostTree {
     modules: Vec<ModuleCost>,
     values: Vec<Value>,
+    tasks: Vec<Tasks>,
     /// For each module the first one that it must lie with, itself if there is none.
     tied_to: Vec<usize>,
-    /// Whether a module has a place of its own in the line: it costs something, or makes or takes a value.
+    /// Whether a module has a place of its own in the line: it costs something, makes or takes a value, or has tasks.
     placed: Vec<bool>,
 }
 
@@ -56,8 +69,8 @@ impl CostTree {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module has
-    /// none, or a value or a tie names a module that does not exist.
-    pub fn new(modules: Vec<ModuleCost>, values: Vec<Value>, ties: &[Vec<usize>]) -> Result<Self> {
+    /// none, or a value, a task or a tie names a module that does not exist.
+    pub fn new(modules: Vec<ModuleCost>, values: Vec<Value>, tasks: Vec<Tasks>, ties: &[Vec<usize>]) -> Result<Self> {
         let bad = |text: String| Err(Error::InvalidArgument(text));
         if modules.is_empty() {
             return bad("a model has at least one module".into());
@@ -71,6 +84,7 @@ impl CostTree {
             }
         }
         let named = values.iter().flat_map(|value| value.to.iter().chain([&value.from]));
+        let named = named.chain(tasks.iter().flat_map(|tasks| [&tasks.module, &tasks.at]));
         if let Some(index) = named.chain(ties.iter().flatten()).find(|&&index| index >= modules.len()) {
             return bad(format!("there is no module {index} among {}", modules.len()));
         }
@@ -89,13 +103,21 @@ impl CostTree {
         for index in values.iter().flat_map(|value| value.to.iter().chain([&value.from])) {
             placed[*index] = true;
         }
+        tasks.iter().for_each(|tasks| placed[tasks.at] = true);
         for (index, module) in modules.iter().enumerate() {
             if let Some(other) = module.follows {
                 placed[other] |= placed[index];
                 placed[index] = false;
             }
         }
-        Ok(Self { modules, values, tied_to, placed })
+        let tree = Self { modules, values, tasks, tied_to, placed };
+        if let Some(Tasks { module, at, .. }) =
+            tree.tasks.iter().find(|tasks| !tree.above(tasks.at).contains(&tasks.module))
+        {
+            let [module, at] = [module, at].map(|&index| &tree.modules[index].path);
+            return bad(format!("tasks of `{module}` are where `{at}` is, which is no part of it"));
+        }
+        Ok(tree)
     }
 
     /// All modules, parents first.
@@ -106,6 +128,11 @@ impl CostTree {
     /// Values between modules.
     pub fn values(&self) -> &[Value] {
         &self.values
+    }
+
+    /// What modules cost if they are taken apart.
+    pub fn tasks(&self) -> &[Tasks] {
+        &self.tasks
     }
 
     /// The first of the modules that must lie together with this one.
@@ -128,6 +155,24 @@ impl CostTree {
         line.into_iter().map(|(_, index)| index).collect()
     }
 
+    /// The module in whose place this one lies.
+    pub(super) fn stands_at(&self, module: usize) -> usize {
+        self.modules[module].follows.unwrap_or(module)
+    }
+
+    /// For each module the first and the last place of what is in it, where `place` tells those of modules.
+    pub(super) fn extents<T: Ord + Copy>(&self, place: impl Fn(usize) -> Option<T>) -> Vec<Option<(T, T)>> {
+        let mut extents: Vec<Option<(T, T)>> = vec![None; self.modules.len()];
+        for index in (0..self.modules.len()).rev() {
+            let own = place(self.stands_at(index)).map(|place| (place, place));
+            extents[index] = joined(extents[index], own);
+            if let Some(parent) = self.modules[index].parent {
+                extents[parent] = joined(extents[parent], extents[index]);
+            }
+        }
+        extents
+    }
+
     /// The modules above this one and itself, the root first.
     pub(super) fn above(&self, module: usize) -> Vec<usize> {
         let mut path: Vec<usize> = std::iter::successors(Some(module), |&index| self.modules[index].parent).collect();
@@ -137,8 +182,7 @@ impl CostTree {
 
     /// A partition for every module, given those of the modules with a place (PART-5).
     pub(super) fn spread(&self, placed: impl Fn(usize) -> Option<u32>) -> Vec<u32> {
-        let mut found: Vec<Option<u32>> =
-            (0..self.modules.len()).map(|index| placed(self.modules[index].follows.unwrap_or(index))).collect();
+        let mut found: Vec<Option<u32>> = (0..self.modules.len()).map(|index| placed(self.stands_at(index))).collect();
         // The first part of a container is the first along the line, not the first of the list.
         for module in self.line() {
             let partition = found[module];
@@ -155,5 +199,12 @@ impl CostTree {
             all.push(partition.unwrap_or(above));
         }
         all
+    }
+}
+
+fn joined<T: Ord>(one: Option<(T, T)>, other: Option<(T, T)>) -> Option<(T, T)> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some((one.0.min(other.0), one.1.max(other.1))),
+        (one, other) => one.or(other),
     }
 }

@@ -7,7 +7,9 @@ it is glue between modules, to the module that made its newest operand. So does 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,10 +46,12 @@ class ModuleCost:
 
 @dataclass
 class Trace:
-    """A model's cost tree: modules, values between them as (maker, takers, bytes), and modules that must lie together."""
+    """A model's cost tree: modules, values between them as (maker, takers, bytes), what modules cost the host that are taken
+    apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
 
     modules: list[ModuleCost]
     values: list[tuple[int, list[int], int]] = field(default_factory=list)
+    tasks: list[tuple[int, int, int]] = field(default_factory=list)
     ties: list[list[int]] = field(default_factory=list)
 
 
@@ -122,10 +126,18 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder)
         try:
-            torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+            _take(torch.func.functional_call(module, state, args, kwargs, tie_weights=False))
         except Exception as error:
             raise TraceError(f"{type(error).__name__}: {error}") from error
     return recorder.finish()
+
+
+def _take(result: Any) -> None:
+    """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where it is
+    large, as the logits of a language model are, a softmax has its price and keeps as much again."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if outputs and all(output.dim() for output in outputs):
+        nn.functional.log_softmax(outputs[0], -1)
 
 
 def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,6 +167,15 @@ class _Storage:
     saved: bool = False
 
 
+@dataclass(eq=False)
+class _Frame:
+    """A call of a module."""
+
+    module: int
+    # Whether an operation has run in it.
+    ran: bool = False
+
+
 class _Recorder(TorchDispatchMode):
     """Sees modules begin and end, operations run, and autograd keep tensors."""
 
@@ -171,11 +192,14 @@ class _Recorder(TorchDispatchMode):
             if any(self.index[below] in owns for below in part.modules() if below is not part)
         }
         self.owns = owns
-        self.frames: list[int] = []
+        self.frames: list[_Frame] = []
+        # By a module and the owner of what ran: how many tasks that would be if the module were taken apart.
+        self.tasks: collections.Counter[tuple[int, int]] = collections.Counter()
         self.storages: dict[int, _Storage] = {}
         self.last_owner: int | None = None
         self.clock = 0
         self.nanoseconds = [0.0] * len(trace.modules)
+        self.casts_are_kept = prices.casts_are_kept()
         self.handles: list[Any] = []
 
     def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -190,7 +214,7 @@ class _Recorder(TorchDispatchMode):
         for part, at in self.index.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 self.handles += [
-                    part.register_forward_pre_hook(lambda *_, at=at: self.frames.append(at), prepend=True),
+                    part.register_forward_pre_hook(lambda *_, at=at: self.frames.append(_Frame(at)), prepend=True),
                     part.register_forward_hook(lambda *_: self._end_frame(), always_call=True),
                 ]
         self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -215,6 +239,11 @@ class _Recorder(TorchDispatchMode):
         taken = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         owner = self._owner(taken)
+        if self.casts_are_kept and prices.is_cast(func) and owner is not None and taken[0].owners:
+            # Once for all microbatches.
+            made[0].owners = taken[0].owners
+            self.trace.modules[owner].state_bytes += made[0].bytes
+            return out
         is_view = not func._schema.is_mutable and any(storage in taken for storage in made)
         for storage in made:
             if not storage.owners and (storage not in taken or func._schema.is_mutable):
@@ -234,7 +263,8 @@ class _Recorder(TorchDispatchMode):
             )
         self.last_owner = owner
         if self.frames:
-            self._follow(self.frames[-1])
+            self._follow(self.frames[-1].module)
+            self._count_tasks(owner)
         return out
 
     def finish(self) -> Trace:
@@ -246,10 +276,37 @@ class _Recorder(TorchDispatchMode):
             if storage.maker is not None and takers and not storage.owners:
                 self.trace.values.append((storage.maker, takers, storage.bytes))
         self.trace.values.sort()
+        self._finish_tasks()
         return self.trace
 
+    def _count_tasks(self, owner: int) -> None:
+        """An operation in a module's own forward is a task, and so is a call of a module in it."""
+        self.tasks[self.frames[-1].module, owner] += 1
+        for above, frame in itertools.pairwise(self.frames):
+            if not frame.ran:
+                self.tasks[above.module, owner] += 1
+        for frame in self.frames:
+            frame.ran = True
+
+    def _finish_tasks(self) -> None:
+        modules = self.trace.modules
+        # For each module, where what is in it runs; first things first.
+        places: dict[int, list[int]] = {}
+        for owner in sorted({owner for _, owner in self.tasks}, key=lambda at: (modules[at].first_run, at)):
+            above: int | None = owner
+            while above is not None:
+                places.setdefault(above, []).append(owner)
+                above = modules[above].parent
+        sums: collections.Counter[tuple[int, int]] = collections.Counter()
+        for (module, owner), count in self.tasks.items():
+            inside = places.get(module, [])
+            # With one place it cannot be taken apart.
+            if len(inside) > 1:
+                sums[module, owner if owner in inside else inside[0]] += count
+        self.trace.tasks = [(*key, count * prices.TASK_NANOSECONDS) for key, count in sorted(sums.items())]
+
     def _owner(self, taken: list[_Storage]) -> int | None:
-        frame = self.frames[-1] if self.frames else None
+        frame = self.frames[-1].module if self.frames else None
         owners = [owner for storage in taken for owner in storage.owners]
         if owners:
             if frame in owners:
@@ -264,7 +321,7 @@ class _Recorder(TorchDispatchMode):
         return newest.maker if newest else None
 
     def _end_frame(self) -> None:
-        self._follow(self.frames.pop())
+        self._follow(self.frames.pop().module)
 
     def _follow(self, frame: int) -> None:
         """A module without state below it is where the data is that it works on first."""
@@ -283,7 +340,7 @@ class _Recorder(TorchDispatchMode):
         storage = self._storage(tensor)
         if not storage.saved and not storage.owners:
             storage.saved = True
-            frame = self.frames[-1] if self.frames else None
+            frame = self.frames[-1].module if self.frames else None
             inside = frame in self.owns and frame not in self.above_owners
             owner = frame if inside else storage.maker if storage.maker is not None else self.last_owner
             if owner is not None:

@@ -82,6 +82,7 @@ def _automatic(
     assignment, table, _ = _core.partition_modules(
         tree.modules,
         tree.values,
+        tree.tasks,
         tree.ties,
         partitions=config.partitions,
         memory_weight=config.memory_weight,

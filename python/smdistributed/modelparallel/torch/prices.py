@@ -19,6 +19,8 @@ LINK_NANOSECONDS = 10_000
 LINK_BYTES_PER_NANOSECOND = 200
 # No operation takes less: that much its launch costs.
 OPERATION_NANOSECONDS = 2_000.0
+# What a task takes of the host, on the rank that runs it and on those that only record it.
+TASK_NANOSECONDS = 15_000
 
 _aten = torch.ops.aten
 _FLOPS = dict(flop_registry)
@@ -48,11 +50,22 @@ def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -
     return max(arithmetic, moved_bytes / MEMORY_BYTES_PER_NANOSECOND, OPERATION_NANOSECONDS)
 
 
+def casts_are_kept() -> bool:
+    """Whether autocast makes a narrow parameter once for all microbatches of a step."""
+    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def is_cast(func: Any) -> bool:
+    """Whether it is the operation by which autocast narrows a parameter."""
+    return func is _aten._to_copy.default
+
+
 class Counter(TorchDispatchMode):
     """Adds up what runs inside."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._casts_are_kept = casts_are_kept()
         self._parameters: set[int] = set()
         self._outside: set[int] = set()
         # Kept, so that no address is used again.
@@ -91,7 +104,9 @@ class Counter(TorchDispatchMode):
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         taken = {self._key(tensor) for tensor in operands}
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        if func._schema.is_mutable or not taken & made:
+        if self._casts_are_kept and is_cast(func) and taken <= self._parameters:
+            self._parameters |= made
+        elif func._schema.is_mutable or not taken & made:
             moved = sum(self._seen[key][1] for key in taken | made)
             time = nanoseconds(func, args, kwargs, out, moved)
             self._forward += time
