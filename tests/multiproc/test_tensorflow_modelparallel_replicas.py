@@ -37,7 +37,7 @@ def _everything():
     differences = [
         compare(name, "float64", *case, plain[number], 4 // case[0])[0] for number, (name, *case) in enumerate(CASES)
     ]
-    return differences, _ways_to_sum(), _different_steps()
+    return differences, _ways_to_sum(), _other_forms(), _different_steps()
 
 
 def _ways_to_sum():
@@ -84,6 +84,67 @@ def _ways_to_sum():
             # What a microbatch has made is that replica's.
             assert not np.array_equal(*own), own
     return float(worst)
+
+
+def _other_forms():
+    """Gradients that a body casts, returns in part or by name, or changes otherwise."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            same = {"kernel_initializer": "ones", "use_bias": False}
+            self.row = [tf.keras.layers.Dense(3, name=f"layer{i}", **same) for i in range(3)]
+
+        def call(self, x):
+            for layer in self.row:
+                x = layer(x)
+            return x
+
+    model = Model()
+
+    def made(form):
+        @smp.step
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            return form(tape.gradient(loss, model.trainable_variables)), loss
+
+        return step
+
+    def small(gradient):
+        return tf.cast(gradient, tf.bfloat16)
+
+    x = tf.fill([4, 3], 1.0 + smp.dp_rank())
+    exact = [each.accumulate() for each in made(list)(x)[0]]
+    # Those of all variables; what is of some is on all ranks.
+    row = made(lambda found: [small(each) for each in found])(x)[0]
+    (some,) = made(lambda found: [small(found[1])])(x)[0]
+    named = made(lambda found: {"last": small(2 * found[2]), "norm": tf.norm(found[0])})(x)[0]
+    assert len(row) == len(exact) == len(model.trainable_variables)
+    means = [*(each.accumulate() for each in row), some.accumulate(), named["last"].accumulate()]
+    assert all(each.dtype == tf.bfloat16 for each in means)
+    by_rank = smp.allgather([tf.cast(each, tf.float32).numpy().tolist() for each in means[-2:]])
+    alike = all(each == by_rank[0] for each in by_rank)
+    for one, other in zip(row, exact, strict=True):
+        alike &= bool(tf.reduce_all(abs(tf.cast(one.accumulate(), other.dtype) / other - 1) < 0.02))
+    own = smp.allgather(float(named["norm"].reduce_mean()), smp.CommGroup.DP_GROUP)
+    found = {}
+    for name, form in (
+        ("flat", lambda found: tf.concat([tf.reshape(each, [-1]) for each in found[:2]], 0)),
+        ("part", lambda found: found[2][:1] * 2),
+        ("whole numbers", lambda found: [tf.cast(each, tf.int32) for each in found]),
+    ):
+        try:
+            made(form)(x)
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return alike, own[0] != own[1], found
 
 
 def _different_steps():
@@ -140,8 +201,19 @@ def test_replicas_learn_as_one_process(ranks):
             assert difference < 1e-10, (case, [found for found, *_ in ranks])
 
 
+def test_gradients_in_other_forms_are_averaged_or_refused(ranks):
+    for *_, (alike, own, found), _ in ranks:
+        assert alike
+        assert own
+        for name, layers in {"flat": (0, 1), "part": (2,), "whole numbers": (0,)}.items():
+            kind, text = found[name]
+            assert kind == "SMPUsageError", found
+            assert "in another form" in text, found
+            assert all(f"layer{layer}/kernel" in text for layer in layers), found
+
+
 def test_every_way_to_sum_gives_the_mean_over_replicas(ranks):
-    assert all(worst < 1e-6 for _, worst, _ in ranks), [worst for _, worst, _ in ranks]
+    assert all(worst < 1e-6 for _, worst, *_ in ranks), [worst for _, worst, *_ in ranks]
 
 
 def test_replicas_whose_gradients_differ_are_told(ranks):

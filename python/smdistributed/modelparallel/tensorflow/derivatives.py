@@ -11,8 +11,30 @@ import tensorflow as tf
 from tensorflow.python.ops import gradients_util
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.reduction import name_of
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
+
+#: What gives numbers other places or another type.
+_MOVES = {
+    *(
+        "Cast",
+        "ConcatV2",
+        "ExpandDims",
+        "GatherNd",
+        "GatherV2",
+        "Identity",
+        "IdentityN",
+        "Pack",
+        "PadV2",
+        "Pad",
+        "Reshape",
+        "ResourceGather",
+    ),
+    *("ReverseV2", "Roll", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile", "Transpose", "Unpack"),
+}
+#: What takes numbers of the same places, or more of them, and is no longer a gradient.
+_SUMS = {"BatchMatMulV2", "Conv2D", "Einsum", "MatMul"}
 
 
 class Derivatives:
@@ -83,6 +105,8 @@ class Derivatives:
         of = self.variables_of(value)
         fitting = [each for each in variables if id(handle_of(each)) in of and fits(value, each)]
         if not fitting:
+            if of_replicas:
+                self._refuse_other_forms(value, variables)
             return None
         known = of if len(of) == 1 else self._of_its_shape(value)
         found = [each for each in fitting if id(handle_of(each)) in known]
@@ -96,6 +120,31 @@ class Derivatives:
                 "as a list with one for each of `model.trainable_variables`, and other values in another shape"
             )
         return None
+
+    def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
+        """Raises if ``value`` has the numbers of gradients in another shape, as replicas would not average it. What sums them up, such as norms,
+        is a replica's own."""
+        found: set[int] = set()
+        pending, seen = [_tensor(value)], set()
+        while pending:
+            tensor = pending.pop()
+            if tensor.shape.rank == 0 or tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            if tensor.name in self._known:
+                found |= self._known[tensor.name]
+            elif tensor.op.type in _MOVES:
+                pending += tensor.op.inputs
+            elif tensor.op.type not in _SUMS:
+                sizes = tensor.shape.num_elements(), None
+                pending += [each for each in tensor.op.inputs if each.shape.num_elements() in sizes]
+        names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
+        if names:
+            raise SMPUsageError(
+                f"a `smp.step` function returns `{_tensor(value).name}`, {value.dtype.name}{value.shape}, which is made of the gradient of "
+                f"{' and '.join(names[:3])} in another form: replicas would not average it; return gradients in the shapes of their "
+                "variables, and change them outside of the step"
+            )
 
     def _of_its_shape(self, value: Any) -> set[int]:
         """Handles, by identity, of the variables whose gradients become ``value`` number by number, as one that is scaled by a norm of all
@@ -121,9 +170,11 @@ def _has_shape(value: Any) -> bool:
 
 
 def fits(value: Any, variable: Any) -> bool:
-    """Whether a tensor or slices could be a variable's gradient."""
+    """Whether a tensor or slices could be a variable's gradient, which may have been cast."""
     inner = underlying(variable)
-    if not isinstance(value, tf.Tensor | tf.IndexedSlices) or value.dtype != inner.dtype:
+    if not isinstance(value, tf.Tensor | tf.IndexedSlices):
+        return False
+    if value.dtype != inner.dtype and not (value.dtype.is_floating and inner.dtype.is_floating):
         return False
     return isinstance(value, tf.IndexedSlices) or value.shape.is_compatible_with(inner.shape)
 
