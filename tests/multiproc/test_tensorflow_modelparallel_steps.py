@@ -684,14 +684,28 @@ def _draws():
         def call(self, x):
             noise = tf.random.normal(tf.shape(x))
             one = self.one(x + noise)
-            return one, self.two(0.0 * one + noise)
+            return one, self.two(0.0 * one + noise), noise
 
     smp.shutdown()
     smp.init({"partitions": 2, "microbatches": 2})
     tf.random.set_seed(smp.rank())
     noisy = Noisy()
-    one, two = (each.merge() for each in smp.step(lambda x: noisy(x))(x))
+    one, two, noise = (each.merge() for each in smp.step(lambda x: noisy(x))(x))
     np.testing.assert_allclose(one, x + two, atol=1e-5)
+    np.testing.assert_array_equal(*smp.allgather(noise.numpy()))
+
+    # Also what the body draws, for the model and for what is compared with its results.
+    @smp.step
+    def drawn(x):
+        x = x + tf.random.normal(tf.shape(x))
+        one, _, noise = noisy(x)
+        loss = tf.reduce_mean(tf.square(one - noise - x))
+        return tf.gradients(loss, [getattr(each, "value", each) for each in noisy.trainable_variables]), loss
+
+    gradients, loss = drawn(x)
+    assert all(float(each) < 1e-10 for each in loss)
+    present = [each for gradient in gradients if gradient is not None for each in gradient]
+    assert all(float(tf.reduce_max(abs(each))) < 1e-5 for each in present)
     return found
 
 

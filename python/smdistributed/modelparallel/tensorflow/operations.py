@@ -72,6 +72,7 @@ class Operations:
         self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
         made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
         self._contents = Contents(trace.graph)
+        self._of_model = _follows_model(self.ops, trace)
         rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
         self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
 
@@ -86,6 +87,8 @@ class Operations:
     def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
         waits = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
+        # What the body draws before the model is called, the model's call might draw as well: ranks would draw different numbers.
+        draws = _draws(op) and (label.inside or op.name not in self._of_model)
         return Operation(
             op.name,
             op.type + self._contents.of(op),
@@ -94,12 +97,12 @@ class Operations:
             waits,
             [_makes(tensor) for tensor in op.outputs],
             variables,
-            label.inside,
+            label.inside or draws,
             None if label.unit is None else (label.unit, label.call),
             label.partition,
             [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
             made,
-            has_effect(op),
+            has_effect(op) or draws,
             any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
             _flops(op),
         )
@@ -108,6 +111,23 @@ class Operations:
 def has_effect(op: tf.Operation) -> bool:
     """Whether something happens when it is computed, even if nobody takes its results."""
     return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
+
+
+def _draws(op: tf.Operation) -> bool:
+    """Whether it draws random numbers, other ones each time."""
+    if op.type in auto_control_deps.LEGACY_RANDOM_OPS or op.type == "RngReadAndSkip":
+        return True
+    return op.type.startswith("Stateful") and op.type != "StatefulPartitionedCall"
+
+
+def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
+    """Names of the model's operations and of those that take something of them."""
+    found: set[str] = set()
+    for op in ops:
+        label = trace.labels[op.name]
+        if label.inside or label.output or any(each.op.name in found for each in op.inputs):
+            found.add(op.name)
+    return found
 
 
 def waited_for(op: tf.Operation) -> list[tf.Operation]:
