@@ -133,17 +133,37 @@ static std::string reduction(int number) {
   return kNames[number];
 }
 
-// What all collectives share: their attributes, and how they begin.
-class CollectiveKernel : public AsyncOpKernel {
+// What has a name: that of the node, or the caller's, who is blocked then.
+class NamedKernel : public AsyncOpKernel {
  public:
-  explicit CollectiveKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
+  explicit NamedKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
     std::string tensor_name;
     bool ignore_name_scope = false;
-    float prescale = 1.0F;
-    float postscale = 1.0F;
     OP_REQUIRES_OK(construction, construction->GetAttr("process_set_id", &process_set_));
     OP_REQUIRES_OK(construction, construction->GetAttr("tensor_name", &tensor_name));
     OP_REQUIRES_OK(construction, construction->GetAttr("ignore_name_scope", &ignore_name_scope));
+    blocking_ = !tensor_name.empty();
+    name_ = blocking_ ? tensor_name : name();
+    if (ignore_name_scope) name_ = name_.substr(name_.rfind('/') + 1);
+  }
+
+ protected:
+  std::int64_t process_set() const { return process_set_; }
+  rust::Str asked_name() const { return {name_.data(), name_.size()}; }
+  bool is_blocking() const { return blocking_; }
+
+ private:
+  std::int64_t process_set_ = 0;
+  bool blocking_ = false;
+  std::string name_;
+};
+
+// What all collectives share: their attributes, and how they begin.
+class CollectiveKernel : public NamedKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* construction) : NamedKernel(construction) {
+    float prescale = 1.0F;
+    float postscale = 1.0F;
     if (construction->HasAttr("reduce_op")) {
       OP_REQUIRES_OK(construction, construction->GetAttr("reduce_op", &reduce_op_));
       OP_REQUIRES_OK(construction, construction->GetAttr("prescale_factor", &prescale));
@@ -153,15 +173,12 @@ class CollectiveKernel : public AsyncOpKernel {
     if (construction->HasAttr("root_rank")) OP_REQUIRES_OK(construction, construction->GetAttr("root_rank", &root_));
     prescale_ = prescale;
     postscale_ = postscale;
-    blocking_ = !tensor_name.empty();
-    name_ = blocking_ ? tensor_name : name();
-    if (ignore_name_scope) name_ = name_.substr(name_.rfind('/') + 1);
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
     Group group;
     const absl::Status status = attempted([&] {
-      const std::uint64_t number = process_set_group(process_set_);
+      const std::uint64_t number = process_set_group(process_set());
       fill(context, static_cast<std::int64_t>(number), group);
       ask_for(context, done, std::move(group));
     });
@@ -174,7 +191,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   int reduce_op() const { return reduce_op_; }
   // The root's place in the group.
-  std::int64_t root() const { return static_cast<std::int64_t>(process_set_root(process_set_, root_)); }
+  std::int64_t root() const { return static_cast<std::int64_t>(process_set_root(process_set(), root_)); }
 
  private:
   void ask_for(OpKernelContext* context, const DoneCallback& done, Group group) const {
@@ -190,25 +207,22 @@ class CollectiveKernel : public AsyncOpKernel {
     std::vector<Call> calls;
     for (const auto& core : cores) calls.push_back(core.call());
     NamedCall named;
-    named.name = rust::Str(name_.data(), name_.size());
+    named.name = asked_name();
     named.shared = false;
     named.prescale = prescale_;
     named.postscale = postscale_;
     named.is_scaled = is_scaled_;
-    named.blocking = blocking_;
+    named.blocking = is_blocking();
     named.num_dims = {num_dims.data(), num_dims.size()};
     named.dims = {dims.data(), dims.size()};
     ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(context, done, std::move(group)));
   }
 
-  std::int64_t process_set_ = 0;
   std::int64_t root_ = 0;
   int reduce_op_ = 0;
   double prescale_ = 1.0;
   double postscale_ = 1.0;
   bool is_scaled_ = false;
-  bool blocking_ = false;
-  std::string name_;
 };
 
 // Of one tensor or several.
@@ -437,6 +451,32 @@ class BarrierKernel final : public AsyncOpKernel {
   std::int64_t process_set_ = 0;
 };
 
+class StepKernel final : public NamedKernel {
+ public:
+  explicit StepKernel(OpKernelConstruction* construction) : NamedKernel(construction) {
+    std::vector<std::int64_t> numbers;
+    OP_REQUIRES_OK(construction, construction->GetAttr("numbers", &numbers));
+    OP_REQUIRES_OK(construction, construction->GetAttr("names", &names_));
+    numbers_.assign(numbers.begin(), numbers.end());
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const absl::Status status = attempted([&] {
+      StepGradients gradients;
+      gradients.names = rust::Str(names_.data(), names_.size());
+      gradients.numbers = {numbers_.data(), numbers_.size()};
+      gradients.is_last = false;
+      ask_gradients(process_set_group(process_set()), asked_name(), gradients, is_blocking(),
+                    std::make_unique<GroupCompletion>(context, done, Group()));
+    });
+    OP_REQUIRES_OK_ASYNC(context, status, done);
+  }
+
+ private:
+  std::vector<std::uint64_t> numbers_;
+  std::string names_;
+};
+
 class JoinCompletion final : public GroupCompletion {
  public:
   using GroupCompletion::GroupCompletion;
@@ -455,8 +495,8 @@ class JoinKernel final : public AsyncOpKernel {
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const absl::Status status =
-        attempted([&] { ask_join(process_set_group(0), -1, std::make_unique<JoinCompletion>(context, done, Group())); });
+    const absl::Status status = attempted(
+        [&] { ask_join(process_set_group(0), -1, std::make_unique<JoinCompletion>(context, done, Group())); });
     OP_REQUIRES_OK_ASYNC(context, status, done);
   }
 };
@@ -513,6 +553,7 @@ SMD_KERNEL("HorovodAlltoall",
 SMD_KERNEL("HorovodReducescatter", , ReducescatterKernel);
 SMD_KERNEL("HorovodGroupedReducescatter", , ReducescatterKernel);
 SMD_CPU_KERNEL("HorovodBarrier", BarrierKernel);
+SMD_KERNEL("HorovodStep", , StepKernel);
 SMD_KERNEL("HorovodJoin", .HostMemory("output"), JoinKernel);
 SMD_KERNEL("HorovodSize", .HostMemory("size"), NumberKernel<&ranks_of>);
 SMD_KERNEL("HorovodProcessSetIncluded", .HostMemory("included"), NumberKernel<&is_included>);

@@ -558,6 +558,21 @@ REGISTER_OP("HorovodGroupedReducescatter")
     .SetShapeFn(scattered_shapes)
     .Doc("As HorovodReducescatter, of several tensors.");
 
+REGISTER_OP("HorovodStep")
+    .Attr("numbers: list(int)")
+    .Attr("names: string")
+    .Attr("ignore_name_scope: bool = false")
+    .Attr("process_set_id: int = 0")
+    .Attr("tensor_name: string = ''")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .Doc(R"(
+Fails on all ranks, saying who lacks which, unless the next step of all of them has the same gradients.
+
+numbers: Of the gradients that there are, in the list of all.
+names: A line for each of them.
+)");
+
 REGISTER_OP("HorovodJoin")
     .Output("output: int32")
     .SetIsStateful()

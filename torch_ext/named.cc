@@ -260,6 +260,19 @@ static Handle barrier(std::string kind, int64_t process_set) {
   });
 }
 
+// All of a step's gradients that have these names, a line for each, have been asked for.
+static Handle step(std::string_view name, std::string_view names, int64_t process_set) {
+  return checked([&] {
+    StepGradients gradients;
+    gradients.names = rust::Str(names.data(), names.size());
+    gradients.is_last = true;
+    auto work = c10::make_intrusive<NamedWork>();
+    work->asked(ask_gradients(process_set_group(process_set), rust::Str(name.data(), name.size()), gradients, false,
+                              std::make_unique<GroupCompletion>(work, Group())));
+    return work;
+  });
+}
+
 static Handle join(int64_t device) {
   return checked([&] {
     auto work = c10::make_intrusive<NamedWork>();
@@ -331,6 +344,7 @@ TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
   m.impl("named_all_to_all", TORCH_FN(named::all_to_all));
   m.impl("named_reduce_scatter", TORCH_FN(named::reduce_scatter));
   m.impl("named_barrier", TORCH_FN(named::barrier));
+  m.impl("named_step", TORCH_FN(named::step));
   m.impl("named_join", TORCH_FN(named::join));
 }
 

@@ -80,6 +80,9 @@ TORCH_LIBRARY(smd, m) {
   define_named(m, "named_all_to_all", "Tensor input, int[]? splits" + named);
   define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op" + factors + named);
   define_named(m, "named_barrier", "str kind, int process_set");
+  // Whether all ranks have asked for the same gradients, whose names are lines of `names`: an error says which rank
+  // lacks which.
+  define_named(m, "named_step", "str name, str names, int process_set");
   // The device for all-reduces of others on devices; negative if the core is to choose.
   define_named(m, "named_join", "int device");
 }

@@ -3,9 +3,9 @@
 pub use ffi::*;
 
 use crate::calls::{
-    Asked, add_up, ask, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank, group_ranks,
-    group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run, run_batch,
-    run_together, session_id, size, submit, submit_batch, submit_named, world_place,
+    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank,
+    group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run,
+    run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -113,6 +113,17 @@ mod ffi {
         /// Of each call's tensor, and all dimensions one after the other.
         num_dims: &'a [usize],
         dims: &'a [u64],
+    }
+
+    /// `smd_core::negotiation::Gradients`.
+    #[derive(Debug)]
+    struct StepGradients<'a> {
+        /// A line for each.
+        names: &'a str,
+        /// Empty: they are known by their names.
+        numbers: &'a [u64],
+        /// They have all been asked for.
+        is_last: bool,
     }
 
     /// The parts of `smd_core::session::WorldPlace` that operations ask for.
@@ -314,6 +325,16 @@ mod ffi {
         /// Brings the operation on by this thread, which waits for it, for a moment; false if there is nothing that it
         /// could do. `done` may be called in here.
         fn drive(self: &Asked) -> bool;
+
+        /// Has all ranks compare under `name` which gradients a step has: `done` gets an error that names ranks and gradients if they
+        /// differ (`smd_core::negotiation::Negotiator::compare_gradients`).
+        fn ask_gradients(
+            group: u64,
+            name: &str,
+            gradients: &StepGradients,
+            blocking: bool,
+            done: UniquePtr<Completion>,
+        ) -> Result<Box<Asked>>;
 
         /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. On
         /// CUDA device `device` it takes part in the others' all-reduces on devices; negative if the core is to choose.

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
 use smd_core::collectives::{Beside, Communicator, Done, MakeOutputs, ReduceOp, Request};
 use smd_core::device::{add, memory};
-use smd_core::negotiation::{self, Ask, Factors, Name};
+use smd_core::negotiation::{self, Ask, Factors, Gradients, Name};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -177,6 +177,23 @@ pub unsafe fn ask(
         let asked =
             negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, || completing(completion))?;
         Ok(Box::new(Asked(asked)))
+    })
+}
+
+pub fn ask_gradients(
+    group: u64,
+    name: &str,
+    gradients: &ffi::StepGradients,
+    blocking: bool,
+    done: UniquePtr<ffi::Completion>,
+) -> Result<Box<Asked>, Report> {
+    guard(|| {
+        let negotiator = session::current("a comparison of gradients")?.negotiator(group)?;
+        let ffi::StepGradients { names, numbers, is_last } = *gradients;
+        let completion = Shared::new(done);
+        let gradients = Gradients { names, numbers, is_last };
+        let name = Name::Shared(name.to_owned());
+        Ok(Box::new(Asked(negotiator.compare_gradients(name, &gradients, blocking, || completing(completion))?)))
     })
 }
 

@@ -652,6 +652,31 @@ def late_gradients():
     raises(ValueError, "has a gradient now, and had none", lambda: call([one, one], variables))
 
 
+def other_gradients():
+    """Of ranks whose steps lack a gradient, or all, all ranks are told, by name and at once."""
+    tf, hvd, rank, size = start()
+    if size == 1:
+        return
+    a, b = tf.Variable([1.0], name="a"), tf.Variable([1.0], name="b")
+    losses = [lambda: a * b, lambda: a * 2.0, lambda: tf.constant([1.0])]
+
+    def step(kind):
+        with tf.GradientTape() as tape:
+            loss = losses[kind]()
+        tape = hvd.DistributedGradientTape(tape)
+        return [0.0 if each is None else each for each in tape.gradient(loss, [a, b])]
+
+    last = f"rank {size - 1} has"
+    for run in (step, tf.function(step)):
+        for kind in (0, 1, 2, 0):
+            run(kind)
+        for kind, text in ((1, f"{last} no gradient of `b:0`"), (2, f"{last} no gradient of `a:0`")):
+            raises(
+                tf.errors.FailedPreconditionError, text, lambda run=run, kind=kind: run(kind if rank == size - 1 else 0)
+            )
+            assert [float(each[0]) for each in run(0)] == [1.0, 1.0]
+
+
 def kernels_for_gpus():
     """What the core exchanges in the host's memory only is the host's on GPUs, too."""
     start()
@@ -677,7 +702,7 @@ def life():
 
 PARTS = (
     reductions, moving, graphs, gradients, duplicates, mismatches, sparse, process_sets, joins, variables_and_objects, tapes,
-    optimizers_of_tensorflow1, batch_normalization, late_gradients, kernels_for_gpus, life,
+    optimizers_of_tensorflow1, batch_normalization, late_gradients, other_gradients, kernels_for_gpus, life,
 )  # fmt: skip
 
 

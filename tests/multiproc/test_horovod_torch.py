@@ -306,6 +306,37 @@ def joins():
     hvd.barrier()
 
 
+def other_gradients():
+    """Of a rank that has frozen another parameter all ranks are told, by name and at once."""
+    torch, hvd, rank, size = start()
+    if size == 1:
+        return
+    others = "rank 0 has" if size == 2 else f"ranks {'0, 1' if size == 3 else '0-2'} have"
+    # By plan, and by name.
+    for number, factor in enumerate((1.0, 2.0)):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        named = [(f"{number}.{name}", parameter) for name, parameter in net.named_parameters()]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, named, gradient_predivide_factor=factor)
+
+        def step(net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        net[1].bias.requires_grad_(rank != size - 1)
+        raises(
+            hvd.HorovodInternalError,
+            rf"ranks disagree: rank {size - 1} has no gradient of `{number}.1.bias`, {others} one",
+            # Who has all gradients takes its step, and hears of it at the next one.
+            lambda step=step: [step() for _ in range(2)],
+        )
+        net[1].bias.requires_grad_(True)
+        step()
+
+
 def process_sets():
     torch, hvd, rank, size = start()
     assert hvd.global_process_set.ranks == list(range(size))
@@ -658,7 +689,7 @@ def stalls():
 
 
 PARTS = (
-    reductions, moving, handles_and_names, gradients, joins, optimizers, process_sets, life, tuning, stalls,
+    reductions, moving, handles_and_names, gradients, joins, optimizers, other_gradients, process_sets, life, tuning, stalls,
 )  # fmt: skip
 
 

@@ -396,6 +396,22 @@ def _grouped_reducescatter(
     return _reduce(kind, MPI_LIB.horovod_grouped_reducescatter, tensors, name, op, factors, **options)
 
 
+def _compare_step(
+    numbers: Sequence[int], names: Sequence[str], ignore_name_scope: bool, process_set: ProcessSet
+) -> tf.Operation | None:
+    """Fails on all ranks unless they are about to reduce gradients with the same numbers; in a graph, the operation that does."""
+    return _run(
+        "HorovodStep",
+        MPI_LIB.horovod_step,
+        [],
+        None,
+        numbers=list(numbers),
+        names="\n".join(names),
+        ignore_name_scope=ignore_name_scope,
+        process_set_id=_number(process_set),
+    )
+
+
 def join() -> tf.Tensor:
     """Says that this rank has no more data, and waits until all ranks have. Meanwhile it takes part in the others'
     all-reduces with what changes nothing; their other collectives fail.

@@ -16,7 +16,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.tensorflow.collectives import allreduce, grouped_allreduce
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.mpi_ops import Average, _number, size_op
+from horovod.tensorflow.mpi_ops import Average, _compare_step, _number, size_op
 from horovod.tensorflow.util import is_active
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
@@ -43,6 +43,10 @@ def key(variable: Any) -> Any:
     """What stands for a variable in sets: the same for a Keras variable and what is inside."""
     variable = underlying(variable)
     return variable.ref() if hasattr(variable, "ref") else id(variable)
+
+
+def _name_of(variable: Any) -> str:
+    return getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor"
 
 
 def layers_of(local_layers: Any) -> list[Any]:
@@ -148,10 +152,14 @@ class Reduction:
                 if gradient is not None and is_local[index] and self.scale_local_gradients:
                     results[index] = self._scaled(gradient)
             places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
-            for group in self._grouped(places, variables):
-                reduced = self._reduced([results[place] for place in group], group, use_generic_names)
-                for place, gradient in zip(group, reduced, strict=True):
-                    results[place] = gradient
+            # Before anything waits that others do not have; a graph does so at its beginning.
+            names = [_name_of(variables[place]) for place in places]
+            compared = _compare_step(places, names, use_generic_names, self.process_set) if results else None
+            with tf.control_dependencies([] if compared is None else [compared]):
+                for group in self._grouped(places, variables):
+                    reduced = self._reduced([results[place] for place in group], group, use_generic_names)
+                    for place, gradient in zip(group, reduced, strict=True):
+                        results[place] = gradient
         mark_reduced(results)
         return results
 

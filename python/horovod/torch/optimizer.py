@@ -20,6 +20,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
+from horovod.torch.handles import _number, _submit
 from horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -29,7 +30,7 @@ from horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from horovod.torch.rounds import Rounds
+from horovod.torch.rounds import PLANNED, Rounds
 
 
 class _DistributedOptimizer:
@@ -54,6 +55,7 @@ class _DistributedOptimizer:
         self.process_set = process_set
         self._parameter_names = _names(self.param_groups, named_parameters)
         self._handles: dict[Any, Any] = {}
+        self._comparison: Any = None
         self._requires_update: set[torch.Tensor] = set()
         self._allreduce_delay = dict.fromkeys(self._parameters(), backward_passes_per_step)
         self._synchronized = False
@@ -119,6 +121,7 @@ class _DistributedOptimizer:
 
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """The gradient is complete, once autograd is done with it if it is `accumulating`."""
+        self._hear_of_comparison()
         self._rounds.begin(self._parameters())
         for earlier in self._rounds.given_back():
             self._start_by_name(earlier)
@@ -230,14 +233,16 @@ class _DistributedOptimizer:
     def _give_up(self) -> None:
         # What failed is not needed any more: after a failure elastic training restores a state.
         with suppress(HorovodInternalError):
-            self._finish()
+            self._finish(False)
 
-    def _finish(self) -> None:
+    def _finish(self, is_step: bool) -> None:
         """Waits for all, also after one has failed: none is under way any more then."""
         failure: Exception | None = None
         try:
             try:
                 self._end_round()
+                if is_step:
+                    self._compare()
             except HorovodInternalError as error:
                 failure = error
             for finish in list(self._handles.values()):
@@ -249,6 +254,7 @@ class _DistributedOptimizer:
         finally:
             self._reset()
         if failure is not None:
+            self._comparison = None
             raise failure
 
     def _end_round(self) -> None:
@@ -257,6 +263,26 @@ class _DistributedOptimizer:
         for number, arrived in self._arrived.items():
             if arrived:
                 self._reduce_group(number)
+
+    def _compare(self) -> None:
+        """Ranks that lack a gradient would leave the others waiting. Those that wait are told at once, and those that do not when
+        they come to their next step: who has all gradients needs nobody to take this one."""
+        if self._rounds.verdict != PLANNED:
+            first = next(iter(self._parameter_names.values()))
+            names = "\n".join([self._parameter_names[parameter] for parameter in self._handles])
+            step, number = torch.ops.smd.named_step.default, _number(self.process_set)
+            self._comparison = _submit(step, f"step.{first}", names, number, finish=_ignored)
+
+    def _hear_of_comparison(self) -> None:
+        """What came of that of the last step."""
+        if self._comparison is None:
+            return
+        comparison, self._comparison = self._comparison, None
+        try:
+            comparison.wait()
+        except HorovodInternalError:
+            self._reset()
+            raise
 
     def _reset(self) -> None:
         self._handles.clear()
@@ -278,7 +304,7 @@ class _DistributedOptimizer:
                 self._gradient(parameter)
                 self._start(parameter, accumulating=False)
         with torch.no_grad():
-            self._finish()
+            self._finish(True)
         self._synchronized = True
 
     @contextmanager
@@ -390,6 +416,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignored(_: Any) -> None:
+    pass
+
+
 def _set(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
 
@@ -462,6 +492,7 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
         ours = (
             "_hooks",
             "_handles",
+            "_comparison",
             "_rounds",
             "_compression",
             "_parameter_names",

@@ -125,7 +125,7 @@ fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
             | Kind::AllGatherRows => own[2] == other[2],
             Kind::AllGather => same_rows(1, &call.received),
             Kind::ReduceScatter | Kind::AllToAllRows => same_rows(0, &call.sent),
-            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::Poison => false,
+            Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::Poison | Kind::Presence => false,
         }
 }
 

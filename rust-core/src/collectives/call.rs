@@ -28,10 +28,12 @@ pub(crate) enum Kind {
     AllGatherRows = 13,
     AllToAllRows = 14,
     Adasum = 15,
+    /// By name only, and nothing runs: which gradients a step has.
+    Presence = 16,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 15] = [
+    pub(crate) const ALL: [Kind; 16] = [
         Kind::AllReduce,
         Kind::AllReduceWindow,
         Kind::Reduce,
@@ -47,6 +49,7 @@ impl Kind {
         Kind::AllGatherRows,
         Kind::AllToAllRows,
         Kind::Adasum,
+        Kind::Presence,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -64,6 +67,7 @@ impl Kind {
             Kind::Window => "window",
             Kind::Poison => "failed operation",
             Kind::Adasum => "adasum",
+            Kind::Presence => "presence",
         }
     }
 
@@ -377,7 +381,7 @@ impl fmt::Display for Call {
                 write!(f, "{name} of {} {dtype} for {} {dtype}", list(&self.sent), list(&self.received))
             }
             Kind::AllGatherRows | Kind::AllToAllRows => write!(f, "{name} of rows of {root} {dtype}"),
-            Kind::Barrier | Kind::Poison => f.write_str(name),
+            Kind::Barrier | Kind::Poison | Kind::Presence => f.write_str(name),
             Kind::Adasum => write!(f, "{name} of {elems} {dtype}"),
             Kind::Window => write!(f, "{name} of {elems} bytes"),
         }

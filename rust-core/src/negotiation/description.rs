@@ -9,7 +9,7 @@ use crate::collectives::{Call, Kind, ReduceOp, Request, views};
 use crate::error::{Error, Result};
 
 /// See the module's text. Members agree if their descriptions are equal.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Description {
     pub(super) kind: Kind,
     pub(super) dtype: DType,
@@ -23,13 +23,29 @@ pub(super) struct Description {
     pub(super) blocks: Vec<u64>,
     /// Bytes that move, for fusion, where all members know. Follows from the rest.
     pub(super) bytes: u64,
-    /// Why the member cannot take part ([`Kind::Poison`]).
+    /// Why the member cannot take part ([`Kind::Poison`]); names of parameters, which are not compared ([`Kind::Presence`]).
     pub(super) message: String,
+    /// Of [`Kind::Presence`]: everything else of the step was asked for before.
+    pub(super) is_last: bool,
     /// What values are multiplied with.
     pub(super) factors: Factors,
     /// Of a group of collectives, which run together or not at all: the second, the third .. The rest is the first one's.
     pub(super) more: Vec<Description>,
 }
+
+impl PartialEq for Description {
+    fn eq(&self, other: &Self) -> bool {
+        let key = |it: &Self| {
+            let Self { kind, dtype, op, root, on_device, bytes, is_last, factors, .. } = *it;
+            (kind, dtype, op, root, on_device, bytes, is_last, factors)
+        };
+        key(self) == key(other)
+            && (self.shape == other.shape && self.blocks == other.blocks && self.more == other.more)
+            && (self.message == other.message || self.kind == Kind::Presence)
+    }
+}
+
+impl Eq for Description {}
 
 impl Description {
     /// What `request` asks for, of a tensor with the dimensions `shape` (if the caller has them).
@@ -76,7 +92,8 @@ impl Description {
         let root = if on_rows { 0 } else { call.root as u32 };
         let (kind, dtype, op) = (call.kind, call.dtype, call.op);
         let (message, factors, more) = Default::default();
-        Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message, factors, more })
+        let is_last = false;
+        Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message, is_last, factors, more })
     }
 
     /// What a member asks for that wants all of these together; at least one.
@@ -127,7 +144,8 @@ impl Description {
     pub(super) fn poison(message: String) -> Self {
         let (shape, blocks, factors, more) = Default::default();
         let (kind, dtype, op) = (Kind::Poison, DType::UInt8, ReduceOp::Sum);
-        Self { kind, dtype, op, root: 0, on_device: false, shape, blocks, bytes: 0, message, factors, more }
+        let (on_device, is_last) = (false, false);
+        Self { kind, dtype, op, root: 0, on_device, shape, blocks, bytes: 0, message, is_last, factors, more }
     }
 
     /// Neighbours with the same class can be packed together, so answers are sorted by it.
@@ -240,6 +258,7 @@ impl fmt::Display for Description {
         match kind {
             Kind::Poison => return write!(f, "an error ({})", self.message),
             Kind::Barrier => f.write_str(name)?,
+            Kind::Presence => return write!(f, "a step with {} gradients", blocks.len()),
             Kind::AllReduce => write!(f, "{name}({op}) of {dtype} {shape:?}")?,
             Kind::Adasum => write!(f, "{name} of {dtype} {shape:?}")?,
             Kind::Reduce => write!(f, "{name}({op}) of {dtype} {shape:?} to rank {root} of the group")?,

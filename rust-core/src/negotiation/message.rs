@@ -134,6 +134,11 @@ pub(super) enum Verdict {
         /// Global ranks that wait for what is no name, one for each such thing; that ends as well.
         steps: Vec<usize>,
     },
+    /// A step of the ranks has different gradients.
+    Apart {
+        /// Who lacks which.
+        detail: String,
+    },
     /// Ranks were waited for for too long.
     Stalled {
         /// How long.

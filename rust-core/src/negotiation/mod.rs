@@ -41,6 +41,7 @@ mod negotiator;
 mod neutral;
 mod numbers;
 mod post;
+mod presence;
 mod stall;
 mod supply;
 pub mod timeline;
@@ -51,6 +52,7 @@ mod work;
 pub use factors::Factors;
 pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
 pub use numbers::Numbers;
+pub use presence::Gradients;
 pub use tune::Tuning;
 pub(crate) use tune::{VOTE, VOTE_END};
 

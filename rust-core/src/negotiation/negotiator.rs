@@ -18,7 +18,7 @@ use super::description::Description;
 use super::factors::Factors;
 use super::tune::Tuning;
 use super::work::Work;
-use super::{Elsewhere, affinity, supply};
+use super::{Elsewhere, Gradients, affinity, supply};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
@@ -222,9 +222,36 @@ impl Negotiator {
     pub fn ask(&self, ask: Ask, done: impl FnOnce() -> Done) -> Result<Asked> {
         let Ask { name, tensors, factors, blocking } = ask;
         let Members { ranks, me } = &self.shared.members;
-        let description = Box::new(Description::of_all(&tensors, factors, *me, ranks.len())?);
+        let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
         let requests = tensors.into_iter().map(|(request, _)| request).collect::<Vec<_>>();
         self.shared.note_device(&requests);
+        self.ask_for(name, description, requests, factors, blocking, done)
+    }
+
+    /// Has all ranks compare which gradients a step has. If they differ, all of them get an error that names ranks and parameters.
+    ///
+    /// # Errors
+    /// As [`Negotiator::ask`].
+    pub fn compare_gradients(
+        &self,
+        name: Name,
+        gradients: &Gradients<'_>,
+        blocking: bool,
+        done: impl FnOnce() -> Done,
+    ) -> Result<Asked> {
+        self.ask_for(name, Description::presence(gradients), Vec::new(), Factors::default(), blocking, done)
+    }
+
+    fn ask_for(
+        &self,
+        name: Name,
+        description: Description,
+        requests: Vec<Request>,
+        factors: Factors,
+        blocking: bool,
+        done: impl FnOnce() -> Done,
+    ) -> Result<Asked> {
+        let description = Box::new(description);
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();
         if let Some(error) = &inbox.ended {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
+use super::Gradients;
 use super::description::Description;
 use super::factors::Factors;
 use super::machine::{Action, Machine, Part, Ticket};
@@ -44,6 +45,7 @@ fn sum(shape: u64) -> Description {
         blocks: vec![],
         bytes: 4 * shape,
         message: String::new(),
+        is_last: false,
         factors: Factors::default(),
         more: Vec::new(),
     }
@@ -142,7 +144,7 @@ impl World {
                 Action::Run(parts) => {
                     let shape = |part: &Part| match part {
                         Part::Own(ticket) => rank.calls[ticket].1,
-                        Part::Neutral(description) => description.shape[0],
+                        Part::Neutral(description) => description.shape.first().copied().unwrap_or(0),
                     };
                     rank.answered += parts.iter().filter(|part| matches!(part, Part::Own(_))).count();
                     rank.events.push(Event::Ran(parts.iter().map(shape).collect()));
@@ -457,7 +459,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
         ),
     ];
     for (other, expected) in differences {
-        for warm in [false, true] {
+        for (warm, order) in [(false, [0, 1, 2, 3]), (true, [0, 1, 2, 3]), (true, [2, 1, 3, 0])] {
             let mut world = World::new(4, LIMITS, PATIENCE);
             if warm {
                 (0..4).for_each(|rank| {
@@ -466,10 +468,14 @@ fn what_ranks_disagree_in_is_told_to_all() {
                 });
                 world.settle(&mut random);
             }
-            for rank in 0..4 {
+            for rank in order {
                 world.submit(rank, "a", if rank == 2 { other.clone() } else { sum(4) }, false);
                 world.submit(rank, "b", sum(9), false);
                 world.flush(rank);
+                if order[0] == 2 {
+                    // The others hear of it before they ask themselves.
+                    world.settle(&mut random);
+                }
             }
             world.settle(&mut random);
             for rank in 0..4 {
@@ -512,6 +518,53 @@ fn only_reductions_can_do_without_ranks_that_joined() {
             world.flush(rank);
         }
         world.settle(&mut random);
+    }
+}
+
+#[test]
+fn steps_with_other_gradients_end_on_all_ranks() {
+    let step = |names: &str, is_last| Description::presence(&Gradients { names, numbers: &[], is_last });
+    for (size, is_last) in [(3, false), (3, true), (12, true)] {
+        let (mut random, mut world) = (Random(8), World::new(size, LIMITS, PATIENCE));
+        for round in 0..4 {
+            // The same twice, the second time by its position; a rank that has joined does not matter.
+            let lacks = |rank: usize| round == 2 && rank == 1;
+            world.ranks[2].machine.join(true, world.now).unwrap();
+            world.flush(2);
+            let others = (0..size).filter(|rank| *rank != 2);
+            for rank in others.clone() {
+                world.submit(rank, "w", sum(1), false);
+                if !lacks(rank) {
+                    world.submit(rank, "v", sum(2), false);
+                }
+                world.submit(rank, "step", step(if lacks(rank) { "w" } else { "w\nv" }, is_last), true);
+                world.flush(rank);
+            }
+            world.settle(&mut random);
+            for rank in others.clone() {
+                let texts = world.texts(rank);
+                let count = match (round < 2, is_last, rank) {
+                    (true, ..) => 0,
+                    (_, true, 1) | (_, false, _) => 1,
+                    _ => 2,
+                };
+                assert_eq!(texts.len(), count, "round {round}, rank {rank}: {texts:?}");
+                let with = if size == 3 { "rank 0 has".to_owned() } else { format!("ranks 0, 3-{} have", size - 1) };
+                let detail = format!("ranks disagree: rank 1 has no gradient of `v`, {with} one");
+                assert!(texts.iter().all(|text| text.ends_with(&detail)), "{texts:?}");
+            }
+            if round == 2 && !is_last {
+                // Its gradient waits.
+                world.submit(1, "v", sum(2), false);
+                world.flush(1);
+            }
+            for rank in others {
+                world.ranks[rank].machine.join(true, world.now).unwrap();
+                world.flush(rank);
+            }
+            world.settle(&mut random);
+            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(Event::Joined(_)))));
+        }
     }
 }
 

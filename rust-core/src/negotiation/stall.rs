@@ -312,6 +312,9 @@ impl Verdict {
                 during: "collectives by name".to_owned(),
                 detail: format!("every rank waits, and no name is called by all: {detail}"),
             },
+            Verdict::Apart { detail } => {
+                Error::Mismatch { during: "the gradients of a step".to_owned(), detail: detail.clone() }
+            }
             Verdict::Stalled { waited_ms, tensors } => {
                 let own = tensors.iter().find(|(late, _)| late == name).or(tensors.first());
                 let (late, missing) =

@@ -277,6 +277,11 @@ impl Work {
                 return Err(error);
             }
         };
+        if requests.is_empty() {
+            // Ranks compare, and nothing runs.
+            after.end(Ok(None));
+            return Ok(());
+        }
         let traces = after.traces.clone();
         let done = move |result: Result<Option<usize>>| after.end(result);
         if inline {
@@ -323,7 +328,7 @@ impl Work {
                 }
                 Part::Neutral(group) => {
                     bytes += group.all_bytes();
-                    for description in group.each() {
+                    for description in group.each().filter(|one| one.kind != Kind::Presence) {
                         let data = match &mut loan {
                             Some(loan) => loan.next(description)?,
                             None => {

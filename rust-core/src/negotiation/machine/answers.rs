@@ -10,13 +10,15 @@ use crate::negotiation::End;
 use crate::negotiation::cache::Evicted;
 use crate::negotiation::description::Description;
 use crate::negotiation::message::{Announcement, Answer, Down, Limits, Outcome, Variant, Verdict};
+use crate::negotiation::presence;
 use crate::negotiation::stall::REPORT_AFTER;
 
 impl Machine {
     /// The root's answer to what is ready, if anything is.
     pub(super) fn decide(&mut self) -> Option<Down> {
         let (mut ready, mut lent) = self.complete();
-        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it)).collect();
+        let mut verdict = None;
+        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it, &mut verdict)).collect();
         for position in lent.clone().iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
             if let Some(reason) = self.refuse_lent(&slot.description) {
@@ -26,11 +28,11 @@ impl Machine {
             }
         }
         let joined = self.all_joined();
-        if ready.is_empty() && named.is_empty() && joined.is_none() {
+        if ready.is_empty() && named.is_empty() && joined.is_none() && verdict.is_none() {
             return None;
         }
         let joined = joined.map(|rank| self.ranks[rank as usize] as u32);
-        Some(Down { ready, lent, named, joined, ..self.next() })
+        Some(Down { ready, lent, named, joined, verdict, ..self.next() })
     }
 
     pub(super) fn next(&mut self) -> Down {
@@ -40,27 +42,37 @@ impl Machine {
         Down { number: self.number, limits, ..Down::default() }
     }
 
-    fn answer(&self, announcement: Announcement) -> Answer {
+    /// What becomes of a name, and in `verdict` of all that waits.
+    fn answer(&self, announcement: Announcement, verdict: &mut Option<Verdict>) -> Answer {
         let Announcement { name, mut variants, lent } = announcement;
         let first = &variants[0].description;
         let refusal = match variants.len() {
             1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
             1 if lent => self.refuse_lent(first),
             1 => None,
-            _ => {
-                let says = |variant: &Variant| {
-                    let plural = if variant.ranks.is_one() { "asks" } else { "ask" };
-                    format!("{} {plural} for {}", variant.ranks.text(&self.ranks), variant.description)
-                };
-                let all: Vec<String> = variants.iter().map(says).collect();
-                Some(format!("{}: {}", first.difference(&variants[1].description), all.join(", ")))
-            }
+            _ => Some(self.disagreement(&variants, verdict)),
         };
         let outcome = match refusal {
             Some(reason) => Outcome::Refused(reason),
             None => Outcome::Agreed { description: variants.swap_remove(0).description, lent },
         };
         Answer { name, outcome }
+    }
+
+    fn disagreement(&self, variants: &[Variant], verdict: &mut Option<Verdict>) -> String {
+        let first = &variants[0].description;
+        if let Some(detail) = presence::difference(variants, &self.ranks) {
+            if first.is_last {
+                *verdict = Some(Verdict::Apart { detail: detail.clone() });
+            }
+            return detail;
+        }
+        let says = |variant: &Variant| {
+            let plural = if variant.ranks.is_one() { "asks" } else { "ask" };
+            format!("{} {plural} for {}", variant.ranks.text(&self.ranks), variant.description)
+        };
+        let all: Vec<String> = variants.iter().map(says).collect();
+        format!("{}: {}", first.difference(&variants[1].description), all.join(", "))
     }
 
     /// Does what an answer says; the same on all members.
@@ -242,7 +254,7 @@ impl Machine {
 
     /// Why ranks that have joined cannot be done without.
     fn refuse_lent(&self, description: &Description) -> Option<String> {
-        let is_supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum);
+        let is_supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum | Kind::Presence);
         if let Some(one) = description.each().find(|one| !is_supported(one)) {
             let (name, title) = (one.kind.name(), one.kind.title());
             return Some(format!(

@@ -247,6 +247,10 @@ impl Machine {
         match self.cache.position(name) {
             Some(position) if self.cache.slot(position).is_some_and(|slot| slot.description == *description) => {
                 self.sources[0].ready.set(position);
+                if self.named.contains_key(name) {
+                    // Somebody behind this member has announced it in words, with another description.
+                    self.fresh.push(name.clone());
+                }
             }
             _ => self.announce_own(name, description),
         }
