@@ -1,4 +1,4 @@
-"""Ends steps of Keras models on several partitions in the middle: a rank dies, or runs another step than the others. All of them get
+"""Ends steps of Keras models on several partitions in the middle: a rank dies, runs another step than the others or cannot trace it. All of them get
 an error that says who.
 
     python tests/faults/end_tensorflow_steps.py --runs 100 --seed 0
@@ -24,8 +24,8 @@ ENV["CUDA_VISIBLE_DEVICES"] = ""
 LAUNCHER = Forked("tensorflow")
 
 
-def steps(partitions, replicas, victim, differs_at):
-    """A rank: trains until something ends it; the victim runs another step as number ``differs_at``."""
+def steps(partitions, replicas, victim, differs_at, raises):
+    """A rank: trains until something ends it; the victim runs another step as number ``differs_at``, or cannot trace it."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -53,38 +53,56 @@ def steps(partitions, replicas, victim, differs_at):
 
         return step
 
-    step, other = made(tf.square), made(tf.exp if smp.rank() == victim else tf.sin)
+    def raising(_):
+        raise KeyError("no such thing")
+
+    def apart(x):
+        if smp.rank() == victim:
+            return raising(x) if raises else tf.exp(x)
+        return tf.sin(x)
+
+    step, other = made(tf.square), made(apart)
     x = tf.ones([8, 32])
     for number in range(1 << 30):
         if number == differs_at:
-            other(x)
+            try:
+                other(x)
+            except Exception:
+                # All are told while nobody ends.
+                smp.barrier()
+                raise
         step(x)
         if number == 2 and smp.rank() == victim:
             announce("training")
 
 
 def run(partitions, victim, kind, delay, limit, replicas=1):
-    """One run, in which the victim dies ``delay`` seconds into training, or runs another step (``kind``: "dies", "differs").
+    """One run, in which the victim dies ``delay`` seconds into training, runs another step or raises in its first or a later one (``kind``: "dies",
+    "differs", "raises first", "raises").
 
     Returns:
         Seconds until the last rank knew.
     """
     # Not a number that a step has, if it is to die.
-    differs_at = 4 + int(100 * delay) if kind == "differs" else -1
-    arguments = partitions, replicas, victim, differs_at
+    differs_at = {"dies": -1, "raises first": 0}.get(kind, 4 + int(100 * delay))
+    arguments = partitions, replicas, victim, differs_at, kind.startswith("raises")
     with start_ranks(steps, partitions * replicas, *arguments, launcher=LAUNCHER, env=ENV, timeout=150) as job:
-        job.wait_for("training")
+        if kind != "raises first":
+            job.wait_for("training")
         began = None
         if kind == "dies":
             time.sleep(delay)
             began = job.kill(victim)
         outcome = job.wait()
     assert not outcome.timed_out, outcome.describe()
+    if kind.startswith("raises"):
+        assert outcome.ranks[victim].error_types[:1] == ("KeyError",), outcome.describe()
     told = [rank for rank in outcome.ranks if kind == "differs" or rank.rank != victim]
     error, name = ("SMPPeerFailedError", "rank") if kind == "dies" else ("SMPMismatchError", "partition")
     for rank in told:
         assert rank.error_types[:1] == (error,), outcome.describe()
         assert f"{name} {victim} " in rank.error, outcome.describe()
+        assert "no such thing" in rank.error or not kind.startswith("raises"), outcome.describe()
     ends = [rank.ended_at for rank in told]
     seconds = max(ends) - (min(ends) if began is None else began)
     assert seconds < limit, f"it took {seconds:.1f} s\n{outcome.describe()}"
@@ -98,10 +116,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=5.0, help="most seconds until the last rank knows")
     arguments = parser.parse_args()
-    dice, longest = random.Random(arguments.seed), {"dies": 0.0, "differs": 0.0}
+    dice, longest = random.Random(arguments.seed), dict.fromkeys(("dies", "differs", "raises", "raises first"), 0.0)
     start = time.monotonic()
     for number in range(arguments.runs):
-        partitions, kind = dice.choice([2, 2, 3]), ("dies", "differs")[number % 2]
+        partitions, kind = dice.choice([2, 2, 3]), list(longest)[number % 4]
         # Rank 0 serves the rendezvous, where there is no `smdrun`: who tells of deaths is gone with it.
         victim = dice.randrange(1 if kind == "dies" else 0, partitions)
         seconds = run(partitions, victim, kind, dice.uniform(0, 0.2), arguments.limit)

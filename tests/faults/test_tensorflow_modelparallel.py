@@ -20,7 +20,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("partitions", "replicas", "victim", "kind"), [(2, 1, 1, "dies"), (3, 1, 1, "differs"), (2, 2, 3, "dies")]
+    ("partitions", "replicas", "victim", "kind"),
+    [(2, 1, 1, "dies"), (3, 1, 1, "differs"), (2, 2, 3, "dies"), (3, 1, 2, "raises"), (2, 1, 0, "raises first")],
 )
 def test_what_ends_a_step_is_told_to_all(partitions, replicas, victim, kind):
     # It takes milliseconds; a machine that does much else needs longer for anything.

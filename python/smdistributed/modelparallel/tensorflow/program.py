@@ -27,7 +27,6 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
-from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import agreement, timeline
 from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
@@ -130,9 +129,7 @@ class Program:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
         layout = self._layout
         if self._groups.pipe is not None:
-            differ = "the ranks of this pipeline run different steps"
-            names = [f"partition {place}" for place in range(len(self._groups.members["pp"]))]
-            start = agreement.compare(layout.lines, self._groups.pipe, CommGroup.PP_GROUP, differ, names)
+            start = agreement.compare(layout.lines, *agreement.of_pipeline(self._groups))
             self._start = [start]
             self._messages = Messages(layout, self._groups, self._microbatches, start, self._runs_by_itself)
         # A tape around the step has nothing to record in it.

@@ -15,8 +15,9 @@ from tensorflow.python.eager import record
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
-from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
-from smdistributed.modelparallel.tensorflow import channels, gradients, layers, optimizers, placement
+from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.tensorflow import agreement, channels, gradients, layers, optimizers, placement
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
@@ -108,6 +109,15 @@ class StepFunction:
     # While TensorFlow traces.
 
     def _build(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._built(args, kwargs)
+        except SMPMismatchError:
+            raise
+        except Exception as error:
+            _tell(error)
+            raise
+
+    def _built(self, args: Any, kwargs: Any) -> Any:
         cfg, groups = state.cfg, state.groups
         rank, size = groups.rank_in("pp"), len(groups.members["pp"])
         calls = self._calls(args, kwargs, cfg.microbatches)
@@ -129,6 +139,9 @@ class StepFunction:
         _check_dependence(traced, wanted)
         layout = Layout(operations, places, wanted, rank, cfg)
         if is_first:
+            if groups.pipe is not None:
+                # No rank divides the model by itself.
+                agreement.compare_now(layout.lines, *agreement.of_pipeline(groups))
             placement.keep(traced, homes, cfg)
             model._smp_divide(homes)
             if groups.pipe is not None:
@@ -206,6 +219,19 @@ class _Method:
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As the function's."""
         return self._step.get_concrete_function(self.__self__, *args, **kwargs)
+
+
+def _tell(error: Exception) -> None:
+    """Tells the other partitions, which wait for this rank in the step, that there will be none here, unless it is the same there."""
+    groups = state.groups
+    if groups.pipe is None:
+        return
+    kind, *lines = type(error).__name__, *str(error).strip().splitlines()
+    last = lines[-1].strip() if lines else ""
+    text = f"rank {groups.rank}: {last if last.startswith(kind) else f'{kind}: {last}'}"
+    if agreement.tell_failure(text, groups.pipe, CommGroup.PP_GROUP) and groups.data is not None:
+        # The replicas wait for this partition's gradients.
+        _core.report_failure(text)
 
 
 @dataclass(eq=False)
