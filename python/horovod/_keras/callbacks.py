@@ -1,408 +1,87 @@
-"""Callbacks for ``model.fit``: everything but their base class, which is that of one Keras or the other."""
+"""Callbacks for ``model.fit`` on TensorFlow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
 
+from horovod.common import keras_callbacks as _impl
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import allgather_object, broadcast_variables
-from smdistributed.dataparallel.tensorflow.keras.callbacks import is_number, variables_of, velocities, warming_up
+from smdistributed.dataparallel.tensorflow.keras.callbacks import variables_of, velocities
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
-Logs = dict[str, Any] | None
 
+class Engine:
+    """Variables of TensorFlow, and of Keras on it."""
 
-class BroadcastGlobalVariablesCallbackImpl:
-    """Gives all ranks the model's and the optimizer's variables of one rank, once."""
+    VARIABLE = "tf.Variable"
+    rank, size = staticmethod(mpi_ops.rank), staticmethod(mpi_ops.size)
+    variables_of = staticmethod(variables_of)
 
-    def __init__(self, backend: Any, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self.root_rank = root_rank
-        self.device = device
-        self.broadcast_done = False
-        if local_variables is None:
-            local_variables = []
-        elif isinstance(underlying(local_variables), tf.Variable):
-            local_variables = [local_variables]
-        local = [underlying(variable) for variable in local_variables]
-        if not all(isinstance(variable, tf.Variable) for variable in local):
-            raise ValueError(f"All local variables must be of tf.Variable type, not {local_variables!r}")
-        self._local_variables = {variable.ref() for variable in local}
+    @staticmethod
+    def is_variable(one: Any) -> bool:
+        """Whether it is one."""
+        return isinstance(underlying(one), tf.Variable)
 
-    def register_local_variable(self, variable: Any) -> None:
-        """A variable keeps each rank's value."""
-        self._local_variables.add(underlying(variable).ref())
+    @staticmethod
+    def key(variable: Any) -> Any:
+        """What stands for it in sets."""
+        return underlying(variable).ref()
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcasts what exists on all ranks; one of them may have loaded more than others have made."""
-        if self.broadcast_done or mpi_ops.size() == 1:
-            return
-        for variables in self._variables():
-            described = [(variable.shape.as_list(), variable.dtype.name) for variable in variables]
-            if all(others == described for others in allgather_object(described, name="broadcast_callback")):
-                self._broadcast(variables)
+    @staticmethod
+    def describe(variable: tf.Variable) -> Any:
+        """What ranks compare."""
+        return variable.shape.as_list(), variable.dtype.name
 
-    def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts all, after the first batch: layers and optimizers make variables when they see one."""
-        if not self.broadcast_done:
-            for variables in self._variables():
-                self._broadcast(variables)
-            self.broadcast_done = True
+    @staticmethod
+    def number(value: Any) -> float:
+        """Of a variable, or a number."""
+        return float(tf.convert_to_tensor(underlying(value)))
 
-    def _variables(self) -> list[list[tf.Variable]]:
-        """The model's and the optimizer's, without local ones."""
-        lists = []
-        for owner in (self.model, getattr(self.model, "optimizer", None)):
-            distinct = {variable.ref(): variable for variable in variables_of(owner)}
-            lists.append([variable for ref, variable in distinct.items() if ref not in self._local_variables])
-        return lists
+    @staticmethod
+    def gather(one: Any, name: str) -> list[Any]:
+        """The objects of all ranks."""
+        return allgather_object(one, name=name)
 
-    def _broadcast(self, variables: list[tf.Variable]) -> None:
-        with tf.device(self.device):
-            broadcast_variables(variables, self.root_rank)
+    @staticmethod
+    def broadcast(variables: Sequence[tf.Variable], root_rank: int, device: str) -> None:
+        """Gives all ranks the root's values."""
+        with tf.device(device):
+            broadcast_variables(variables, root_rank)
 
+    @staticmethod
+    def average(values: Sequence[float], name: str, device: str) -> Any:
+        """Over the ranks."""
+        with tf.device(device):
+            return mpi_ops._allreduce(tf.constant(values, tf.float64), name, mpi_ops.Average).numpy()
 
-class MetricAverageCallbackImpl:
-    """Averages the metrics of an epoch over the ranks, each with the same weight."""
-
-    def __init__(self, backend: Any, device: str = "") -> None:
-        super().__init__()
-        self.device = device
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages ``logs``, in place; entries that are no numbers stay as they are."""
-        if logs is None or mpi_ops.size() == 1:
-            return
-        names = sorted(name for name, value in logs.items() if is_number(value))
-        everybodys = allgather_object(names, name="metric_average.names")
-        if any(others != names for others in everybodys):
-            listed = ", ".join(f"rank {rank}: {others}" for rank, others in enumerate(everybodys))
-            raise ValueError(f"ranks have different metrics at the end of epoch {epoch}: {listed}")
-        if names:
-            with tf.device(self.device):
-                values = tf.constant([float(logs[name]) for name in names], tf.float64)
-                averages = mpi_ops._allreduce(values, "metric_average", mpi_ops.Average).numpy()
-            logs.update(zip(names, map(float, averages), strict=True))
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-class _Hyperparameter:
-    """A number of an optimizer, which may be a variable, a plain attribute or what a setter takes."""
-
-    def __init__(self, optimizer: Any, *names: str) -> None:
-        optimizer = _inner(optimizer)
-        self._optimizer = optimizer
-        self.name = next((name for name in names if getattr(optimizer, name, None) is not None), None)
-
-    def get(self) -> float:
-        return float(tf.convert_to_tensor(underlying(getattr(self._optimizer, self.name))))
-
-    def set(self, value: float) -> None:
-        current = underlying(getattr(self._optimizer, self.name))
-        if isinstance(current, tf.Variable):
-            current.assign(value)
-        else:
-            setattr(self._optimizer, self.name, value)
-
-
-def learning_rate(optimizer: Any) -> _Hyperparameter:
-    """The learning rate of an optimizer of either Keras."""
-    return _Hyperparameter(optimizer, "learning_rate", "lr")
-
-
-class LearningRateScheduleCallbackImpl:
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for some epochs."""
-
-    def __init__(
-        self,
-        backend: Any,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        if initial_lr is None:
-            raise ValueError("Parameter `initial_lr` is required")
-        self.initial_lr = initial_lr
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
-        self.staircase = staircase
-        self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
-        self.restore_momentum: float | None = None
-        self.current_epoch: int | None = None
-        if callable(multiplier):
-            self.multiplier = multiplier
-        else:
-            self.multiplier = lambda epoch: multiplier ** (epoch - self.start_epoch)
-
-    def _autodetect_steps_per_epoch(self) -> int:
-        params = self.params or {}
-        if params.get("steps"):
-            return params["steps"]
-        if params.get("samples") and params.get("batch_size"):
-            return params["samples"] // params["batch_size"]
-        raise ValueError(
-            "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter to the "
-            f"{type(self).__name__}() or upgrade to the latest version of Keras."
-        )
-
-    def _adjust_learning_rate(self, epoch: float) -> None:
-        rate = learning_rate(self.model.optimizer)
-        before = rate.get()
-        now = self.initial_lr * self.multiplier(epoch)
-        rate.set(now)
-        if self.momentum_correction and before > 0 and now != before:
-            self._correct_momentum(now / before)
-
-    def _correct_momentum(self, ratio: float) -> None:
-        """What was summed at the rate before counts in proportion."""
-        optimizer = _inner(self.model.optimizer)
-        if isinstance(underlying(getattr(optimizer, "momentum", None)), tf.Variable):
-            momentum = _Hyperparameter(optimizer, "momentum")
-            # For one batch.
-            self.restore_momentum = momentum.get()
-            momentum.set(self.restore_momentum * ratio)
-            return
-        # A number, which a compiled step keeps: the sums change instead, once.
+    @staticmethod
+    def scale_velocities(optimizer: Any, ratio: float) -> None:
+        """Multiplies what momentum has summed."""
         for velocity in velocities(optimizer):
             velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
 
-    def _restore_momentum_if_needed(self) -> None:
-        if self.restore_momentum is not None:
-            _Hyperparameter(self.model.optimizer, "momentum").set(self.restore_momentum)
-            self.restore_momentum = None
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        """Finds out how many batches an epoch has."""
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self._autodetect_steps_per_epoch()
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Remembers the epoch."""
-        self.current_epoch = epoch
-
-    def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Sets the rate."""
-        if self.current_epoch < self.start_epoch or (
-            self.end_epoch is not None and self.current_epoch >= self.end_epoch
-        ):
-            return
-        if self.staircase and batch == 0:
-            self._adjust_learning_rate(self.current_epoch)
-        elif not self.staircase:
-            self._adjust_learning_rate(self.current_epoch + float(batch) / self.steps_per_epoch)
-
-    def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Sets the momentum that was."""
-        self._restore_momentum_if_needed()
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds the rate to ``logs``."""
-        if logs is not None:
-            logs["lr"] = learning_rate(self.model.optimizer).get()
+class BroadcastGlobalVariablesCallbackImpl(_impl.BroadcastGlobalVariablesCallbackImpl):
+    engine = Engine
 
 
-class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch."""
-
-    def __init__(
-        self,
-        backend: Any,
-        initial_lr: float,
-        warmup_epochs: int = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
-    ) -> None:
-        def multiplier(epoch: float) -> float:
-            return warming_up(epoch, warmup_epochs, self.steps_per_epoch, mpi_ops.size())
-
-        super().__init__(
-            backend,
-            initial_lr,
-            multiplier,
-            start_epoch=0,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
-        self.verbose = verbose
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds the rate to ``logs``; says when the warm-up is over."""
-        super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and mpi_ops.rank() == 0:
-            rate = learning_rate(self.model.optimizer).get()
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+class MetricAverageCallbackImpl(_impl.MetricAverageCallbackImpl):
+    engine = Engine
 
 
-class _Batches:
-    """Keras runs callbacks beside the next batch that do not ask for batches under the newer names."""
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """As ``on_batch_begin``."""
-        self.on_batch_begin(batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """As ``on_batch_end``."""
-        self.on_batch_end(batch, logs)
+class LearningRateScheduleCallbackImpl(_impl.LearningRateScheduleCallbackImpl):
+    engine = Engine
 
 
-_defined: dict[type, SimpleNamespace] = {}
+class LearningRateWarmupCallbackImpl(_impl.LearningRateWarmupCallbackImpl):
+    engine = Engine
 
 
 def define(keras: Any, module: str) -> SimpleNamespace:
-    """The callbacks for a Keras: one class of each, as `keras` and `tf.keras` may be the same one.
-
-    Args:
-        keras: The package.
-        module: Where they are from, if they are not there yet.
-    """
-    base = keras.callbacks.Callback
-    if base not in _defined:
-        _defined[base] = _define(keras, base, module)
-    return _defined[base]
-
-
-def _define(keras: Any, base: type, module: str) -> SimpleNamespace:
-    class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
-        """Gives all ranks the model's and the optimizer's variables of one rank, once: at the end of the first batch, as layers
-        and optimizers make variables when they see one, and what exists before also before it.
-
-        Args:
-            root_rank: Whose values.
-            device: Where they are sent from; by default TensorFlow chooses.
-            local_variables: A variable or a list of them: those that keep each rank's own values.
-
-        Raises:
-            ValueError: `local_variables` is something else.
-        """
-
-        def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-            super().__init__(keras.backend, root_rank, device, local_variables)
-
-    class MetricAverageCallback(MetricAverageCallbackImpl, base):
-        """Averages the metrics of an epoch over the ranks. It has to come before callbacks that read them.
-
-        Args:
-            device: Where they are reduced; by default TensorFlow chooses.
-        """
-
-        def __init__(self, device: str = "") -> None:
-            super().__init__(keras.backend, device)
-
-    class LearningRateScheduleCallback(_Batches, LearningRateScheduleCallbackImpl, base):
-        """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for the epochs from `start_epoch` to `end_epoch`.
-
-        Args:
-            initial_lr: The learning rate that is multiplied.
-            multiplier: A function of the epoch; or a number m, for m to the power of the epochs since `start_epoch`.
-            start_epoch: The first epoch.
-            end_epoch: The first epoch that is left alone; ``None``: none.
-            staircase: Whether the rate changes once in an epoch, or at every batch, where the epoch is fractional.
-            momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-            steps_per_epoch: Batches of an epoch, if Keras does not know.
-
-        Raises:
-            ValueError: `initial_lr` is missing.
-        """
-
-        def __init__(
-            self,
-            initial_lr: float,
-            multiplier: float | Callable[[float], float],
-            start_epoch: int = 0,
-            end_epoch: int | None = None,
-            staircase: bool = True,
-            momentum_correction: bool = True,
-            steps_per_epoch: int | None = None,
-        ) -> None:
-            options = (start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch)
-            super().__init__(keras.backend, initial_lr, multiplier, *options)
-
-    class LearningRateWarmupCallback(_Batches, LearningRateWarmupCallbackImpl, base):
-        """Raises the learning rate from ``initial_lr / size()`` to `initial_lr` over the first epochs, batch by batch.
-
-        Args:
-            initial_lr: The learning rate after the warm-up, such as ``0.001 * size()``.
-            warmup_epochs: How many epochs it takes.
-            momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-            steps_per_epoch: Batches of an epoch, if Keras does not know.
-            verbose: 1: rank 0 prints a line at the end.
-        """
-
-        def __init__(
-            self,
-            initial_lr: float,
-            warmup_epochs: int = 5,
-            momentum_correction: bool = True,
-            steps_per_epoch: int | None = None,
-            verbose: int = 0,
-        ) -> None:
-            options = (warmup_epochs, momentum_correction, steps_per_epoch, verbose)
-            super().__init__(keras.backend, initial_lr, *options)
-
-    class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-        """``ModelCheckpoint`` of the best model so far, whose attribute ``filepath`` is set before training.
-
-        Args:
-            monitor: Which metric says what is best.
-            verbose: 1: says when it saves.
-            save_weights_only: Whether only weights are saved.
-            mode: Whether less or more is better; ``auto`` guesses from the metric's name.
-            save_freq: When; see ``ModelCheckpoint``.
-        """
-
-        def __init__(
-            self,
-            monitor: str = "val_loss",
-            verbose: int = 0,
-            save_weights_only: bool = False,
-            mode: str = "auto",
-            save_freq: Any = "epoch",
-        ) -> None:
-            # Keras wants a path now.
-            super().__init__(
-                "best.weights.h5" if save_weights_only else "best.keras",
-                monitor=monitor,
-                verbose=verbose,
-                save_best_only=True,
-                save_weights_only=save_weights_only,
-                mode=mode,
-                save_freq=save_freq,
-            )
-            self.filepath = None
-
-        def on_train_begin(self, logs: Logs = None) -> None:
-            """Looks whether there is a path.
-
-            Raises:
-                ValueError: There is none.
-            """
-            if self.filepath is None:
-                raise ValueError("BestModelCheckpoint: set `filepath` before training")
-            super().on_train_begin(logs)
-
-    classes = (
-        BroadcastGlobalVariablesCallback,
-        MetricAverageCallback,
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
-        BestModelCheckpoint,
-    )
-    for cls in classes:
-        cls.__module__, cls.__qualname__ = module, cls.__name__
-    return SimpleNamespace(**{cls.__name__: cls for cls in classes})
+    """As ``horovod.common.keras_callbacks.define``."""
+    return _impl.define(keras, module, Engine)

@@ -6,9 +6,15 @@ from typing import Any
 
 import keras
 
-from horovod._keras import callbacks as _impl
+from horovod.common import keras_callbacks as _impl
+from horovod.common.keras_backend import BACKEND
 
-_classes = _impl.define(keras, __name__)
+if BACKEND == "torch":
+    from horovod._keras_torch.callbacks import Engine
+else:
+    from horovod._keras.callbacks import Engine
+
+_classes = _impl.define(keras, __name__, Engine)
 
 BroadcastGlobalVariablesCallback = _classes.BroadcastGlobalVariablesCallback
 MetricAverageCallback = _classes.MetricAverageCallback

@@ -12,7 +12,6 @@ computed it, and clipping, weight decay and moving averages see reduced gradient
 
 from __future__ import annotations
 
-import contextvars
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,18 +19,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed._common import keras3
 from smdistributed._common.errors import UnsupportedError
+from smdistributed._common.views import given as given
+from smdistributed._common.views import view as view
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow import keras3
 from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
 from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
 
 GradientsAndVariables = Iterable[tuple[Any, Any]]
-
-# The variables that an optimizer of Keras 3 is about to update with what it has accumulated.
-_accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
 
 
 def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts take for a class
@@ -93,39 +91,6 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, Methods) or (inner is not None and is_distributed(inner))
 
 
-def view(optimizer: Any, methods: type, options: Any, module: str | None = None) -> Any:
-    """The optimizer under a subclass of its class, with the same state.
-
-    Args:
-        optimizer: The optimizer.
-        methods: What is different about it, a subclass of what :func:`family` has returned.
-        options: For these methods.
-        module: Where the class says that it is from; by default where the optimizer's is.
-    """
-    cls = type(optimizer)
-    members = {
-        "__doc__": cls.__doc__,
-        "__module__": module or cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "_smd_class": cls,
-        "_smd_options": options,
-    }
-    return _sharing(optimizer, type(cls)(cls.__name__, (methods, cls), members))
-
-
-def given(optimizer: Any) -> Any:
-    """What a distributed optimizer was made of."""
-    return _sharing(optimizer, optimizer._smd_class)
-
-
-def _sharing(optimizer: Any, cls: type) -> Any:
-    """An object of another class with the same state."""
-    other = object.__new__(cls)
-    # Past Keras' own `__setattr__`, which would track the dictionary as state.
-    object.__setattr__(other, "__dict__", optimizer.__dict__)
-    return other
-
-
 def _distributed(optimizer: Any, options: dict[str, Any]) -> Any:
     return DistributedOptimizer(optimizer, **options)
 
@@ -170,6 +135,7 @@ class Methods:
         return oob_allreduce(tf.cast(condition, tf.int32), op=ReduceOp.MIN) > 0
 
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        variables = [underlying(variable) for variable in variables]
         # Keras takes arrays and lists too.
         tensors = [
             gradient
@@ -186,30 +152,8 @@ class Methods:
         return list(zip(reduced, variables, strict=True))
 
 
-class Keras3(Methods):
+class Keras3(keras3.Reducing, Methods):
     """Of Keras 3."""
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        # What does not match is for Keras to refuse.
-        if len(grads) == len(variables) and not self.gradient_accumulation_steps:
-            grads = self._smd_reduce(grads, [underlying(variable) for variable in variables])
-        super().apply(grads, trainable_variables)
-
-    # An optimizer that accumulates reduces once per update: what has been accumulated, before it is clipped.
-
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        token = _accumulating.set(trainable_variables if self.gradient_accumulation_steps else None)
-        try:
-            super()._backend_apply_gradients(grads, trainable_variables)
-        finally:
-            _accumulating.reset(token)
-
-    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
-        variables = _accumulating.get()
-        if variables is not None:
-            grads = self._smd_reduce(grads, [underlying(variable) for variable in variables])
-        return super()._clip_gradients(grads)
 
 
 class TfKeras(Methods):

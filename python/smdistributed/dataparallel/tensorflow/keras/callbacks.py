@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from smdistributed._common.training import is_number, warming_up
 from smdistributed.dataparallel.exceptions import MismatchError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
@@ -273,27 +273,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nepoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}")
 
 
-def warming_up(epoch: float, warmup_epochs: int, steps_per_epoch: int, ranks: int) -> float:
-    """What the learning rate after the warm-up is multiplied with, at the beginning of a batch."""
-    # The last batch of the warm-up has the whole rate.
-    epoch += 1 / steps_per_epoch
-    return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
-
-
 def variables_of(owner: Any) -> list[tf.Variable]:
     """The variables of a model or an optimizer that exist; those of a lazy layer may be still to come."""
     variables = getattr(owner, "variables", [])
     # A method in legacy optimizers.
     variables = variables() if callable(variables) else variables
     return [inner for inner in map(underlying, variables) if isinstance(inner, tf.Variable)]
-
-
-def is_number(value: Any) -> bool:
-    """Whether an entry of the logs can be averaged."""
-    try:
-        return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
-    except (TypeError, ValueError):
-        return False
 
 
 def _learning_rate(optimizer: Any) -> float:

@@ -1,0 +1,432 @@
+"""Horovod's API for Keras 3 on PyTorch: what ``horovod.keras`` is where ``KERAS_BACKEND=torch``.
+
+A distributed optimizer is a view of the given one (``smdistributed/_common/views.py``). Gradients are reduced where all ways of training
+pass, in ``apply``: Keras computes them all before it calls that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+import torch
+
+from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, Sum
+from smdistributed._common import keras3, views
+
+# Whether gradients are this rank's to reduce: not where a caller has done so.
+_reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
+
+# What Keras appends to a name that it has given before.
+_COUNT = re.compile(r"_\d+(?=/|$)")
+
+
+class _Options:
+    """What a distributed optimizer was asked for."""
+
+    def __init__(
+        self,
+        scope: str,
+        compression: Any,
+        op: int,
+        factor: float,
+        groups: Any,
+        passes: int,
+        average_passes: bool,
+        process_set: ProcessSet,
+        scale_local: bool,
+    ) -> None:
+        self.scope, self.compression, self.op, self.factor, self.groups = scope, compression, op, factor, groups
+        self.passes, self.average_passes = passes, average_passes
+        self.process_set, self.scale_local = process_set, scale_local
+        #: Of variables whose gradients stay this rank's.
+        self.local: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
+        # Variables and process sets are what they are.
+        return self
+
+
+class _Sums:
+    """Gradients of passes that come before a step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: list[torch.Tensor | None] = []
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """One more pass."""
+        self.count += 1
+        self.sums = [
+            one if other is None else other if one is None else other + one
+            for one, other in itertools.zip_longest(gradients, self.sums)
+        ]
+
+
+# Of each distributed optimizer; not its own attribute, which Keras would track and save.
+_sums: weakref.WeakKeyDictionary[Any, _Sums] = weakref.WeakKeyDictionary()
+
+
+class _Methods(keras3.Reducing):
+    _smd_class: type
+    _smd_options: _Options
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy or a pickle is one of the given optimizer, and distributed again."""
+        return _distributed, (views.given(self), self._smd_options)
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of a variable stays this rank's own."""
+        self._smd_options.local.add(id(var))
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        options = self._smd_options
+        if options.passes == 1 or not _reduces.get():
+            return super().apply(grads, trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+        sums = _sums.setdefault(self, _Sums())
+        sums.add(grads)
+        if sums.count < options.passes:
+            self._iterations.assign_add(1)
+            return None
+        del _sums[self]
+        divisor = options.passes if options.average_passes else 1
+        gradients = [None if each is None else each / divisor for each in sums.sums]
+        return super().apply(gradients, trainable_variables)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        skip_gradients_aggregation: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        token = _reduces.set(experimental_aggregate_gradients and not skip_gradients_aggregation)
+        try:
+            return super().apply_gradients(grads_and_vars)
+        finally:
+            _reduces.reset(token)
+
+    def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The gradients of all ranks, with their variables."""
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        return list(zip(self._smd_reduce([gradient for gradient, _ in pairs], variables), variables, strict=True))
+
+    def _smd_all(self, condition: Any) -> bool:
+        """Whether it holds on all ranks that reduce gradients."""
+        mine = torch.tensor([int(condition)])
+        return bool(mpi_ops.allreduce(mine, op=mpi_ops.Min, process_set=self._smd_options.process_set).item())
+
+    @torch.no_grad()
+    def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        options = self._smd_options
+        results = list(gradients)
+        if not _reduces.get() or options.process_set.included() is False or options.process_set.size() == 1:
+            return results
+        present = [place for place, gradient in enumerate(results) if gradient is not None]
+        places = [place for place in present if id(variables[place]) not in options.local]
+        if options.scale_local:
+            for place in set(present) - set(places):
+                results[place] = results[place] / options.process_set.size()
+        names = [f"{place}.{_COUNT.sub('', variables[place].path)}" for place in places]
+        # Before anything waits that others do not have.
+        number = mpi_ops._number(options.process_set)
+        compare = torch.ops.smd.named_step.default
+        mpi_ops._submit(compare, f"{options.scope}.step", "\n".join(names), number, finish=lambda _: None).wait()
+        started = [self._start(results, group) for group in self._grouped(places, variables)]
+        for finish in started:
+            finish()
+        return results
+
+    def _start(self, results: list[Any], group: list[int]) -> Callable[[], None]:
+        """Reduces some of the gradients together."""
+        options = self._smd_options
+        small, ctxs = zip(*(options.compression.compress(results[place].contiguous()) for place in group), strict=True)
+        handle = mpi_ops.grouped_allreduce_async(
+            list(small),
+            name=f"{options.scope}.{group[0]}",
+            op=options.op,
+            prescale_factor=1.0 / options.factor,
+            postscale_factor=options.factor,
+            process_set=options.process_set,
+        )
+
+        def finish() -> None:
+            for place, tensor, ctx in zip(group, mpi_ops.synchronize(handle), ctxs, strict=True):
+                results[place] = options.compression.decompress(tensor, ctx)
+
+        return finish
+
+    def _grouped(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        groups = self._smd_options.groups
+        if isinstance(groups, int) and groups > 0:
+            return [chunk for chunk in split_list(places, groups) if chunk]
+        number_of = {id(variable): number for number, group in enumerate(groups or []) for variable in group}
+        together: dict[Any, list[int]] = {}
+        for place in places:
+            together.setdefault(number_of.get(id(variables[place]), f"alone.{place}"), []).append(place)
+        return list(together.values())
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether the optimizer, or the one inside of it, reduces gradients over the ranks."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))
+
+
+def _distributed(optimizer: Any, options: _Options) -> Any:
+    keras3.install(is_distributed)
+    return views.view(optimizer, _Methods, options, module=__name__)
+
+
+def _layers_of(local_layers: Any) -> list[Any]:
+    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    layers = [] if local_layers is None else layers
+    if not all(isinstance(layer, keras.Layer) for layer in layers):
+        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    return layers
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    members = [one for group in groups for one in group] if isinstance(groups, (list, tuple)) else [None]
+    if not all(isinstance(one, keras.Variable) for one in members):
+        raise ValueError("groups should be a non-negative integer or a list of list of keras.Variable.")
+    if len(set(map(id, members))) < len(members):
+        raise ValueError("A variable can only appear once in groups.")
+
+
+def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts take for a class
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer that reduces gradients over the ranks before it applies them.
+
+    Args:
+        optimizer: Of Keras 3.
+        name: Of the optimizer; by default ``Distributed`` and the class's name.
+        device_dense: Not needed: gradients are reduced where they are.
+        device_sparse: Not needed: Keras has no sparse gradients on PyTorch.
+        compression: How gradients travel.
+        sparse_as_dense: As `device_sparse`.
+        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: How many gradients each rank sums before they are reduced and applied.
+        average_aggregated_gradients: Whether these sums are divided by their number.
+        num_groups: Deprecated: `groups`.
+        groups: How many groups of gradients are reduced together each; or lists of variables that are.
+        process_set: Whose ranks.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        An optimizer of a subclass with the same name, which shares all state with the given one.
+
+    Raises:
+        ValueError: The arguments are not acceptable.
+        TypeError: It is no optimizer of Keras 3.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"{optimizer!r} is not an optimizer of Keras 3")
+    if op not in (Average, Sum):
+        raise ValueError("op currently only supports Average and Sum")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if is_distributed(optimizer):
+        raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    if num_groups:
+        import warnings
+
+        message = "Parameter `num_groups` has been replaced by `groups` and will be removed"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check_groups(groups)
+    name = name or f"Distributed{type(optimizer).__name__}"
+    result = _distributed(
+        optimizer,
+        _Options(
+            name,
+            compression,
+            op,
+            gradient_predivide_factor,
+            groups,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            process_set,
+            scale_local_gradients,
+        ),
+    )
+    result.__dict__["name"] = name
+    return result
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - the documented name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As :func:`DistributedOptimizer`; gradients of some layers stay each rank's own.
+
+    Args:
+        local_layers: A Keras layer or a list of them, built.
+        optimizer: The optimizer; for it and the others see :func:`DistributedOptimizer`.
+
+    Raises:
+        ValueError: The arguments are not acceptable.
+    """
+    layers = _layers_of(local_layers)
+    result = DistributedOptimizer(
+        optimizer,
+        name=name,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in (variable for layer in layers for variable in layer.trainable_variables):
+        result.register_local_var(variable)
+    return result
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Not possible: there are no global variables outside of graphs of TensorFlow 1.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() does not support Keras on PyTorch. Please use "
+        "`hvd.callbacks.BroadcastGlobalVariablesCallback` instead."
+    )
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = Compression.none,
+) -> torch.Tensor:
+    """Reduces a value over the ranks.
+
+    Args:
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        name: Matches ranks' calls.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        prescale_factor: Multiplied with each rank's values first.
+        postscale_factor: Multiplied with the result.
+        op: The reduction, ``Average`` by default.
+        compression: How it travels.
+    """
+    factors = prescale_factor, postscale_factor
+    return mpi_ops.allreduce(_tensor(value), average, name, compression, op, *factors)
+
+
+def allgather(value: Any, name: str | None = None) -> torch.Tensor:
+    """The rows of all ranks, one rank's after the other's.
+
+    Args:
+        value: An array or a tensor.
+        name: Matches ranks' calls.
+    """
+    return mpi_ops.allgather(_tensor(value), name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """The value of `root_rank`.
+
+    Args:
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        root_rank: Whose.
+        name: Matches ranks' calls.
+    """
+    return mpi_ops.broadcast(_tensor(value), root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> torch.Tensor:
+    """Reduces over the ranks, and leaves each with its share of the rows.
+
+    Args:
+        value: An array or a tensor; same shape and type on all ranks.
+        name: Matches ranks' calls.
+        op: ``Average`` or ``Sum``.
+    """
+    return mpi_ops.reducescatter(_tensor(value), name=name, op=op)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return keras.ops.convert_to_tensor(value)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: list[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Loads a model that was saved with its optimizer, distributed or not, and makes the optimizer distributed.
+
+    Args:
+        filepath: What was saved; readable on every rank.
+        custom_optimizers: Classes of the script's own optimizers.
+        custom_objects: Classes and functions of the script, by name.
+        compression: How gradients travel.
+        legacy_opts: Not needed: there are none on PyTorch.
+
+    Returns:
+        The model; its optimizer has the saved state.
+    """
+    classes = [cls for cls in vars(keras.optimizers).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
+    # Saved models have their names in either case.
+    objects = {spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())}
+    objects.update({cls.__name__: cls for cls in custom_optimizers or ()})
+    model = keras.models.load_model(filepath, custom_objects=objects | (custom_objects or {}))
+    if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

@@ -1,0 +1,73 @@
+"""The state of a Keras model on PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from horovod._keras_torch.callbacks import Engine
+from horovod.common.elastic import ObjectState
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import rank
+
+
+class KerasState(ObjectState):
+    """The state of a training on a Keras model.
+
+    Args:
+        model: Built.
+        optimizer: By default the model's.
+        **kwargs: Plain objects such as ``epoch=0, batch=0``, which become attributes.
+
+    Raises:
+        ValueError: The model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            # So that all ranks have the same variables, however far they are.
+            self.optimizer.build(model.trainable_variables)
+        self._values: list[np.ndarray] = []
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+        self._save_model()
+
+    def save(self) -> None:
+        self._save_model()
+        super().save()
+
+    def restore(self) -> None:
+        self._restore_model()
+        super().restore()
+
+    def sync(self) -> None:
+        Engine.broadcast(self._variables(), 0)
+        self._save_model()
+        super().sync()
+
+    def _what_is_saved(self) -> Any:
+        return self._values, super()._what_is_saved()
+
+    def _take(self, saved: Any) -> None:
+        self._values, objects = saved
+        self._restore_model()
+        super()._take(objects)
+
+    def _variables(self) -> list[keras.Variable]:
+        return [*Engine.variables_of(self.model), *Engine.variables_of(self.optimizer)]
+
+    def _save_model(self) -> None:
+        self._values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in self._variables()]
+
+    def _restore_model(self) -> None:
+        variables = self._variables()
+        for variable, value in zip(variables, self._values, strict=False):
+            variable.assign(value)
+        for variable in variables[len(self._values) :]:
+            # It was made after the commit.
+            variable.assign(keras.ops.zeros_like(variable))

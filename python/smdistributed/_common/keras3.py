@@ -1,0 +1,73 @@
+"""What distributed optimizers of Keras 3 are, on whatever backend; and two places of Keras that have to know of them, and no
+hook to tell them: both ask Keras first and change the answer for distributed optimizers only.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@functools.cache
+def install(is_distributed: Callable[[Any], bool]) -> None:
+    """Changes both, once.
+
+    Args:
+        is_distributed: Whether an optimizer reduces gradients.
+    """
+    keras = sys.modules["keras"]
+    scaler = keras.optimizers.LossScaleOptimizer
+    trainer = next(cls for cls in keras.Model.__mro__ if "_resolve_auto_jit_compile" in vars(cls))
+    is_finite = scaler.check_finite
+    resolve = trainer._resolve_auto_jit_compile
+
+    @functools.wraps(is_finite)
+    def check_finite(self: Any, grads: Any) -> Any:
+        """A LossScaleOptimizer around a distributed optimizer looks at gradients that are not reduced yet: all ranks
+        skip the step or none does, or else some would wait for others that never come."""
+        finite = is_finite(self, grads)
+        if is_distributed(self.inner_optimizer):
+            finite = self.inner_optimizer._smd_all(finite)
+        return finite
+
+    @functools.wraps(resolve)
+    def resolve_auto_jit_compile(self: Any) -> bool:
+        """``jit_compile="auto"`` means XLA on a machine with a GPU, and XLA does not know our operations."""
+        return resolve(self) and not is_distributed(self.optimizer)
+
+    scaler.check_finite = check_finite
+    trainer._resolve_auto_jit_compile = resolve_auto_jit_compile
+
+
+# The variables that an optimizer is about to update with what it has accumulated.
+_accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
+
+
+class Reducing:
+    """Comes before an optimizer's class: gradients are reduced by ``_smd_reduce(gradients, variables)``, where all ways of training
+    pass."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        # What does not match is for Keras to refuse.
+        if len(grads) == len(variables) and not self.gradient_accumulation_steps:
+            grads = self._smd_reduce(grads, variables)
+        super().apply(grads, trainable_variables)
+
+    # An optimizer that accumulates reduces once per update: what has been accumulated, before it is clipped.
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        token = _accumulating.set(trainable_variables if self.gradient_accumulation_steps else None)
+        try:
+            super()._backend_apply_gradients(grads, trainable_variables)
+        finally:
+            _accumulating.reset(token)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+        variables = _accumulating.get()
+        if variables is not None:
+            grads = self._smd_reduce(grads, variables)
+        return super()._clip_gradients(grads)
