@@ -42,8 +42,9 @@ pub fn plan_gradients(
             // Whichever there are when gradients come.
             0 => None,
             _ => {
-                let communicator = session::current("the reduction of gradients")?.communicator(group)?;
-                Some(communicator.members().ranks.to_vec())
+                let session = session::current("the reduction of gradients")?;
+                let ranks = session.communicator(group)?.members().ranks.to_vec();
+                (!ranks.iter().copied().eq(0..session.size())).then_some(ranks)
             }
         };
         blueprint::draw(graph, Blueprint { description: Description { params, options }, ranks })

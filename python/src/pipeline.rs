@@ -13,8 +13,8 @@ use crate::enter::enter;
 /// A value that a task makes: its bytes, and whether a gradient comes back for it.
 type MadeRow = (u64, bool);
 /// A task: its rank and level, the values that it takes and makes, the prices of its forward, of its gradients of inputs and of
-/// weights, and the bytes that it keeps.
-type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), u64);
+/// weights, and the bytes that it keeps for the former and from there for the latter.
+type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
 /// A stage's attributes in the order of `modelparallel.torch.layout.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
 type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
@@ -110,9 +110,9 @@ fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result
     Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
 }
 
-fn task((rank, level, takes, makes, (forward, input, weight), kept_bytes): TaskRow) -> Task {
+fn task((rank, level, takes, makes, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow) -> Task {
     let makes = makes.into_iter().map(made).collect();
-    Task { rank, level, takes, makes, costs: Costs { forward, input, weight }, kept_bytes }
+    Task { rank, level, takes, makes, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }
 
 fn made((bytes, wants_gradient): MadeRow) -> Made {

@@ -17,10 +17,8 @@ if __name__ == "__main__":
 
 from support import Forked, start_ranks
 from support.rank_main import announce
+from support.tf_env import ENV
 
-#: TensorFlow on one processor.
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-ENV["CUDA_VISIBLE_DEVICES"] = ""
 LAUNCHER = Forked("tensorflow")
 
 

@@ -23,11 +23,10 @@ if __name__ == "__main__":
 
 from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
+from support.tf_env import ENV
 
 FORMATS = ("tensorflow", "sharded")
 #: What ranks get: TensorFlow on one processor.
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-ENV["CUDA_VISIBLE_DEVICES"] = ""
 LAUNCHER = Forked("tensorflow")
 _LAYERS, _UNITS = 4, 96
 

@@ -8,13 +8,12 @@ import json
 import pytest
 
 from support import Forked, run_ranks
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(500),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 #: A sample of the table of `tests/e2e/modelparallel_tensorflow.py`: model, microbatches, schedule, way to gradients.
 SAMPLE = [
@@ -45,7 +44,7 @@ def _everything(folder):
 def ranks(tmp_path_factory):
     """All of it in one job: TensorFlow takes its time to start."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=_ENV, timeout=490)
+    return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=ENV, timeout=490)
 
 
 def test_models_learn_as_in_one_process(ranks):

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from support import Forked, missing, run_ranks
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"),
     pytest.mark.timeout(200),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 EPOCHS = 5
@@ -182,7 +181,7 @@ def check(name, size, launcher, keras, folder):
         pytest.skip(reason)
     text = (GOLDENS / f"modelparallel_guide_tensorflow_{name}.py.txt").read_text()
     (Path(folder) / f"{name}.py").write_text(filled(name, text))
-    env = _ENV | {"SM_HP_MP_PARAMETERS": json.dumps({"microbatches": MICROBATCHES, **parameters})}
+    env = ENV | {"SM_HP_MP_PARAMETERS": json.dumps({"microbatches": MICROBATCHES, **parameters})}
     if keras == "tf_keras":
         env["TF_USE_LEGACY_KERAS"] = "1"
     replicas = size // parameters["partitions"]

@@ -8,13 +8,12 @@ import json
 import pytest
 
 from support import Forked, run_ranks
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 #: Model, partitions, microbatches, schedule, way to gradients; with 4 processes, and as many cases.
 CASES = [
@@ -192,7 +191,7 @@ def _different_steps():
 @pytest.fixture(scope="module")
 def ranks():
     """All of it in one job."""
-    return run_ranks(_everything, 4, launcher=Forked("tensorflow"), env=_ENV, timeout=280)
+    return run_ranks(_everything, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280)
 
 
 def test_replicas_learn_as_one_process(ranks):
@@ -299,7 +298,7 @@ def _parts():
 
 
 def test_gradients_are_known_wherever_they_are():
-    for told in run_ranks(_parts, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=170):
+    for told in run_ranks(_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170):
         assert told is not None
         assert told[0] == "SMPMismatchError", told
         assert "where rank 1 has `nothing`" in told[1], told
@@ -343,7 +342,7 @@ def _train():
 
 
 def test_buckets_are_reduced_while_the_rest_of_backward_runs(tmp_path):
-    env = {**_ENV, "SMD_TIMELINE": str(tmp_path / "trace.json")}
+    env = {**ENV, "SMD_TIMELINE": str(tmp_path / "trace.json")}
     groups = run_ranks(_train, 4, launcher=Forked("tensorflow"), env=env, timeout=280)
     lines = (tmp_path / "trace.json").read_text().splitlines()[1:]
     events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]

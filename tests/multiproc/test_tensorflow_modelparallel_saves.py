@@ -7,13 +7,12 @@ import importlib.util
 import pytest
 
 from support import Forked, run_ranks
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(180),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _saves(folder):
@@ -107,7 +106,7 @@ def _saves(folder):
 
 
 def test_saves_of_replicas_and_parts(tmp_path):
-    refusals = run_ranks(_saves, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
+    refusals = run_ranks(_saves, 4, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
     assert all(found == refusals[0] for found in refusals)
     unwritten, unnamed, unheld = refusals[0]
     assert "could not be written: rank " in unwritten
@@ -280,7 +279,7 @@ def test_states_of_optimizers_are_whole(tmp_path):
         ("SMPUnsupportedError", "accumulat"),
     ]
     _check_optimizers(
-        run_ranks(_optimizers, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170), ways, refusals
+        run_ranks(_optimizers, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170), ways, refusals
     )
 
 
@@ -293,7 +292,7 @@ def _keras_2(folder):
 
 def test_keras_2(tmp_path):
     """States of its optimizers, and models of the table, which learn as in one process."""
-    ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**_ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)
+    ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)
     refusals = [("SMPUnsupportedError", "use_ema")]
     _check_optimizers([found for found, _ in ranks], {"built after", "built before", "legacy"}, refusals)
     for _, models in ranks:

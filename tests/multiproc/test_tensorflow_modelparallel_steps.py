@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from support import Forked, run_ranks
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 _BENCHES = Path(__file__).parents[2] / "benches" / "modelparallel"
 
 
@@ -46,7 +45,7 @@ def _everything(folder):
 def ranks(tmp_path_factory):
     """All of it in one job."""
     folder = tmp_path_factory.mktemp("steps")
-    env = {**_ENV, "SMD_TIMELINE": str(folder / "trace.json")}
+    env = {**ENV, "SMD_TIMELINE": str(folder / "trace.json")}
     return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=env, timeout=280)
 
 
@@ -62,7 +61,7 @@ def _in_channels():
 
 def test_tensors_in_channels_come_in_the_order_in_which_they_are_made():
     """As between GPUs, on CPUs: what a device needs of the order, messages between hosts do not."""
-    for difference, channels in run_ranks(_in_channels, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=280):
+    for difference, channels in run_ranks(_in_channels, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280):
         assert difference < 1e-10
         assert channels == [(0, 1), (1, 0)]
 
@@ -73,7 +72,7 @@ def test_each_rank_has_its_part(ranks):
 
 
 def test_gradients_of_more_microbatches_take_no_more_memory(ranks):
-    many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=_ENV, timeout=280)
+    many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=ENV, timeout=280)
     for ((_, few), *_), (_, more) in zip(ranks[1], many, strict=True):
         # Far more than the variables' 32 MiB and their gradients', and 14 gradients too many would be 450 MiB.
         assert few > 64 * 2**20, (few, more)
@@ -160,7 +159,7 @@ def _born():
 
 
 def test_no_rank_has_the_whole_model_while_it_is_built():
-    for plain, with_optimizer in run_ranks(_born, 4, launcher=Forked("tensorflow"), env=_ENV, timeout=280):
+    for plain, with_optimizer in run_ranks(_born, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
         # A quarter, and of what has the size of a layer a few; the optimizer has twice as much again, partly in memory that was free.
         assert 0.25 <= plain < 0.5, plain
         assert 0.6 <= with_optimizer < 1.1, with_optimizer
@@ -370,7 +369,7 @@ def _scaled():
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_an_update_is_skipped_on_all_partitions_or_on_none(keras):
     older = keras == "tf_keras"
-    env, launcher = ({**_ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (_ENV, Forked("tensorflow"))
+    env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
     for is_older, found in run_ranks(_scaled, 2, launcher=launcher, env=env, timeout=280):
         assert (is_older, len(found)) == (older, 4 if older else 2)
         for scales in found:

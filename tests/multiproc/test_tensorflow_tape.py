@@ -10,13 +10,12 @@ import pytest
 
 from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce
+from support.tf_env import ENV
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(200),
 ]
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class Fixture:
@@ -483,7 +482,7 @@ _ON_TWO = (
 
 @pytest.mark.parametrize(("n", "keras", "checks"), [(2, "keras", _ON_TWO), (4, "tf_keras", _ON_EVERY_NUMBER)])
 def test_gradients(n, keras, checks):
-    env = _ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
+    env = ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
     run_ranks(tape, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
 
 
@@ -509,7 +508,7 @@ def wait_for_the_dead():
 
 
 def test_a_dead_rank_is_named_within_5_seconds():
-    with start_ranks(wait_for_the_dead, 2, launcher="raw", env=_ENV, timeout=110) as job:
+    with start_ranks(wait_for_the_dead, 2, launcher="raw", env=ENV, timeout=110) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)

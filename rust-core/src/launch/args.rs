@@ -123,10 +123,13 @@ impl Args {
     }
 }
 
+/// Of one job.
+pub(super) const MOST_PROCESSES: usize = 4096;
+
 fn num_processes(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
-        Ok(n @ 1..=4096) => Ok(n),
-        _ => Err("expected a number from 1 to 4096".into()),
+        Ok(n @ 1..=MOST_PROCESSES) => Ok(n),
+        _ => Err(format!("expected a number from 1 to {MOST_PROCESSES}")),
     }
 }
 
@@ -174,6 +177,8 @@ mod tests {
             "smdrun -n 0 a.py",
             "smdrun -n x a.py",
             "smdrun -n 5000 a.py",
+            "smdrun --hosts a:0 a.py",
+            "smdrun --hosts a:2,b:0 a.py",
             "smdrun -n 1 --env A a.py",
             "smdrun -n 1 --env =3 a.py",
             "smdrun -n 1 --grace -1 a.py",

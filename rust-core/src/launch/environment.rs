@@ -204,6 +204,7 @@ impl Job {
             hosts,
             host: self.host(rank),
             local_rank: self.seats.get(rank).map_or(rank, |seat| seat.local.0),
+            here: self.seats.get(rank).is_none_or(|seat| super::remote::is_here(&seat.host)),
             processes_per_host: self.seats.iter().map(|seat| seat.local.1).max().unwrap_or(self.num_ranks),
             master: &self.shared["MASTER_ADDR"],
         }

@@ -148,7 +148,8 @@ impl Plan {
 
 /// As the command line says it, else the configuration, else as a container does: a process for each GPU.
 fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
-    let slots = args.hosts.as_ref().map(|hosts| hosts.iter().map(|(_, slots)| slots).sum::<usize>());
+    let slots =
+        args.hosts.as_ref().map(|hosts| hosts.iter().fold(0_usize, |sum, (_, slots)| sum.saturating_add(*slots)));
     let num_hosts = args.hosts.as_ref().map_or(1, Vec::len);
     let configured = distribution.processes_per_host.map(|each| each * num_hosts);
     let found = match (args.num_processes.or(slots), configured) {
@@ -168,6 +169,9 @@ fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
             ));
         }
     };
+    if found > args::MOST_PROCESSES {
+        return Err(Error::Config(format!("{found} processes are more than a job may have: {}", args::MOST_PROCESSES)));
+    }
     Ok(found)
 }
 
@@ -219,7 +223,7 @@ mod tests {
     fn the_number_of_processes_is_found() {
         let found = |line: &str, config: &str| {
             let args = args::parse(line.split(' ').map(OsString::from).collect()).expect("the line is valid");
-            num_ranks(&args, &Distribution::parse(config).expect("a valid configuration")).ok()
+            num_ranks(&args, &Distribution::parse(config).expect("a valid configuration"))
         };
         let two = r#"{"mpi": {"enabled": true, "processes_per_host": 2}}"#;
         let unsaid = r#"{"mpi": {"enabled": true}}"#;
@@ -230,8 +234,14 @@ mod tests {
             ("smdrun -n 3 --hosts a:2,b:2 a.py", two, Some(3)),
             ("smdrun a.py", unsaid, Some(training::count_gpus().max(1))),
             ("smdrun a.py", "{}", None),
+            ("smdrun --hosts a:4096 a.py", "{}", Some(4096)),
+            ("smdrun -n 2 --hosts a:4096,b:1 a.py", "{}", Some(2)),
         ] {
-            assert_eq!(found(line, config), expected, "{line} with {config}");
+            assert_eq!(found(line, config).ok(), expected, "{line} with {config}");
+        }
+        for (hosts, found_there) in [("a:4096,b:1", "4097"), ("a:18446744073709551615,b:2", "18446744073709551615")] {
+            let error = found(&format!("smdrun --hosts {hosts} a.py"), "{}").unwrap_err().to_string();
+            assert_eq!(error, format!("{found_there} processes are more than a job may have: 4096"));
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Ranks on other hosts, through `ssh`.
 //!
 //! - SSH-1: what a rank is told, the job's secret among it, travels over `ssh`'s standard input; on its command line, which other
-//!   users of both hosts see, are only the host and `sh`.
+//!   users of both hosts see, are only the host and `sh`. Variables that no shell can name, such as `SM_HP_BATCH-SIZE`, are seen there for
+//!   a moment, as arguments of `env`.
 //! - SSH-2: a rank ends when `ssh` does, however that came: the shell that started it sees its input end.
 
 use std::collections::BTreeMap;
@@ -9,6 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 
+use super::training::THERE;
 use crate::error::{Error, Result};
 use crate::world::host;
 
@@ -81,11 +83,17 @@ impl Ssh {
 
 /// What the shell on the other host reads.
 fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec<u8> {
-    let mut script = Vec::new();
-    for (name, value) in variables {
-        let Some(text) = name.to_str().filter(|text| is_exportable(text)) else { continue };
+    let mut script = COUNTS.as_bytes().to_vec();
+    let mut unnameable = Vec::new();
+    for (name, value) in variables.iter().filter(|(name, _)| !stays(&name.to_string_lossy())) {
+        let Some(text) = name.to_str().filter(|text| is_name(text)) else {
+            let pair = [name.as_os_str(), value.as_os_str()].join(OsStr::new("="));
+            unnameable.push(b' ');
+            unnameable.extend(filled(quote(&pair)));
+            continue;
+        };
         script.extend_from_slice(format!("export {text}=").as_bytes());
-        script.extend(quote(value));
+        script.extend(filled(quote(value)));
         script.push(b'\n');
     }
     if let Ok(folder) = std::env::current_dir() {
@@ -95,6 +103,10 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
     }
     // The rank leads a group of its own; who waits for the end of the input ends that group (SSH-2).
     script.extend_from_slice(b"exec 3<&0\nsetsid");
+    if !unnameable.is_empty() {
+        script.extend_from_slice(b" env");
+        script.extend(unnameable);
+    }
     for word in command {
         script.push(b' ');
         script.extend(quote(word));
@@ -107,13 +119,35 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
     script
 }
 
-fn is_exportable(name: &str) -> bool {
+fn stays(name: &str) -> bool {
+    name.is_empty() || name.starts_with("BASH_FUNC_") || name.ends_with("CUDA_VISIBLE_DEVICES") || STAYS.contains(&name)
+}
+
+/// Whether a shell can have a variable with this name.
+fn is_name(name: &str) -> bool {
     let mut letters = name.chars();
     letters.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
         && letters.all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
-        && !name.starts_with("BASH_FUNC_")
-        && !name.ends_with("CUDA_VISIBLE_DEVICES")
-        && !STAYS.contains(&name)
+}
+
+/// What a rank is told of its host ([`THERE`]); `nproc` would obey `OMP_NUM_THREADS`.
+const COUNTS: &str = "smd_cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)\n\
+    smd_gpus=0\n\
+    if [ -n \"${CUDA_VISIBLE_DEVICES+set}\" ]; then\n\
+    for smd_id in $(echo \"$CUDA_VISIBLE_DEVICES\" | tr , ' '); do [ \"$smd_id\" = -1 ] && break; smd_gpus=$((smd_gpus + 1)); done\n\
+    elif [ -d /proc/driver/nvidia/gpus ]; then smd_gpus=$(ls /proc/driver/nvidia/gpus | wc -l)\n\
+    fi\n\
+    smd_type=local\n\
+    [ $smd_gpus = 0 ] || smd_type=local_gpu\n";
+
+/// A quoted word with what the shell has counted.
+fn filled(quoted: Vec<u8>) -> Vec<u8> {
+    // What is to be counted is in words of `smdrun`'s own, and those are text.
+    let Ok(mut text) = String::from_utf8(quoted.clone()) else { return quoted };
+    for (mark, counted) in [(THERE.num_gpus, "gpus"), (THERE.num_cpus, "cpus"), (THERE.instance_type, "type")] {
+        text = text.replace(mark, &format!("'\"$smd_{counted}\"'"));
+    }
+    text.into_bytes()
 }
 
 /// `word` as the shell reads it back.
@@ -163,7 +197,28 @@ mod tests {
         let names = ["UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"];
         let output = run(&["echo", "runs"], &names.map(|name| (name, "0")));
         assert_eq!(output.stdout, b"runs\n");
-        assert!(!names.into_iter().any(is_exportable));
+        assert!(names.into_iter().all(stays));
+    }
+
+    #[test]
+    fn names_that_no_shell_has_get_there_too() {
+        let variables = [("SM_HP_BATCH-SIZE", "6 4'"), ("a.b", "$x"), ("BASH_FUNC_f%%", "() { :; }"), ("1x", "")];
+        let output = run(&["env"], &variables);
+        let lines: Vec<&str> = str::from_utf8(&output.stdout).unwrap().lines().collect();
+        for line in ["SM_HP_BATCH-SIZE=6 4'", "a.b=$x", "1x="] {
+            assert!(lines.contains(&line), "{line} in {lines:?}");
+        }
+        assert!(!lines.iter().any(|line| line.starts_with("BASH_FUNC_")), "{lines:?}");
+    }
+
+    #[test]
+    fn what_a_host_has_is_counted_there() {
+        let cpus = std::thread::available_parallelism().unwrap().to_string();
+        let gpus = crate::launch::training::count_gpus().to_string();
+        let kind = if gpus == "0" { "local" } else { "local_gpu" };
+        let told = format!("{}|{}|{}", THERE.num_cpus, THERE.num_gpus, THERE.instance_type);
+        let output = run(&["sh", "-c", "printf %s \"$TOLD\""], &[("TOLD", &told), ("OMP_NUM_THREADS", "1")]);
+        assert_eq!(str::from_utf8(&output.stdout).unwrap(), format!("{cpus}|{gpus}|{kind}"));
     }
 
     #[test]

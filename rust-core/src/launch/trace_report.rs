@@ -89,9 +89,11 @@ pub(super) fn show(args: &Args) -> Result<String> {
     if all.values().all(|steps| steps.iter().all(|step| step.tasks.is_empty())) {
         return Err(Error::InvalidArgument(format!("`{}` has no stages of a pipeline", args.trace.display())));
     }
-    let count = all.values().map(Vec::len).min().unwrap_or(0);
-    let trains =
-        |step: usize| all.values().any(|steps| steps[step].tasks.iter().any(|task| task.kind != Kind::Forward));
+    let whole = whole_steps(&all);
+    let count = whole.values().copied().max().unwrap_or(0);
+    let trains = |step: usize| {
+        one_pipeline(&all, &whole, step).values().any(|own| own.tasks.iter().any(|task| task.kind != Kind::Forward))
+    };
     let step = args.step.or_else(|| (0..count).rev().find(|&step| trains(step))).unwrap_or(count.saturating_sub(1));
     if step >= count {
         return Err(Error::InvalidArgument(format!(
@@ -99,7 +101,7 @@ pub(super) fn show(args: &Args) -> Result<String> {
             args.trace.display()
         )));
     }
-    let ranks = one_pipeline(&all, step);
+    let ranks = one_pipeline(&all, &whole, step);
     let step_of: Vec<&Step> = ranks.values().copied().collect();
     let measured = measured(&step_of);
     let simulated = simulated(&step_of)?;
@@ -174,13 +176,39 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
     ranks
 }
 
-/// Of replicas that run the same stages in a step, the one of the lowest ranks. In another step, the same stage may be
-/// another rank's.
-fn one_pipeline(all: &BTreeMap<usize, Vec<Step>>, step: usize) -> BTreeMap<usize, &Step> {
+/// For each rank, how many steps all ranks of its pipeline have. Replicas, of which the first step tells, may have different
+/// numbers.
+fn whole_steps(all: &BTreeMap<usize, Vec<Step>>) -> BTreeMap<usize, usize> {
+    let mut pipelines: Vec<(HashSet<u64>, Vec<usize>)> = Vec::new();
+    for (&rank, steps) in all {
+        let stages = stages_of(&steps[0]);
+        match pipelines.iter_mut().find(|(taken, _)| taken.is_disjoint(&stages)) {
+            Some((taken, ranks)) => {
+                taken.extend(stages);
+                ranks.push(rank);
+            }
+            None => pipelines.push((stages, vec![rank])),
+        }
+    }
+    let count = |ranks: &[usize]| ranks.iter().map(|rank| all[rank].len()).min().unwrap_or(0);
+    pipelines.iter().flat_map(|(_, ranks)| ranks.iter().map(|&rank| (rank, count(ranks)))).collect()
+}
+
+fn stages_of(step: &Step) -> HashSet<u64> {
+    step.tasks.iter().map(|task| task.stage).collect()
+}
+
+/// Of replicas that run the same stages in a step and have it as a whole, the one of the lowest ranks. In another step, the same
+/// stage may be another rank's.
+fn one_pipeline<'a>(
+    all: &'a BTreeMap<usize, Vec<Step>>,
+    whole: &BTreeMap<usize, usize>,
+    step: usize,
+) -> BTreeMap<usize, &'a Step> {
     let mut taken: HashSet<u64> = HashSet::new();
     let mut chosen = BTreeMap::new();
-    for (&rank, steps) in all {
-        let stages: HashSet<u64> = steps[step].tasks.iter().map(|task| task.stage).collect();
+    for (&rank, steps) in all.iter().filter(|(rank, _)| whole[*rank] > step) {
+        let stages = stages_of(&steps[step]);
         if !stages.is_empty() && stages.is_disjoint(&taken) {
             taken.extend(stages);
             chosen.insert(rank, &steps[step]);
@@ -245,6 +273,7 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
                 weight: of(&[Kind::Weight]).unwrap_or(0),
             },
             activation_bytes: 0,
+            waiting_bytes: 0,
             inputs,
             backward: back.is_some(),
         });
@@ -306,6 +335,21 @@ mod tests {
         std::fs::remove_file(&picture).unwrap();
         assert_eq!(drawing.matches("<title>").count(), 2 * 2 * 4, "two ranks, measured and simulated");
         assert!(missing.ends_with("has 2 steps, and no step 2"), "{missing}");
+    }
+
+    /// A replica that had fewer batches, or a rank of which died, says nothing of the others' steps.
+    #[test]
+    fn a_replica_may_be_shorter() {
+        let without = |rank: usize| -> String {
+            let time = |line: &str| line.split_once("\"ts\":")?.1.split_once(',')?.0.parse::<f64>().ok();
+            let early = |line: &&str| !line.contains(&format!("\"pid\":{rank},")) || time(line) < Some(100.0);
+            trace().lines().filter(early).map(|line| format!("{line}\n")).collect()
+        };
+        let first = |rank: usize| {
+            let text = shown(&without(rank), &format!("shorter-{rank}"), &["--width", "9"]).unwrap();
+            text.lines().next().unwrap().to_owned()
+        };
+        assert_eq!((first(1), first(2)), ("step 1 of 2, ranks [2, 3]".into(), "step 1 of 2, ranks [0, 1]".into()));
     }
 
     /// A stage is one rank's in a step and another's in the next: they are no replicas all the same.

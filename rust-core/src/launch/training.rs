@@ -8,14 +8,30 @@ use serde_json::{Map, Value, json};
 
 use super::distribution::Distribution;
 
+/// What stands for numbers that only another host can tell; the shell there puts them in these places.
+pub(super) const THERE: There =
+    There { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
+
+pub(super) struct There {
+    pub num_gpus: &'static str,
+    pub num_cpus: &'static str,
+    pub instance_type: &'static str,
+}
+
 /// What does not depend on the rank.
 #[derive(Debug)]
 pub(super) struct Training {
     distribution: Distribution,
     /// The script's options, and `mp_parameters`.
-    hyperparameters: Map<String, Value>,
+    hyperparameters: BTreeMap<String, Hyperparameter>,
     module_dir: String,
-    num_gpus: usize,
+}
+
+/// As a value, and as it was written.
+#[derive(Clone, Debug)]
+struct Hyperparameter {
+    value: Value,
+    text: String,
 }
 
 /// Where a rank is among the hosts of its job.
@@ -26,6 +42,8 @@ pub(super) struct Place<'a> {
     /// That of the rank.
     pub host: &'a str,
     pub local_rank: usize,
+    /// Whether it is the host of this process.
+    pub here: bool,
     /// Most ranks of a host.
     pub processes_per_host: usize,
     pub master: &'a str,
@@ -36,32 +54,36 @@ impl Training {
     pub fn new(distribution: Distribution, arguments: &[String], module_dir: String) -> Self {
         let mut hyperparameters = hyperparameters(arguments);
         if let Some(parameters) = &distribution.model_parallel {
-            hyperparameters.insert("mp_parameters".into(), Value::Object(parameters.given().clone()));
+            // serde_json keeps the keys of a map sorted and prints compactly, which is the documented form.
+            let value = Value::Object(parameters.given().clone());
+            let text = value.to_string();
+            hyperparameters.insert("mp_parameters".into(), Hyperparameter { value, text });
         }
-        Self { distribution, hyperparameters, module_dir, num_gpus: count_gpus() }
+        Self { distribution, hyperparameters, module_dir }
     }
 
     /// Variables that the user may have set to something else.
     pub fn defaults(&self, work_dir: &Path) -> BTreeMap<String, String> {
         let path = |folder: &str| work_dir.join(folder).to_string_lossy().into_owned();
         // A container has fixed folders; here the user may have set others.
-        let mut defaults = BTreeMap::from([
+        BTreeMap::from([
             ("SM_MODULE_DIR".into(), self.module_dir.clone()),
             ("SM_MODEL_DIR".into(), path("model")),
             ("SM_OUTPUT_DATA_DIR".into(), path("output")),
-        ]);
-        if self.distribution.data_parallel {
-            defaults.insert("SAGEMAKER_INSTANCE_TYPE".into(), instance_type(self.num_gpus));
-        }
-        defaults
+        ])
     }
 
     /// Variables of a rank.
     pub fn variables(&self, place: &Place<'_>) -> Vec<(String, String)> {
-        let num_cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let hyperparameters: Map<String, Value> =
+            self.hyperparameters.iter().map(|(name, each)| (name.clone(), each.value.clone())).collect();
+        let (num_gpus, num_cpus) = match place.here {
+            true => (count_gpus().to_string(), count_cpus().to_string()),
+            false => (THERE.num_gpus.to_owned(), THERE.num_cpus.to_owned()),
+        };
         let mut framework = self.distribution.framework_parameters(place.processes_per_host);
         if !framework.is_empty() {
-            framework.insert("sagemaker_instance_type".into(), instance_type(self.num_gpus).into());
+            framework.insert("sagemaker_instance_type".into(), instance_type(place.here).into());
         }
         let framework = Value::Object(framework);
         let mut resources = json!({"current_host": place.host, "hosts": place.hosts});
@@ -69,12 +91,12 @@ impl Training {
             "additional_framework_parameters": framework,
             "current_host": place.host,
             "hosts": place.hosts,
-            "hyperparameters": self.hyperparameters,
+            "hyperparameters": hyperparameters,
             "is_master": place.host == place.hosts[0],
             "master_hostname": place.hosts[0],
             "module_dir": self.module_dir,
             "num_cpus": num_cpus,
-            "num_gpus": self.num_gpus,
+            "num_gpus": num_gpus,
         });
         let mut variables = Vec::new();
         if place.hosts.len() == 1 {
@@ -84,24 +106,29 @@ impl Training {
             variables.push(("SM_NETWORK_INTERFACE_NAME".into(), "lo".into()));
         }
         training_env["resource_config"] = resources.clone();
-        // serde_json keeps the keys of a map sorted and prints compactly, which is the documented form.
+        let mut training_env = training_env.to_string();
+        for (name, number) in [("num_cpus", &num_cpus), ("num_gpus", &num_gpus)] {
+            // Numbers, wherever they come from.
+            training_env = training_env.replace(&format!("\"{name}\":\"{number}\""), &format!("\"{name}\":{number}"));
+        }
         variables.extend(
             [
                 ("SM_HOSTS", json!(place.hosts).to_string()),
                 ("SM_CURRENT_HOST", place.host.to_owned()),
-                ("SM_NUM_GPUS", self.num_gpus.to_string()),
-                ("SM_NUM_CPUS", num_cpus.to_string()),
-                ("SM_HPS", Value::Object(self.hyperparameters.clone()).to_string()),
+                ("SM_NUM_GPUS", num_gpus),
+                ("SM_NUM_CPUS", num_cpus),
+                ("SM_HPS", Value::Object(hyperparameters).to_string()),
                 ("SM_FRAMEWORK_PARAMS", framework.to_string()),
                 ("SM_RESOURCE_CONFIG", resources.to_string()),
-                ("SM_TRAINING_ENV", training_env.to_string()),
+                ("SM_TRAINING_ENV", training_env),
             ]
             .map(|(name, value)| (name.to_owned(), value)),
         );
         variables.extend(
-            self.hyperparameters.iter().map(|(key, value)| (format!("SM_HP_{}", key.to_uppercase()), text(value))),
+            self.hyperparameters.iter().map(|(key, each)| (format!("SM_HP_{}", key.to_uppercase()), each.text.clone())),
         );
         if self.distribution.data_parallel {
+            variables.push(("SAGEMAKER_INSTANCE_TYPE".into(), instance_type(place.here)));
             variables.push(("SMDATAPARALLEL_LOCAL_RANK".into(), place.local_rank.to_string()));
             if place.hosts.len() == 1 {
                 variables.push(("SMDATAPARALLEL_USE_SINGLENODE".into(), "1".into()));
@@ -115,19 +142,20 @@ impl Training {
     }
 }
 
-/// A container's entry point gets hyperparameters as options, `--name value`; this is the way back.
-fn hyperparameters(arguments: &[String]) -> Map<String, Value> {
-    let mut found = Map::new();
-    let mut words = arguments.iter().peekable();
+/// A container's entry point gets hyperparameters as options, `--name value`; this is the way back. Behind `--` are no options.
+fn hyperparameters(arguments: &[String]) -> BTreeMap<String, Hyperparameter> {
+    let mut found = BTreeMap::new();
+    let mut words = arguments.iter().take_while(|word| *word != "--").peekable();
     while let Some(word) = words.next() {
         let Some(option) = name(word) else { continue };
-        let (option, value) = match option.split_once('=') {
+        let (option, text) = match option.split_once('=') {
             Some((option, value)) => (option, value.to_owned()),
             None => (option, words.next_if(|next| name(next).is_none()).cloned().unwrap_or_default()),
         };
         // That one is in a form of its own.
         if option != "mp_parameters" {
-            found.insert(option.to_owned(), serde_json::from_str(&value).unwrap_or(Value::String(value)));
+            let value = serde_json::from_str(&text).unwrap_or_else(|_| Value::String(text.clone()));
+            found.insert(option.to_owned(), Hyperparameter { value, text });
         }
     }
     found
@@ -142,13 +170,18 @@ fn name(word: &str) -> Option<&str> {
     }
 }
 
-fn text(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+/// What SageMaker's local mode calls a machine.
+fn instance_type(here: bool) -> String {
+    let found = || match here {
+        true if count_gpus() > 0 => "local_gpu",
+        true => "local",
+        false => THERE.instance_type,
+    };
+    std::env::var("SAGEMAKER_INSTANCE_TYPE").unwrap_or_else(|_| found().into())
 }
 
-/// What SageMaker's local mode calls a machine.
-fn instance_type(num_gpus: usize) -> String {
-    std::env::var("SAGEMAKER_INSTANCE_TYPE").unwrap_or_else(|_| if num_gpus > 0 { "local_gpu" } else { "local" }.into())
+fn count_cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
 /// NVIDIA devices of this host, as far as the driver shows them without being loaded.
@@ -173,6 +206,7 @@ mod tests {
             hosts: hosts.to_vec(),
             host: hosts[host],
             local_rank: 1,
+            here: host == 0,
             processes_per_host: 2,
             master: "10.0.0.1",
         };
@@ -181,14 +215,14 @@ mod tests {
 
     #[test]
     fn options_of_the_script_are_hyperparameters() {
-        let line =
-            "--batch-size 64 --lr=-0.5 data.csv -e 3 --name run-1 --fast --mp_parameters ddp=True --bias -1 --no-x";
+        let line = "--batch-size 64 --lr=-0.50 data.csv -e 3 --name run-1 --fast --mp_parameters ddp=True --bias -1 --no-x -- --y 2";
         let found = variables(&training("{}", line), &["a"], 0);
         assert_eq!(
             found["SM_HPS"],
             r#"{"batch-size":64,"bias":-1,"e":3,"fast":"","lr":-0.5,"name":"run-1","no-x":""}"#
         );
-        assert_eq!((found["SM_HP_BATCH-SIZE"].as_str(), found["SM_HP_NAME"].as_str()), ("64", "run-1"));
+        let texts = ["BATCH-SIZE", "NAME", "LR", "NO-X"].map(|name| found[&format!("SM_HP_{name}")].as_str());
+        assert_eq!(texts, ["64", "run-1", "-0.50", ""]);
         assert!(!found.contains_key("SM_HP_MP_PARAMETERS"));
     }
 
@@ -208,7 +242,10 @@ mod tests {
             assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
         }
         assert!(!found.contains_key("SM_NETWORK_INTERFACE_NAME"));
-        let env: Value = serde_json::from_str(&found["SM_TRAINING_ENV"]).expect("JSON");
+        assert_eq!([&found["SM_NUM_GPUS"], &found["SM_NUM_CPUS"]], [THERE.num_gpus, THERE.num_cpus]);
+        let numbers = found["SM_TRAINING_ENV"].replace(THERE.num_gpus, "8").replace(THERE.num_cpus, "96");
+        let env: Value = serde_json::from_str(&numbers).expect("JSON");
+        assert_eq!((&env["num_gpus"], &env["num_cpus"]), (&json!(8), &json!(96)));
         assert_eq!((&env["is_master"], &env["master_hostname"]), (&json!(false), &json!("b")));
         let alone = variables(&training(config, ""), &["localhost"], 0);
         assert_eq!(alone["SMDATAPARALLEL_USE_SINGLENODE"], "1");

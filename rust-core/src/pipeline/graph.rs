@@ -41,8 +41,10 @@ pub struct Stage {
     pub rank: usize,
     /// Prices, for one microbatch.
     pub costs: Costs,
-    /// What it keeps from a microbatch's forward to the end of its backward.
+    /// What it keeps from a microbatch's forward to its backward.
     pub activation_bytes: u64,
+    /// What it keeps from the first part of a backward to its second one, where they are apart.
+    pub waiting_bytes: u64,
     /// What it takes from other stages.
     pub inputs: Vec<Edge>,
     /// Whether it has a backward: not, if nothing in it and before it wants a gradient.
@@ -141,6 +143,7 @@ impl Graph {
                     rank: if back { ranks - 1 - place } else { place },
                     costs,
                     activation_bytes: 1,
+                    waiting_bytes: 1,
                     inputs: index.checked_sub(1).map(|from| Edge { from, bytes: 0 }).into_iter().collect(),
                     backward: true,
                 }

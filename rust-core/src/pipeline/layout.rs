@@ -41,6 +41,8 @@ pub struct Task {
     pub costs: Costs,
     /// Bytes that it keeps for its backward, beside the values that it takes and makes.
     pub kept_bytes: u64,
+    /// Bytes that the second part of its backward takes.
+    pub waiting_bytes: u64,
 }
 
 /// Tasks of one rank that run together.
@@ -215,7 +217,7 @@ impl Layout {
             let backward = section.trains || inputs.iter().any(|edge| stages[edge.from].backward);
             let mut costs = Costs { forward: 0, input: 0, weight: 0 };
             let mut values: BTreeSet<usize> = BTreeSet::new();
-            let mut activation_bytes = 0;
+            let (mut activation_bytes, mut waiting_bytes) = (0, 0);
             for &number in &section.tasks {
                 let task = &self.tasks[number];
                 costs.forward += task.costs.forward;
@@ -223,13 +225,14 @@ impl Layout {
                     costs.input += task.costs.input;
                     costs.weight += task.costs.weight;
                     activation_bytes += task.kept_bytes;
+                    waiting_bytes += task.waiting_bytes;
                 }
                 values.extend(&task.takes);
             }
             // A value is kept once, whoever needs it: by the tasks that take it, or until it has been sent.
             values.extend(&section.exports);
             activation_bytes += values.iter().map(|&value| self.values[value].bytes).sum::<u64>();
-            stages.push(Stage { rank: section.rank, costs, activation_bytes, inputs, backward });
+            stages.push(Stage { rank: section.rank, costs, activation_bytes, waiting_bytes, inputs, backward });
         }
         Graph::new(ranks, microbatches, stages, link)
     }
@@ -291,6 +294,7 @@ mod tests {
             makes,
             costs: Costs { forward: 10, input: 20, weight: 5 },
             kept_bytes: 100,
+            waiting_bytes: 30,
         }
     }
 
@@ -353,7 +357,7 @@ mod tests {
         let graph = laid_out(tasks, &[3], &[]).graph(2, 4, Link::default()).unwrap();
         let first = graph.stage(0);
         assert_eq!(first.costs, Costs { forward: 20, input: 40, weight: 10 });
-        assert_eq!(first.activation_bytes, 2 * 100 + 3 * 8);
+        assert_eq!((first.activation_bytes, first.waiting_bytes), (2 * 100 + 3 * 8, 2 * 30));
         assert_eq!(graph.stage(1).inputs, [Edge { from: 0, bytes: 16 }]);
         assert_eq!(graph.stage(1).activation_bytes, 100 + 3 * 8);
     }

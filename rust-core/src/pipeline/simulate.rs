@@ -293,6 +293,12 @@ impl<'a> Machine<'a> {
         }
     }
 
+    fn keep(&mut self, rank: usize, bytes: u64) {
+        self.kept_bytes[rank] += bytes;
+        let peak = &mut self.timeline.peak_bytes[rank];
+        *peak = (*peak).max(self.kept_bytes[rank]);
+    }
+
     fn perform(&mut self, rank: usize, action: Action, ready: u64, runnable: &mut Vec<usize>) {
         let (stage, microbatch) = (action.stage as usize, action.microbatch as usize);
         let index = self.index(stage, microbatch);
@@ -316,20 +322,25 @@ impl<'a> Machine<'a> {
             Kind::Forward => {
                 self.forwards[index] = end;
                 if description.backward && self.active.backwards {
-                    self.kept_bytes[rank] += description.activation_bytes;
-                    let peak = &mut self.timeline.peak_bytes[rank];
-                    *peak = (*peak).max(self.kept_bytes[rank]);
+                    self.keep(rank, description.activation_bytes);
                 }
             }
-            Kind::Backward | Kind::Input => self.backwards[index] = end,
-            Kind::Weight => self.weights[index] = end,
+            Kind::Backward => {
+                self.backwards[index] = end;
+                self.kept_bytes[rank] -= description.activation_bytes;
+            }
+            Kind::Input => {
+                self.backwards[index] = end;
+                self.kept_bytes[rank] -= description.activation_bytes;
+                self.keep(rank, description.waiting_bytes);
+            }
+            Kind::Weight => self.kept_bytes[rank] -= description.waiting_bytes,
             Kind::RecvForward => self.values[index] += 1,
             Kind::RecvBackward => self.gradients[index] += 1,
             Kind::SendForward | Kind::SendBackward => {}
         }
         if matches!(action.kind, Kind::Backward | Kind::Weight) {
             self.weights[index] = end;
-            self.kept_bytes[rank] -= description.activation_bytes;
         }
         if matches!(action.kind, Kind::Forward | Kind::Backward | Kind::Weight) {
             let active = self.active.note(rank, microbatch);

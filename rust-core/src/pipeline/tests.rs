@@ -214,6 +214,7 @@ fn graphs_that_make_no_sense_are_refused() {
         rank,
         costs: Costs::UNIT,
         activation_bytes: 1,
+        waiting_bytes: 1,
         inputs: inputs.iter().map(|&from| Edge { from, bytes: 0 }).collect(),
         backward,
     };
@@ -239,16 +240,26 @@ fn transfers_take_their_time() {
 
 /// A graph of any form: branches, skip connections, ranks that come again, parts without a backward.
 fn any_graph() -> impl Strategy<Value = Graph> {
-    let stage = (0_usize..6, any::<[bool; 12]>(), any::<bool>(), (0_u64..5, 0_u64..5, 0_u64..5), 0_u64..4);
+    let bytes = (0_u64..4, 0_u64..4);
+    let stage = (0_usize..6, any::<[bool; 12]>(), any::<bool>(), (0_u64..5, 0_u64..5, 0_u64..5), bytes);
     (1_usize..6, 1_usize..9, prop::collection::vec(stage, 1..12), 0_u64..3, 0_u64..3).prop_map(
         |(ranks, microbatches, drawn, latency, bytes_per_tick)| {
             let mut stages: Vec<Stage> = Vec::new();
-            for (index, (rank, takes, trains, (forward, input, weight), bytes)) in drawn.into_iter().enumerate() {
+            for (index, (rank, takes, trains, (forward, input, weight), (kept, waiting))) in
+                drawn.into_iter().enumerate()
+            {
                 let inputs: Vec<Edge> =
                     (0..index).filter(|&from| takes[from]).map(|from| Edge { from, bytes: from as u64 }).collect();
                 let backward = trains || inputs.iter().any(|edge| stages[edge.from].backward);
                 let costs = Costs { forward, input, weight };
-                stages.push(Stage { rank: rank % ranks, costs, activation_bytes: bytes, inputs, backward });
+                stages.push(Stage {
+                    rank: rank % ranks,
+                    costs,
+                    activation_bytes: kept,
+                    waiting_bytes: waiting,
+                    inputs,
+                    backward,
+                });
             }
             Graph::new(ranks, microbatches, stages, Link { latency, bytes_per_tick }).expect("it is a valid graph")
         },

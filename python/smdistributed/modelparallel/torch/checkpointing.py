@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPValidationError
+from smdistributed.modelparallel.torch import prices
 from smdistributed.modelparallel.torch.recording import active
 from smdistributed.modelparallel.torch.state import state
 
@@ -55,6 +56,10 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
 
 def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
     """PyTorch's, which keeps the arguments by hooks around it, and what is inside by its own."""
+    counter = prices.counter()
+    if counter is not None:
+        with counter.computing_again(args, kwargs):
+            return function(*args, **kwargs)
     offloader = None if state.model is None else state.model.offloader
     with contextlib.nullcontext() if offloader is None else offloader.hooks():
         return torch.utils.checkpoint.checkpoint(

@@ -109,7 +109,8 @@ def _row(task: Task) -> tuple:
     takes = [value.index for value in task.inputs if value.parameter is None]
     price = prices.UNKNOWN if task.outcome is None else task.outcome.price
     return (
-        task.rank, task.level, takes, _makes(task.outputs), (price.forward, price.input, price.weight), price.kept_bytes,
+        task.rank, task.level, takes, _makes(task.outputs), (price.forward, price.input, price.weight),
+        (price.kept_bytes, price.waiting_bytes),
     )  # fmt: skip
 
 

@@ -112,9 +112,10 @@ class Outcomes:
             tensor.requires_grad_()
             return tensor if leaf else _Alias.apply(tensor)
 
-    def module(self, module: nn.Module) -> Callable[..., Any]:
-        """``module`` as a function, with fake parameters."""
+    def module(self, module: nn.Module, what: Callable[..., Any]) -> Callable[..., Any]:
+        """``what``, which calls ``module`` or is it, with fake parameters."""
         module = getattr(module, "_orig_mod", module)
+        caller = module if isinstance(what, nn.Module) else _Caller(module, what)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
@@ -124,11 +125,25 @@ class Outcomes:
                 *module.named_parameters(remove_duplicate=False),
                 *module.named_buffers(remove_duplicate=False),
             ):
-                tensors[name] = self._counter.parameter(self.fake(Meta.of(tensor), leaf=True))
+                tensors[name if caller is module else f"module.{name}"] = self._counter.parameter(
+                    self.fake(Meta.of(tensor), leaf=True)
+                )
             with preserved_attributes(module):
-                return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=True)
+                return torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
 
         return call
+
+
+class _Caller(nn.Module):
+    """A function that calls a module, as a module with its parameters."""
+
+    def __init__(self, module: nn.Module, what: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.what = module, what
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return self.what(*args, **kwargs)
 
 
 class _Alias(torch.autograd.Function):

@@ -5,6 +5,9 @@ Only ratios matter. They are about those of a current accelerator that computes 
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,21 +33,25 @@ _FLOPS[_aten._scaled_dot_product_flash_attention_for_cpu] = lambda q, k, v, *arg
 
 
 class Price(NamedTuple):
-    """Of a task, for one microbatch: nanoseconds of its forward and of both parts of its backward, and the bytes that it keeps
-    beside what goes in and comes out."""
+    """Of a task, for one microbatch: nanoseconds of its forward and of both parts of its backward; the bytes that it keeps for
+    the first part beside what goes in and comes out, and those that it keeps from there to the second one."""
 
     forward: int
     input: int
     weight: int
     kept_bytes: int
+    waiting_bytes: int
 
 
 #: Of what nobody could look at.
-UNKNOWN = Price(*[int(OPERATION_NANOSECONDS)] * 3, 0)
+UNKNOWN = Price(*[int(OPERATION_NANOSECONDS)] * 3, 0, 0)
 
 
 def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:
     """What an operation takes that reads and writes so many bytes."""
+    if func._schema.name.startswith("aten::empty"):
+        # Memory without numbers.
+        return 0.0
     flops = _FLOPS.get(func._overloadpacket)
     arithmetic = flops(*args, **kwargs, out_val=out) / FLOPS_PER_NANOSECOND if flops else 0.0
     return max(arithmetic, moved_bytes / MEMORY_BYTES_PER_NANOSECOND, OPERATION_NANOSECONDS)
@@ -60,6 +67,18 @@ def is_cast(func: Any) -> bool:
     return func is _aten._to_copy.default
 
 
+class _Active(threading.local):
+    counter: Counter | None = None
+
+
+_active = _Active()
+
+
+def counter() -> Counter | None:
+    """What counts in this thread."""
+    return _active.counter
+
+
 class Counter(TorchDispatchMode):
     """Adds up what runs inside."""
 
@@ -72,6 +91,10 @@ class Counter(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self._saved: set[int] = set()
         self._forward = self._input = self._weight = 0.0
+        # Products that may be put off take what a layer was called with, and a gradient as large as what it made.
+        self._multiplied: set[int] = set()
+        self._gradient_bytes = 0
+        self._computes_again = False
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Says that a tensor is a parameter; returns it."""
@@ -84,16 +107,34 @@ class Counter(TorchDispatchMode):
 
     def price(self) -> Price:
         """The sum."""
-        kept = sum(self._seen[key][1] for key in self._saved - self._parameters - self._outside)
-        return Price(round(self._forward), round(self._input), round(self._weight), kept)
+        kept = self._bytes(self._saved - self._parameters - self._outside)
+        waiting = self._bytes(self._multiplied) + self._gradient_bytes
+        return Price(round(self._forward), round(self._input), round(self._weight), kept, waiting)
+
+    def _bytes(self, keys: set[int]) -> int:
+        return sum(self._seen[key][1] for key in keys)
+
+    @contextlib.contextmanager
+    def computing_again(self, *arguments: Any) -> Iterator[None]:
+        """What runs inside keeps its arguments only, and runs again in the backward."""
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, torch.Tensor):
+                self._save(leaf)
+        before, self._computes_again = self._computes_again, True
+        try:
+            yield
+        finally:
+            self._computes_again = before
 
     def __enter__(self) -> Counter:
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._saving.__enter__()
+        _active.counter = self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        _active.counter = None
         self._saving.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,11 +153,13 @@ class Counter(TorchDispatchMode):
             self._forward += time
             # A gradient of either costs about as much as the forward.
             wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
-            self._input += time * min(2, len(wanted - self._parameters))
+            self._input += time * (min(2, len(wanted - self._parameters)) + self._computes_again)
             if wanted & self._parameters:
                 # Of a backward's two parts, the second one has products only.
                 if func._overloadpacket in _FLOPS:
                     self._weight += time
+                    self._multiplied |= taken - self._parameters
+                    self._gradient_bytes += self._bytes(made)
                 else:
                     self._input += time
         elif taken & self._parameters:
@@ -130,6 +173,6 @@ class Counter(TorchDispatchMode):
         return ref.cdata
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided:
+        if tensor.layout == torch.strided and not self._computes_again:
             self._saved.add(self._key(tensor))
         return tensor

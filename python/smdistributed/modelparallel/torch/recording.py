@@ -144,7 +144,7 @@ class Recording(TorchFunctionMode):
         encoder = Encoder(self._located)
         task = Task(path or type(module).__name__, what, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
         task.module = module
-        key = (id(module), module.training, self.pipeline.version)
+        key = (id(module), module.training, self.pipeline.version, call is None)
         return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
 
     def _again(self, call: Call, task: Task, tensors: list[torch.Tensor]) -> Any:
@@ -179,7 +179,7 @@ class Recording(TorchFunctionMode):
         if outcome is None:
             active.recording = None
             try:
-                call = outcomes.module(task.module) if task.module is not None else task.call
+                call = outcomes.module(task.module, task.call) if task.module is not None else task.call
                 outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf)
                 outcomes.keep(key, outcome)
             except UnknownOutcomeError:

@@ -135,7 +135,9 @@ pub(in super::super) fn hosts(text: &str) -> std::result::Result<HostList, Strin
         Some((name, slots)) if !name.is_empty() => Some((name.to_owned(), slots.parse().ok()?)),
         _ => None,
     };
-    text.split(',')
-        .map(|part| host(part).ok_or_else(|| format!("expected a list such as `a:2,b:2`, not `{part}`")))
-        .collect()
+    let part = |part: &str| match host(part) {
+        Some((name, 0)) => Err(format!("host `{name}` has no slot: expected one or more")),
+        host => host.ok_or_else(|| format!("expected a list such as `a:2,b:2`, not `{part}`")),
+    };
+    text.split(',').map(part).collect()
 }

@@ -78,6 +78,7 @@ impl Segments<'_> {
                 rank: segment.place.partition().expect("a forward segment is on a partition"),
                 costs: Costs { forward: cost, input: cost, weight: cost },
                 activation_bytes: cost,
+                waiting_bytes: cost,
                 inputs: self.edges_to(number),
                 backward: self.trains,
             });
@@ -92,6 +93,7 @@ impl Segments<'_> {
                 rank: rows[ends[ends.len() - 1]].rank,
                 costs: Costs::UNIT,
                 activation_bytes: 0,
+                waiting_bytes: 0,
                 inputs: ends.into_iter().map(|from| Edge { from, bytes: 0 }).collect(),
                 backward: true,
             });

@@ -17,7 +17,7 @@ mod looped;
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Graph, Program, transfers, validate};
+use super::{Graph, Program, Stage, transfers, validate};
 use crate::error::{Error, Result};
 
 /// See the module's text.
@@ -75,10 +75,11 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Microbatches that `rank` may have under way: those whose activations fit together.
-    fn active(&self, graph: &Graph, rank: usize) -> Result<usize> {
+    /// Microbatches that `rank` may have under way: those whose activations, and what waits for `schedule`'s second parts, fit together.
+    fn active(&self, graph: &Graph, rank: usize, schedule: Schedule) -> Result<usize> {
         let own = graph.stages().iter().filter(|stage| stage.rank == rank && stage.backward);
-        let bytes: u64 = own.map(|stage| stage.activation_bytes).sum();
+        let waits = |stage: &Stage| if schedule == Schedule::ZeroBubble { stage.waiting_bytes } else { 0 };
+        let bytes: u64 = own.map(|stage| stage.activation_bytes.max(waits(stage))).sum();
         let fitting = match self.memory_bytes {
             Some(bound) if bytes > 0 => usize::try_from(bound / bytes).unwrap_or(usize::MAX),
             _ => usize::MAX,
@@ -113,7 +114,7 @@ pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program
 /// # Errors
 /// As [`plan`].
 pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
-    let active = (0..graph.ranks()).map(|rank| bounds.active(graph, rank)).collect::<Result<Vec<_>>>()?;
+    let active = (0..graph.ranks()).map(|rank| bounds.active(graph, rank, schedule)).collect::<Result<Vec<_>>>()?;
     if schedule == Schedule::Interleaved
         && let Some(program) = looped::order(graph)
         && validate(graph, &program, bounds, true).is_ok()

@@ -1,0 +1,47 @@
+"""What calls are estimated to take and to keep."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from smdistributed.modelparallel.torch import checkpointing  # noqa: E402
+from smdistributed.modelparallel.torch.handle import Meta  # noqa: E402
+from smdistributed.modelparallel.torch.metadata import Outcomes  # noqa: E402
+
+
+class _Block(nn.Module):
+    def __init__(self, width, checkpointed):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        if checkpointed:
+            checkpointing.set_activation_checkpointing(self)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _price(call, module):
+    outcomes, taken = Outcomes(), torch.ones(32, 64, requires_grad=True)
+    return outcomes.of(outcomes.module(module, call or module), (taken,), {}, Meta.of).price
+
+
+@pytest.mark.parametrize("way", ["set", "called"])
+def test_what_is_computed_again_is_not_kept_but_what_waits_is(way):
+    module = _Block(64, False)
+    plain = _price(None, module)
+    if way == "set":
+        again = _price(None, _Block(64, True))
+    else:
+        again = _price(lambda *args: checkpointing._run(module, True, *args), module)
+    row = 32 * 64 * 4
+    # Of the norm two numbers a row and what the first layer takes, of relu what the second one takes.
+    assert plain.kept_bytes == 2 * 32 * 4 + row + 4 * row
+    assert again.kept_bytes == 0
+    # Two layers: what each takes, and a gradient as large as what it makes.
+    assert plain.waiting_bytes == again.waiting_bytes == (row + 4 * row) + (4 * row + row)
+    assert again.forward == plain.forward
+    assert (again.input, again.weight) == (plain.input + plain.forward, plain.weight)
