@@ -739,6 +739,10 @@ def _arguments():
     smp.init({"partitions": 2, "microbatches": 2})
     model, x = _two_layers(smp.DistributedModel), tf.ones([8, 3])
     smp.step(lambda x: model(x))(x)
+    # What TensorFlow does not try to compute when it optimizes the graph.
+    drawing = smp.step(lambda x: [model(x), tf.random.normal([2])]).get_concrete_function(x).graph
+    kinds = {op.type for op in drawing.get_operations() if op.type.endswith("PartitionedCall")}
+    assert kinds == {"StatefulPartitionedCall"}, kinds
 
     def traces(calls, **options):
         shapes = []

@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -268,6 +269,9 @@ class Program:
         body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         concrete = function.get_concrete_function(*(tf.TensorSpec(each.shape, each.dtype) for each in inputs))
+        # TensorFlow would compute a call that takes constants alone when it optimizes the graph, where it does not find the function.
+        options = concrete._inference_function._call_options
+        concrete._inference_function._call_options = dataclasses.replace(options, is_stateful=True)
         self._functions[segment] = concrete
         return concrete
 
