@@ -194,7 +194,7 @@ def collectives_body():
 def test_collectives_equal_nccl():
     # NCCL's order of summation is compared with itself.
     failed = run_ranks(
-        collectives_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15", "SMD_P2P_MAX_BYTES": "0"}, timeout=90
+        collectives_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "40", "SMD_P2P_MAX_BYTES": "0"}, timeout=90
     )
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 
@@ -336,7 +336,7 @@ def backend_body():
 
 
 def test_backend_equals_nccl():
-    failed = run_ranks(backend_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    failed = run_ranks(backend_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "40"}, timeout=90)
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 
 

@@ -64,6 +64,9 @@ def worker(rank: int, backend: str, answers: int) -> None:
         test.rank, test.file_name = rank, store
         # Where a test starts its groups anew.
         os.environ["INIT_METHOD"] = f"file://{store}-again"
+        # Some tests set it, and leave it so.
+        os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
+        dist.set_debug_level_from_env()
         outcome, text = "passed", ""
         try:
             seconds = distributed_test.CUSTOM_PG_TIMEOUT.get(name, distributed_test.default_pg_timeout)
