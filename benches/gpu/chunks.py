@@ -63,7 +63,7 @@ def compiled(changes: dict[str, str]) -> bytes:
             raise ValueError(f"chunks.cu has no `{before}`")
         text = text.replace(before, after)
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"chunks.cu", 0, None, None))
-    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", "-DOP=Sum"]
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", "-DOP=Sum", "-DRANKS=2"]
     check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
     check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)

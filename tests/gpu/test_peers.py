@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -177,11 +178,11 @@ def chunks_body():
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
     for turn in range(3):
-        first, second = (_values(torch, torch.float32, x.numel(), 10 * turn + member) for member in range(size))
-        x.copy_(second if rank else first)
+        values = [_values(torch, torch.float32, x.numel(), 10 * turn + member) for member in range(size)]
+        x.copy_(values[rank])
         graph.replay()
         torch.ops.smd.all_reduce_(small, "max", 0)
-        if text := _differ(torch, x, first + second):
+        if text := _differ(torch, x, functools.reduce(torch.add, values)):
             failed.append(f"replay {turn}: {text}")
     c10d.destroy_process_group()
     return failed
@@ -190,6 +191,34 @@ def chunks_body():
 def test_large_ones_have_the_bits_of_the_cpu():
     failed = run_ranks(chunks_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
     assert failed == [[]] * 2, "\n".join(line for rank in failed for line in rank)
+
+
+def buckets_body():
+    """Gradients that are known numbers, as a reducer's buckets; twice, as the second step reduces them where they lie."""
+    torch, _, rank, _ = _start()
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+    failed = []
+    for elems in (2_500_003, 9_000_000, 30_000_001):
+        for kind, values in _kinds(torch, elems, elems + 10 * rank).items():
+            expected = values.clone()
+            torch.ops.smd.all_reduce_(expected, "average", 0)
+            inner = torch.nn.Module()
+            inner.weight, inner.bias = (torch.nn.Parameter(torch.zeros(n, device="cuda")) for n in (elems, 5))
+            inner.forward = lambda x, inner=inner: (inner.weight * x).sum() + inner.bias.sum()
+            model = DDP(inner)
+            for step in range(3):
+                model(values.cuda()).backward()
+                if text := _differ(torch, inner.weight.grad, expected):
+                    failed.append(f"{kind} of {elems} in step {step}: {text}")
+                model.zero_grad(set_to_none=step == 0)
+    return failed
+
+
+@several
+def test_gradients_of_large_buckets_have_the_bits_of_the_cpu(n):
+    failed = run_ranks(buckets_body, n, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
+    assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
 
 def order_body():

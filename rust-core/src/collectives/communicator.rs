@@ -160,7 +160,7 @@ impl Communicator {
                 Err(Error::Unsupported("operations on rows of CUDA tensors are submitted, not run".into()))
             }
             _ if cuda::is_on_device(request) => {
-                self.shared.cuda.run(std::slice::from_ref(request), timeout, Beside::Computation)
+                self.shared.cuda.run(std::slice::from_ref(request), timeout, Beside::Unknown)
             }
             Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),

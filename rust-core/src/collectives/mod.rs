@@ -47,6 +47,8 @@ pub enum Beside {
     Computation,
     /// Nothing: what comes next waits for the operation.
     Nothing,
+    /// That is the script's to know: the operation is a call of its.
+    Unknown,
 }
 
 /// How values of different ranks become one.

@@ -26,10 +26,11 @@ pub struct Source {
 }
 
 /// What sources may include.
-const HEADERS: [(&CStr, &str); 3] = [
+const HEADERS: [(&CStr, &str); 4] = [
     (c"number.cuh", include_str!("kernels/number.cuh")),
     (c"vectors.cuh", include_str!("kernels/vectors.cuh")),
     (c"arena.cuh", include_str!("kernels/arena.cuh")),
+    (c"chunk.cuh", include_str!("kernels/chunk.cuh")),
 ];
 
 /// Values of the preprocessor definitions that specialise a source.

@@ -161,7 +161,7 @@ impl Cuda {
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
         let flying = Flying::prepare(self, self.describe(first), context)?;
-        let queued = part.queue(&moved, own, Beside::Computation, false, timeout, self);
+        let queued = part.queue(&moved, own, Beside::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
         flying.depart(queued, own)
     }

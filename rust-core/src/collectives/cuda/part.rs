@@ -74,7 +74,7 @@ impl Part {
         let known = self.flights.lock().events.pop();
         let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
         let mut peer_calls = Vec::new();
-        let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests));
+        let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests, beside));
         let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
         if let Some(peers) = chunked {
             // SAFETY: as below.

@@ -1,29 +1,18 @@
 // All-reduce of many or large tensors of float32 between two members, in chunks: while a block waits for the peer's part of
 // a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
 //
-// What a member has is written to the other one as two halves of its bits. The low halves are left out where all of them
-// are zero in a unit, which they are in numbers that were bfloat16 before: gradients of what autocast casts. So half of the
-// bytes cross the link, and no bit is lost; a unit has a mark that says which it is.
-//
 // - CHK-1: a round is a call of its own in the count of calls (PEER-4), though one launch makes many. Every block makes all
 //   rounds of the launch, some of them without a chunk.
 // - CHK-2: a block has four slots in the peer's staging memory, apart from the halves of other calls. When it writes chunk
 //   c + 1 the peer has told of c - 1, so it has folded c - 3, whose slot that was.
 // - CHK-3: a member tells of a second round once the first one's fingerprints agree. All rounds have the launch's
 //   fingerprint, and a flag that has gone on to a later round is not compared (PEER-2).
-#define RANKS 2
 #define TYPE f32
-#include "arena.cuh"
-#include "vectors.cuh"
+#include "chunk.cuh"
 
-// Mirrored by collectives/cuda/p2p/chunks.rs, as are the structures.
-#define MAX_TENSORS 128
-#define THREADS 512
-#define SLOTS 4
+// Mirrored by collectives/cuda/p2p/chunks.rs.
 #define UNITS 128 // Of a chunk.
 
-constexpr int WARP = 32, WARPS = THREADS / WARP;
-constexpr int UNIT_VECTORS = 2 * WARP; // Each thread of a warp has two of a unit.
 constexpr u64 CHUNK_ELEMS = (u64)UNITS * UNIT_VECTORS * LANES;
 constexpr int WARP_UNITS = UNITS / WARPS;
 // Units that a warp loads before it goes on.
@@ -37,53 +26,9 @@ struct Slot {
   u8 unused[256 - WARPS];
 };
 
-struct Tensor {
-  const f32 *input;
-  f32 *output;
-  u64 elems;
-};
-
-struct Chunks {
-  Peers peers;
-  u64 slots; // Where they begin in an arena.
-  u32 rounds;
-  u32 count;
-  Tensor tensors[MAX_TENSORS];
-};
-
-// The chunk of a round: a part of one tensor, or nothing.
-struct Chunk {
-  u32 tensor;
-  u64 before; // Chunks of the tensors before this one.
-  u64 start;  // First vector.
-
-  // Goes on to chunk `number` of all.
-  __device__ void seek(const Chunks &all, u64 number) {
-    for (; tensor < all.count; ++tensor) {
-      const u64 chunks = (all.tensors[tensor].elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;
-      if (number < before + chunks) break;
-      before += chunks;
-    }
-    start = (number - before) * (CHUNK_ELEMS / LANES);
-  }
-};
-
 static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 number) {
   Slot *slots = (Slot *)((char *)all.peers.arenas[owner] + all.slots);
   return slots + blockIdx.x * SLOTS + number % SLOTS;
-}
-
-// The high and the low halves of two vectors.
-static __device__ __forceinline__ Vector halves(const Vector &a, const Vector &b, u32 which) {
-  return make_uint4(__byte_perm(a.x, a.y, which), __byte_perm(a.z, a.w, which), __byte_perm(b.x, b.y, which),
-                    __byte_perm(b.z, b.w, which));
-}
-constexpr u32 HIGH = 0x7632, LOW = 0x5410;
-
-// A vector of two words of high halves and two of low ones.
-static __device__ __forceinline__ Vector whole(u32 high_0, u32 high_1, u32 low_0, u32 low_1) {
-  return make_uint4(__byte_perm(low_0, high_0, 0x5410), __byte_perm(low_0, high_0, 0x7632),
-                    __byte_perm(low_1, high_1, 0x5410), __byte_perm(low_1, high_1, 0x7632));
 }
 
 static __device__ __forceinline__ f32 fold(u32 first, u32 second) {
@@ -165,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const
   } marks[2];
   Call call(all.peers);
   const u32 me = all.peers.me, other = 1 - me;
-  Chunk next = {}, last = {};
+  Chunk<CHUNK_ELEMS> next = {}, last = {};
   for (u32 round = 0; round <= all.rounds; ++round) {
     if (round < all.rounds) {
       next.seek(all, (u64)round * gridDim.x + blockIdx.x);

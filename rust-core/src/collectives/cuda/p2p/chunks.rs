@@ -1,24 +1,73 @@
-//! All-reduces of float32 that are large, or many, between two members: one launch that goes from chunk to chunk
-//! (`device/kernels/chunks.cu`).
+//! All-reduces of float32 that are large, or many: one launch that goes from chunk to chunk. Of two members both fold a
+//! chunk (`device/kernels/chunks.cu`), of more each folds a part of it (`parts.cu`).
 
+use std::ops::RangeInclusive;
+
+use super::ways::CHUNKS_ABOVE;
 use super::{ALL, HEADER_BYTES, Peers, PeersArgument, Turn, op_name};
 use crate::buffer::DType;
 use crate::collectives::{Beside, ReduceOp, Request};
 use crate::device::{Context, Grid, Kernel, Source, Stream};
 use crate::error::{Error, Result};
 
-const SOURCE: Source = Source { name: "chunks.cu", text: include_str!("../../../device/kernels/chunks.cu") };
+/// Kernels for groups of one size.
+struct Layout {
+    source: &'static Source,
+    entry: &'static str,
+    /// Elements of a chunk.
+    chunk_elems: usize,
+    /// Of a block, for one round.
+    slot_bytes: usize,
+    /// Calls of a launch beyond its rounds.
+    more_calls: u32,
+}
 
-pub(super) const ENTRY: &str = "all_reduce_chunks";
-/// Mirrored by chunks.cu, as are the next ones and the structures.
+static HALVES: Source = Source { name: "chunks.cu", text: include_str!("../../../device/kernels/chunks.cu") };
+static PARTS: Source = Source { name: "parts.cu", text: include_str!("../../../device/kernels/parts.cu") };
+
+/// Mirrored by chunk.cuh, as are the next two, the structures, and the sizes of the layouts.
 const MAX_TENSORS: usize = 128;
 const THREADS: u32 = 512;
 const SLOTS: usize = 4;
-/// Elements of a chunk.
-const CHUNK_ELEMS: usize = 32 << 10;
-const SLOT_BYTES: usize = 4 * CHUNK_ELEMS + 256;
-/// Members for which there are slots.
-const MEMBERS: usize = 2;
+/// Elements and bytes of what a warp moves at once.
+const UNIT_ELEMS: usize = 256;
+const UNIT_BYTES: usize = 4 * UNIT_ELEMS;
+/// Members for which there are kernels: with more, what each one folds of a chunk becomes small.
+const MEMBERS: RangeInclusive<usize> = 2..=8;
+
+impl Layout {
+    /// For a group of `size`, if it can have chunks.
+    fn of(size: usize) -> Option<Self> {
+        if !MEMBERS.contains(&size) {
+            return None;
+        }
+        if size == 2 {
+            let slot_bytes = 128 * UNIT_BYTES + 256;
+            return Some(Self {
+                source: &HALVES,
+                entry: "all_reduce_chunks",
+                chunk_elems: 128 * UNIT_ELEMS,
+                slot_bytes,
+                more_calls: 0,
+            });
+        }
+        let part_units = if size <= 4 { 32 } else { 16 };
+        let (sent, results) = (part_units * UNIT_BYTES + 256, part_units * UNIT_BYTES);
+        Some(Self {
+            source: &PARTS,
+            entry: "all_reduce_parts",
+            chunk_elems: size * part_units * UNIT_ELEMS,
+            slot_bytes: (size - 1) * (sent + results),
+            more_calls: 1,
+        })
+    }
+
+    fn kernel(&self, context: &'static Context, op: ReduceOp, size: usize) -> Result<&'static Kernel> {
+        let ranks = size.to_string();
+        Kernel::get(context, self.source, self.entry, &[("OP", op_name(op)), ("RANKS", ranks.as_str())])
+    }
+}
+
 /// Most blocks of a launch, for which there are slots.
 const CHANNELS: usize = 64;
 
@@ -26,12 +75,12 @@ const CHANNELS: usize = 64;
 /// multiprocessors to a computation.
 fn channels(beside: Beside) -> usize {
     match beside {
-        Beside::Computation => CHANNELS / 2,
+        Beside::Computation | Beside::Unknown => CHANNELS / 2,
         Beside::Nothing => CHANNELS,
     }
 }
 
-/// `Tensor` of chunks.cu.
+/// `Tensor` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Tensor {
@@ -40,7 +89,7 @@ struct Tensor {
     elems: u64,
 }
 
-/// `Chunks` of chunks.cu.
+/// `Chunks` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChunksArgument {
@@ -55,12 +104,16 @@ const _: () = assert!(size_of::<ChunksArgument>() <= 4096, "a launch has room fo
 
 /// Bytes of the slots of a member of a group of `size`.
 pub(super) fn slots_bytes(size: usize) -> usize {
-    if size == MEMBERS { CHANNELS * SLOTS * SLOT_BYTES } else { 0 }
+    Layout::of(size).map_or(0, |layout| CHANNELS * SLOTS * layout.slot_bytes)
 }
 
-/// The kernel for `op`.
-pub(super) fn kernel(context: &'static Context, op: ReduceOp) -> Result<&'static Kernel> {
-    Kernel::get(context, &SOURCE, ENTRY, &[("OP", op_name(op))])
+/// The kernel of a group of `size` for `op`, with its name, if there is one.
+pub(super) fn kernel(
+    context: &'static Context,
+    op: ReduceOp,
+    size: usize,
+) -> Result<Option<(&'static str, &'static Kernel)>> {
+    Layout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, op, size)?))).transpose()
 }
 
 /// The operation of `requests`, if chunks are for them: all-reduces of float32 alike.
@@ -81,14 +134,24 @@ fn grid(chunks: usize, beside: Beside) -> (Grid, u32) {
 
 impl Peers {
     /// Whether `requests` are for [`Peers::queue_chunks`]; the same on all members.
-    pub fn accepts_chunks(&self, requests: &[Request]) -> bool {
+    pub fn accepts_chunks(&self, requests: &[Request], beside: Beside) -> bool {
         let bytes = |request: &Request| match request {
             Request::AllReduce { input, .. } => input.bytes(),
             _ => 0,
         };
-        self.size == MEMBERS
+        MEMBERS.contains(&self.size)
             && operation(requests).is_some()
-            && requests.iter().map(bytes).sum::<usize>() >= self.tuning().chunks_bytes
+            && requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(beside)
+    }
+
+    /// Bytes of the smallest operation that goes in chunks. Between more than two members NCCL is faster for numbers that
+    /// use all of their bits, so that only a reducer's buckets do, whose numbers mostly were bfloat16.
+    fn least_in_chunks(&self, beside: Beside) -> usize {
+        match beside {
+            _ if self.size == 2 => self.tuning().chunks_bytes,
+            Beside::Unknown => usize::MAX,
+            Beside::Computation | Beside::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
+        }
     }
 
     /// Queues `requests`, which [`Peers::accepts_chunks`], into `stream`. How many calls this member has made then, as
@@ -121,7 +184,9 @@ impl Peers {
         beside: Beside,
         stream: &Stream,
     ) -> Result<()> {
-        let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(CHUNK_ELEMS)).sum();
+        let layout = Layout::of(self.size)
+            .ok_or_else(|| Error::Internal(format!("a group of {} was to go in chunks", self.size)))?;
+        let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
         let (grid, rounds) = grid(chunks, beside);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
         let call: Vec<u64> = [3, op as u64, ALL, u64::from(grid.blocks)].into_iter().chain(lengths).collect();
@@ -133,10 +198,10 @@ impl Peers {
             tensors: [Tensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
         };
         argument.tensors[..tensors.len()].copy_from_slice(tensors);
-        let kernel = turn.kernel(ENTRY, DType::Float32, op, || kernel(self.context, op))?;
+        let kernel = turn.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
         // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8) and have slots, the rest is the
         // caller's promise.
-        unsafe { self.launch(turn, kernel, grid, rounds, &argument, stream) }
+        unsafe { self.launch(turn, kernel, grid, rounds + layout.more_calls, &argument, stream) }
     }
 }
 
@@ -159,9 +224,13 @@ mod tests {
     #[test]
     fn the_kernel_compiles_for_every_reduction() {
         for op in ReduceOp::ALL.into_iter().filter(|op| kernels::check(DType::Float32, *op).is_ok()) {
-            if compile_for_test(&SOURCE, &[("OP", op_name(op))]).is_none() {
+            if compile_for_test(&HALVES, &[("OP", op_name(op)), ("RANKS", "2")]).is_none() {
                 return;
             }
+            compile_for_test(&PARTS, &[("OP", op_name(op)), ("RANKS", "4")]);
+        }
+        for size in 3..=*MEMBERS.end() {
+            compile_for_test(&PARTS, &[("OP", "Sum"), ("RANKS", size.to_string().as_str())]);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Operations between the devices of one host, without NCCL: one kernel a call, which writes to the peers' memory over
 //! NVLink or PCIe. It starts faster than NCCL's and folds as COL-1 says, so the result is bit by bit the CPU's (but for the
-//! payload of a NaN). Small ones of any group, and large all-reduces between two members ([`chunks`]).
+//! payload of a NaN). Small ones of any group, and large all-reduces between at most eight ([`chunks`]).
 //!
 //! Each member has an *arena* on its device, which its peers map: flags by which the kernels' blocks meet, and staging
 //! memory. `device/kernels/arena.cuh` says how kernels use it, and holds the invariants PEER-1 to PEER-5. On the host:
@@ -202,8 +202,8 @@ impl Peers {
             let (dtype, op) = (DType::Float32, ReduceOp::Sum);
             let known = |entry| Ok((entry, dtype, op, kernel(context, entry, dtype, op, size)?));
             kernels = [Way::ONE_SHOT, Way::TWO_SHOT].into_iter().map(known).collect::<Result<_>>()?;
-            if chunks::slots_bytes(size) > 0 {
-                kernels.push((chunks::ENTRY, dtype, op, chunks::kernel(context, op)?));
+            if let Some((entry, kernel)) = chunks::kernel(context, op, size)? {
+                kernels.push((entry, dtype, op, kernel));
             }
             Ok(())
         };
@@ -247,7 +247,7 @@ impl Peers {
     /// Whether an all-reduce of `bytes` would be made as `tuning` says: in one piece, or in chunks.
     pub fn takes(&self, bytes: usize, tuning: &Tuning) -> bool {
         if tuning.chunks_bytes <= bytes {
-            return chunks::slots_bytes(self.size) > 0;
+            return self.size == 2;
         }
         let one_shot = Way::all_reduce(bytes, self.size, self.half_bytes, tuning).entry == Way::ONE_SHOT;
         bytes <= self.piece_bytes() && one_shot == (bytes <= tuning.one_shot_bytes)

@@ -7,7 +7,7 @@ use crate::device::Grid;
 const THREADS: u32 = 512;
 
 /// Largest message for which chunks are no faster than one shot or NCCL.
-const CHUNKS_ABOVE: usize = 8 << 20;
+pub(super) const CHUNKS_ABOVE: usize = 8 << 20;
 
 /// Where members of a group change over from one way to the next; the same on all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -18,7 +18,7 @@ pub struct Tuning {
     pub peer_bytes: usize,
     /// Most blocks of a launch; each meets one of every peer.
     pub channels: u32,
-    /// Smallest operation that goes in chunks where that is possible, in bytes.
+    /// Smallest operation between two members that goes in chunks, in bytes.
     #[serde(default = "never")]
     pub chunks_bytes: usize,
 }
@@ -40,7 +40,8 @@ impl Tuning {
             3..=4 => 512 << 10,
             _ => 256 << 10,
         };
-        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes: peer_bytes.max(CHUNKS_ABOVE).saturating_add(1) }
+        let chunks_bytes = if size == 2 { peer_bytes.max(CHUNKS_ABOVE).saturating_add(1) } else { usize::MAX };
+        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes }
     }
 }
 

@@ -1,0 +1,60 @@
+// What kernels that go from chunk to chunk share: tensors of float32, which are divided into chunks of CHUNK_ELEMS, and the
+// halves of their bits. What a member has crosses the link as two halves; the low ones are left out where all of them
+// are zero in a unit, which they are in numbers that were bfloat16 before: gradients of what autocast casts. So half of the
+// bytes cross the link, and no bit is lost; a unit has a mark that says which it is.
+#pragma once
+
+#include "arena.cuh"
+#include "vectors.cuh"
+
+// Mirrored by collectives/cuda/p2p/chunks.rs, as are the structures.
+#define MAX_TENSORS 128
+#define THREADS 512
+#define SLOTS 4
+
+constexpr int WARP = 32, WARPS = THREADS / WARP;
+constexpr int UNIT_VECTORS = 2 * WARP; // Each thread of a warp has two of a unit.
+
+struct Tensor {
+  const f32 *input;
+  f32 *output;
+  u64 elems;
+};
+
+struct Chunks {
+  Peers peers;
+  u64 slots; // Where they begin in an arena.
+  u32 rounds;
+  u32 count;
+  Tensor tensors[MAX_TENSORS];
+};
+
+// The chunk of a round: a part of one tensor, or nothing.
+template <u64 CHUNK_ELEMS> struct Chunk {
+  u32 tensor;
+  u64 before; // Chunks of the tensors before this one.
+  u64 start;  // First vector.
+
+  // Goes on to chunk `number` of all.
+  __device__ void seek(const Chunks &all, u64 number) {
+    for (; tensor < all.count; ++tensor) {
+      const u64 chunks = (all.tensors[tensor].elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;
+      if (number < before + chunks) break;
+      before += chunks;
+    }
+    start = (number - before) * (CHUNK_ELEMS / LANES);
+  }
+};
+
+// The high and the low halves of two vectors.
+static __device__ __forceinline__ Vector halves(const Vector &a, const Vector &b, u32 which) {
+  return make_uint4(__byte_perm(a.x, a.y, which), __byte_perm(a.z, a.w, which), __byte_perm(b.x, b.y, which),
+                    __byte_perm(b.z, b.w, which));
+}
+constexpr u32 HIGH = 0x7632, LOW = 0x5410;
+
+// A vector of two words of high halves and two of low ones.
+static __device__ __forceinline__ Vector whole(u32 high_0, u32 high_1, u32 low_0, u32 low_1) {
+  return make_uint4(__byte_perm(low_0, high_0, 0x5410), __byte_perm(low_0, high_0, 0x7632),
+                    __byte_perm(low_1, high_1, 0x5410), __byte_perm(low_1, high_1, 0x7632));
+}
