@@ -52,6 +52,7 @@ pub mod makers;
 pub mod plan;
 mod runner;
 mod sizes;
+mod state;
 pub mod step;
 #[cfg(test)]
 mod tests;
@@ -59,8 +60,9 @@ mod tests;
 pub use arena::{Arena, SlotLease};
 pub use launcher::DeviceBucket;
 pub use plan::{Bucket, Plan, Slot};
-pub use runner::{Listener, News, Record, Reducer};
+pub use runner::{Listener, News, Reducer};
 pub use sizes::{bucket_bytes, bucket_sizes};
+pub use state::Record;
 pub use step::Step;
 
 /// What the plan needs to know of a parameter.

@@ -1,24 +1,21 @@
-//! A plan, a window and a communicator at work.
+//! A plan, a window and a communicator at work: who drives the steps of a [`State`].
 //!
 //! Threads: autograd threads call [`Reducer::mark_ready`], which takes one short lock and may queue an operation; the
 //! communicator's worker thread runs it and queues the next; the thread that called backward waits in
 //! [`Reducer::finish`]. No lock is held while an operation is queued or runs.
 
-use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ballot::Vote;
-use super::copy::{self, Move};
 use super::fingerprint::{self, Description, view};
-use super::history::{History, Part};
+use super::history::Part;
 use super::launcher::{DeviceBucket, HeldBucket, Launched, Launcher};
-use super::lending::Lending;
-use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, Slot, SlotLease, Step};
+use super::state::{Action, Layout, Record, State};
+use super::{Arena, Options, ParamSpec, Plan, Reduction, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::device::Context;
@@ -60,107 +57,6 @@ pub enum News {
     Settled,
 }
 
-/// What changes when the plan is made anew.
-#[derive(Clone)]
-struct Layout {
-    plan: Arc<Plan>,
-    /// Not for gradients on a device.
-    arena: Option<Arc<Arena>>,
-    /// New for each layout.
-    number: u64,
-}
-
-struct State {
-    options: Options,
-    layout: Layout,
-    active: Option<Active>,
-    /// Counts steps, so that a late answer of an earlier one is told apart.
-    steps: u64,
-    /// Backwards since the last reduced one.
-    accumulated: u32,
-    /// Parameters that got a gradient since the last reduced step; only where parameters may get none.
-    used: Vec<u8>,
-    /// Of a static graph.
-    history: Option<History>,
-    /// Parameters that any rank uses, of a static graph, once known.
-    used_always: Option<Vec<bool>>,
-    lending: Lending,
-    rebuilt: bool,
-    record: Record,
-    /// What the others were not told of a step that was abandoned, as they waited for nothing more of it.
-    untold: Option<(u64, String)>,
-}
-
-/// What the last reduced step did, for whoever looks for lost time.
-#[derive(Clone, Debug, Default)]
-pub struct Record {
-    /// Parameters in the order in which their gradients came.
-    pub order: Vec<usize>,
-    /// When the first bucket was ready to be reduced, on [`trace::now`]'s clock.
-    pub communication_start: u64,
-    /// When the last one was reduced.
-    pub communication_end: u64,
-    /// Whether the plan follows an observed order (RED-5).
-    pub rebuilt: bool,
-    /// Bytes of parameters that no rank used.
-    pub unused_bytes: usize,
-}
-
-/// A step that is under way.
-struct Active {
-    id: u64,
-    step: Step,
-    /// Gradients that are not in their slots.
-    elsewhere: HashMap<usize, *mut u8>,
-    /// By parameter: which of its slots the gradient is in, if it is in one.
-    copies: Vec<usize>,
-    /// Full buckets that are not yet handed to the communicator.
-    queue: VecDeque<usize>,
-    /// Whether the communicator works for this step.
-    in_flight: bool,
-    /// Whether the bucket in flight lies in the spare range.
-    bounced: bool,
-    reduced: usize,
-    error: Option<Error>,
-    /// Set when this rank cannot go on: what it tells the others, if they still wait for something.
-    giving_up: Option<String>,
-    /// Whether the others do more together in this step than to reduce its buckets.
-    more_follows: bool,
-    /// Whether the step is only kept until the communicator has answered.
-    abandoned: bool,
-    /// Whether it is not yet known that all members take part: nothing is handed to the communicator.
-    held: bool,
-    /// Whether it is known that they do not: gradients may still come, and count for nothing.
-    refused: bool,
-    /// Of a round that began with a vote, until this member waits for its end.
-    vote: Option<Vote>,
-    /// Why its end is not waited for any longer, whatever is under way.
-    called_off: Option<Error>,
-    /// From the first bucket that was full to the last one that was reduced.
-    communication: Range<u64>,
-    times: Vec<BucketTimes>,
-}
-
-// SAFETY: the pointers in `elsewhere` are gradients whose owner keeps them alive and untouched from `mark_ready` until
-// the step has ended (the contract of `mark_ready`); any thread may read and write them in between.
-unsafe impl Send for Active {}
-
-/// When what happened to a bucket, in the timeline's nanoseconds; zero while the timeline is off.
-#[derive(Clone, Copy, Default)]
-struct BucketTimes {
-    first_ready: u64,
-    full: u64,
-    submitted: u64,
-}
-
-/// What to do next, decided under the lock and done without it.
-enum Action {
-    Nothing,
-    /// The step, the bucket, where in the window its values are, and as what and how they become one.
-    Reduce(u64, usize, Layout, usize, (DType, ReduceOp)),
-    GiveUp(u64, String),
-}
-
 impl Reducer {
     /// A reducer for `params` over `communicator`, which nothing else may use while a backward runs. Collective:
     /// compares the parameters with the other members' and makes the window.
@@ -175,21 +71,8 @@ impl Reducer {
         let layout = Layout::new(&communicator, Plan::initial(&params, &options), options.on_device)?;
         tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
         Ok(Arc::new(Self {
+            state: Mutex::new(State::new(&params, options, layout, communicator.members().size() > 1)),
             communicator,
-            state: Mutex::new(State {
-                layout,
-                active: None,
-                steps: 0,
-                accumulated: 0,
-                used: vec![0; params.len()],
-                history: options.static_graph.then(|| History::new(params.len())),
-                used_always: None,
-                options,
-                lending: Lending::new(params.iter().map(ParamSpec::bytes)),
-                rebuilt: false,
-                untold: None,
-                record: Record::default(),
-            }),
             params: params.into(),
             changed: Condvar::new(),
             launcher: OnceLock::new(),
@@ -229,13 +112,7 @@ impl Reducer {
         fingerprint::agree(&self.communicator, &description)?;
         let Description { params, options } = description;
         let layout = Layout::new(&self.communicator, Plan::initial(&params, &options), options.on_device)?;
-        let state = &mut *self.state.lock();
-        state.layout = layout;
-        state.history = options.static_graph.then(|| History::new(params.len()));
-        state.used_always = None;
-        state.used.fill(0);
-        state.rebuilt = false;
-        state.options = options;
+        self.state.lock().configure(options, layout);
         Ok(())
     }
 
@@ -288,7 +165,7 @@ impl Reducer {
             return Ok(false);
         }
         state.accumulated = 0;
-        self.open(&mut state, false, None);
+        state.open(false, None);
         Ok(true)
     }
 
@@ -299,7 +176,7 @@ impl Reducer {
     /// As [`Reducer::begin`].
     pub(super) fn begin_held(&self, vote: Option<Vote>) -> Result<u64> {
         let mut state = self.settle()?;
-        self.open(&mut state, true, vote);
+        state.open(true, vote);
         Ok(state.steps)
     }
 
@@ -316,22 +193,7 @@ impl Reducer {
 
     fn unhold(self: &Arc<Self>, round: u64, cancel: bool) {
         let action = {
-            let state = &mut *self.state.lock();
-            let Some(active) = state.active.as_mut().filter(|active| active.id == round && active.held) else { return };
-            let action = match cancel {
-                true => {
-                    active.refused = true;
-                    Action::Nothing
-                }
-                false => {
-                    active.held = false;
-                    self.next(state)
-                }
-            };
-            let over = |active: &Active| active.abandoned && !active.in_flight && matches!(action, Action::Nothing);
-            if state.active.as_ref().is_some_and(over) {
-                state.active = None;
-            }
+            let Some(action) = self.state.lock().unhold(round, cancel) else { return };
             self.changed.notify_all();
             action
         };
@@ -360,35 +222,6 @@ impl Reducer {
         if let Err(error) = vote.ask_for_end(move |error| reducer.call_off(round, error)) {
             self.call_off(round, error);
         }
-    }
-
-    fn open(&self, state: &mut State, held: bool, vote: Option<Vote>) {
-        state.steps += 1;
-        state.untold = None;
-        if let Some(history) = &mut state.history {
-            history.start();
-        }
-        let plan = &state.layout.plan;
-        state.active = Some(Active {
-            id: state.steps,
-            step: Step::new(plan),
-            elsewhere: HashMap::new(),
-            copies: vec![0; plan.num_params()],
-            queue: VecDeque::new(),
-            in_flight: false,
-            bounced: false,
-            reduced: 0,
-            error: None,
-            giving_up: None,
-            more_follows: !state.rebuilt || (state.options.may_leave_unused() && state.used_always.is_none()),
-            abandoned: false,
-            held,
-            refused: false,
-            vote,
-            called_off: None,
-            communication: 0..0,
-            times: vec![BucketTimes::default(); plan.buckets().len()],
-        });
     }
 
     /// Waits until no abandoned step is left.
@@ -495,51 +328,12 @@ impl Reducer {
     pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8, used: bool) -> Result<Range<usize>> {
         let action = {
             let state = &mut *self.state.lock();
-            let Some(active) = state.active.as_mut().filter(|active| !active.abandoned) else {
-                return Err(Error::Internal(format!("`{}` got a gradient outside backward", self.params[param].name)));
-            };
-            if let Some(error) = &active.error {
-                return Err(error.clone());
-            }
-            let Layout { plan, arena, .. } = &state.layout;
-            let Some(launch) = active.step.mark_ready(plan, param) else {
-                return Err(Error::InvalidArgument(format!(
-                    "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already: \
-                     re-entrant checkpointing does this to a parameter that several checkpoints use; pass \
-                     `use_reentrant=False` to `checkpoint`, or `static_graph=True` to DistributedDataParallel",
-                    self.params[param].name
-                )));
-            };
-            let used = state.history.as_ref().map_or(used, |history| history.has_gradient(param));
-            if used && state.options.may_leave_unused() {
-                state.used[param] = 1;
-            }
-            if let Some(arena) = arena
-                && self.params[param].bytes() > 0
-            {
-                match arena.copy_at(param, ptr) {
-                    Some(copy) => active.copies[param] = copy,
-                    None => drop(active.elsewhere.insert(param, ptr)),
-                }
-            }
-            let now = if trace::enabled() || !launch.is_empty() { trace::now() } else { 0 };
-            if active.communication.start == 0 && !launch.is_empty() {
-                active.communication.start = now;
-            }
-            if trace::enabled() {
-                let times = &mut active.times[plan.bucket_of(param)];
-                if times.first_ready == 0 {
-                    times.first_ready = now;
-                }
-                for bucket in launch.clone() {
-                    active.times[bucket].full = now;
-                }
-            }
+            let launch = state.mark_ready(&self.params[param], param, ptr, used)?;
             if state.options.gives_buckets() {
                 return Ok(launch);
             }
-            active.queue.extend(launch);
-            self.next(state)
+            state.queue(launch);
+            state.next()
         };
         self.perform(action);
         Ok(0..0)
@@ -548,8 +342,7 @@ impl Reducer {
     /// The caller has reduced a bucket that [`Reducer::mark_ready`] gave it. In plan order.
     pub fn reduced_by_caller(&self) {
         if let Some(active) = &mut self.state.lock().active {
-            active.reduced += 1;
-            active.communication.end = trace::now();
+            active.note_reduced();
         }
     }
 
@@ -648,11 +441,8 @@ impl Reducer {
         let state = &mut *self.state.lock();
         let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
         match outcome {
-            Ok(()) => {
-                active.reduced += 1;
-                // When it was queued: the device is not asked.
-                active.communication.end = trace::now();
-            }
+            // When it was queued: the device is not asked.
+            Ok(()) => active.note_reduced(),
             Err(error) => active.error = Some(error),
         }
         self.changed.notify_all();
@@ -670,52 +460,6 @@ impl Reducer {
             // SAFETY: the caller's promise.
             Some(launcher) => unsafe { launcher.follow(stream) },
             None => Ok(()),
-        }
-    }
-
-    /// What the communicator should do now (RED-2: one operation at a time, none after an error).
-    fn next(&self, state: &mut State) -> Action {
-        let State { active: Some(active), layout, options, untold, .. } = state else { return Action::Nothing };
-        if active.in_flight || active.held || active.error.is_some() {
-            return Action::Nothing;
-        }
-        if let Some(bucket) = active.queue.pop_front() {
-            active.in_flight = true;
-            if trace::enabled() {
-                active.times[bucket].submitted = trace::now();
-            }
-            let planned = &layout.plan.buckets()[bucket];
-            // Gradients that are not side by side in slots, because tensors of the caller still refer to these, take
-            // their whole bucket by way of the spare range, and so does compression. The range is free: one bucket is
-            // under way at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
-            let wire = options.wire_dtype(planned.dtype);
-            let copy = active.copy_of(planned).filter(|_| wire == planned.dtype);
-            active.bounced = self.communicator.members().size() > 1 && copy.is_none();
-            let offset_bytes = match copy {
-                Some(copy) => planned.offset_bytes + copy * layout.plan.copy_bytes(),
-                None => layout.plan.spare_offset_bytes(),
-            };
-            if active.bounced {
-                // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
-                // spare range is as long as the largest bucket, and overlaps neither.
-                unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
-            }
-            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
-        }
-        // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
-        // then they have ended the step well, and what this rank said would end their next one.
-        let wait_for_buckets = active.reduced < layout.plan.buckets().len() && options.reduction != Reduction::ByCaller;
-        let others_wait = wait_for_buckets || active.more_follows;
-        match active.giving_up.take() {
-            Some(message) if others_wait => {
-                active.in_flight = true;
-                Action::GiveUp(active.id, message)
-            }
-            Some(message) => {
-                *untold = Some((active.id, message));
-                Action::Nothing
-            }
-            None => Action::Nothing,
         }
     }
 
@@ -749,57 +493,23 @@ impl Reducer {
 
     /// The communicator has done its part for `bucket`, or for giving up.
     fn answered(self: &Arc<Self>, id: u64, bucket: Option<usize>, result: Result<()>) {
-        let mut settled = false;
         let news = match (&result, bucket) {
             (Ok(()), Some(bucket)) => Some(News::Reduced(bucket)),
             (Ok(()), None) => None,
             (Err(error), _) => Some(News::Failed(error.clone())),
         };
-        let action = {
+        let (action, settled) = {
             let state = &mut *self.state.lock();
-            let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
-            active.in_flight = false;
-            match result {
-                Ok(()) => {
-                    active.reduced += 1;
-                    active.communication.end = trace::now();
-                    if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
-                        let wire = state.options.wire_dtype(state.layout.plan.buckets()[bucket].dtype);
-                        let back = state.layout.to_spare(bucket, active, wire).map(Move::reversed);
-                        // SAFETY: as in `next`; the step has not ended and is not abandoned.
-                        unsafe { copy::carry_out(back) };
-                    }
-                }
-                Err(error) => {
-                    active.error = Some(error);
-                    active.queue.clear();
-                }
+            if !state.take_answer(id, bucket, result) {
+                return;
             }
             if let (Some(bucket), true) = (bucket, trace::enabled()) {
-                let times = active.times[bucket];
-                let planned = &state.layout.plan.buckets()[bucket];
-                let track = trace::Track::Bucket { reducer: self.communicator.id(), bucket };
-                trace::complete("filling", track, times.first_ready, times.full, None);
-                trace::complete("waiting", track, times.full, times.submitted, None);
-                trace::complete(
-                    "reducing",
-                    track,
-                    times.submitted,
-                    trace::now(),
-                    Some(("bytes", planned.bytes as u64)),
-                );
+                state.trace(bucket, self.communicator.id());
             }
-            let action = self.next(state);
-            if let Some(active) = &state.active
-                && active.abandoned
-                && !active.in_flight
-                && matches!(action, Action::Nothing)
-            {
-                state.active = None;
-                settled = true;
-            }
+            let action = state.next();
+            let settled = state.end_if_over(&action);
             self.changed.notify_all();
-            action
+            (action, settled)
         };
         let listener = self.listener.get();
         if let Some(listener) = listener {
@@ -1056,15 +766,8 @@ impl Reducer {
             if self.communicator.members().size() > 1 {
                 active.giving_up = Some(message.to_owned());
             }
-            let action = self.next(state);
-            if let Some(active) = &state.active
-                && !active.in_flight
-                && !active.held
-                && matches!(action, Action::Nothing)
-            {
-                state.active = None;
-                settled = true;
-            }
+            let action = state.next();
+            settled = state.end_if_over(&action);
             self.changed.notify_all();
             action
         };
@@ -1072,43 +775,5 @@ impl Reducer {
             listener.note(News::Settled);
         }
         self.perform(action);
-    }
-}
-
-impl Active {
-    /// In which of their slots all gradients of a bucket are, if it is the same for all.
-    fn copy_of(&self, bucket: &Bucket) -> Option<usize> {
-        let mut slots = bucket.slots.iter().filter(|slot| slot.bytes > 0).map(|slot| slot.param);
-        let copy = self.copies[slots.next()?];
-        let is_elsewhere = |slot: &Slot| self.copies[slot.param] != copy || self.elsewhere.contains_key(&slot.param);
-        (!bucket.slots.iter().any(|slot| slot.bytes > 0 && is_elsewhere(slot))).then_some(copy)
-    }
-}
-
-impl Layout {
-    fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
-        let arena = match on_device {
-            true => None,
-            false => Some(Arena::new(communicator.window(plan.window_bytes())?, &plan)),
-        };
-        static MADE: AtomicU64 = AtomicU64::new(0);
-        Ok(Self { plan: Arc::new(plan), arena, number: MADE.fetch_add(1, Ordering::Relaxed) })
-    }
-
-    /// For what happens in host memory only.
-    fn arena(&self) -> &Arc<Arena> {
-        self.arena.as_ref().expect("gradients in host memory have an arena")
-    }
-
-    /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
-    fn to_spare(&self, bucket: usize, active: &Active, wire: DType) -> impl Iterator<Item = Move> {
-        let bucket = &self.plan.buckets()[bucket];
-        bucket.slots.iter().map(move |slot| {
-            let in_slot = || self.arena().slot_ptr(slot.param, active.copies[slot.param]);
-            let from = active.elsewhere.get(&slot.param).copied().unwrap_or_else(in_slot);
-            let before = (slot.offset_bytes - bucket.offset_bytes) / bucket.dtype.size() * wire.size();
-            let to = self.arena().at(self.plan.spare_offset_bytes() + before);
-            Move { from, from_dtype: bucket.dtype, to, to_dtype: wire, elems: slot.bytes / bucket.dtype.size() }
-        })
     }
 }

@@ -1,0 +1,389 @@
+//! What a reducer knows of its steps, and what follows from it. [`super::runner`] has it under a lock and does what comes out.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::ballot::Vote;
+use super::copy::{self, Move};
+use super::history::History;
+use super::lending::Lending;
+use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, Slot, Step};
+use crate::buffer::DType;
+use crate::collectives::{Communicator, ReduceOp};
+use crate::error::{Error, Result};
+use crate::trace;
+
+/// What changes when the plan is made anew.
+#[derive(Clone)]
+pub(super) struct Layout {
+    pub(super) plan: Arc<Plan>,
+    /// Not for gradients on a device.
+    pub(super) arena: Option<Arc<Arena>>,
+    /// New for each layout.
+    pub(super) number: u64,
+}
+
+/// Of a reducer.
+pub(super) struct State {
+    pub(super) options: Options,
+    /// Whether there is anybody else.
+    has_others: bool,
+    pub(super) layout: Layout,
+    pub(super) active: Option<Active>,
+    /// Counts steps, so that a late answer of an earlier one is told apart.
+    pub(super) steps: u64,
+    /// Backwards since the last reduced one.
+    pub(super) accumulated: u32,
+    /// Parameters that got a gradient since the last reduced step; only where parameters may get none.
+    pub(super) used: Vec<u8>,
+    /// Of a static graph.
+    pub(super) history: Option<History>,
+    /// Parameters that any rank uses, of a static graph, once known.
+    pub(super) used_always: Option<Vec<bool>>,
+    pub(super) lending: Lending,
+    pub(super) rebuilt: bool,
+    pub(super) record: Record,
+    /// What the others were not told of a step that was abandoned, as they waited for nothing more of it.
+    pub(super) untold: Option<(u64, String)>,
+}
+
+/// What the last reduced step did, for whoever looks for lost time.
+#[derive(Clone, Debug, Default)]
+pub struct Record {
+    /// Parameters in the order in which their gradients came.
+    pub order: Vec<usize>,
+    /// When the first bucket was ready to be reduced, on [`trace::now`]'s clock.
+    pub communication_start: u64,
+    /// When the last one was reduced.
+    pub communication_end: u64,
+    /// Whether the plan follows an observed order (RED-5).
+    pub rebuilt: bool,
+    /// Bytes of parameters that no rank used.
+    pub unused_bytes: usize,
+}
+
+/// A step that is under way.
+pub(super) struct Active {
+    pub(super) id: u64,
+    pub(super) step: Step,
+    /// Gradients that are not in their slots.
+    pub(super) elsewhere: HashMap<usize, *mut u8>,
+    /// By parameter: which of its slots the gradient is in, if it is in one.
+    pub(super) copies: Vec<usize>,
+    /// Full buckets that are not yet handed to the communicator.
+    pub(super) queue: VecDeque<usize>,
+    /// Whether the communicator works for this step.
+    pub(super) in_flight: bool,
+    /// Whether the bucket in flight lies in the spare range.
+    pub(super) bounced: bool,
+    pub(super) reduced: usize,
+    pub(super) error: Option<Error>,
+    /// Set when this rank cannot go on: what it tells the others, if they still wait for something.
+    pub(super) giving_up: Option<String>,
+    /// Whether the others do more together in this step than to reduce its buckets.
+    pub(super) more_follows: bool,
+    /// Whether the step is only kept until the communicator has answered.
+    pub(super) abandoned: bool,
+    /// Whether it is not yet known that all members take part: nothing is handed to the communicator.
+    pub(super) held: bool,
+    /// Whether it is known that they do not: gradients may still come, and count for nothing.
+    pub(super) refused: bool,
+    /// Of a round that began with a vote, until this member waits for its end.
+    pub(super) vote: Option<Vote>,
+    /// Why its end is not waited for any longer, whatever is under way.
+    pub(super) called_off: Option<Error>,
+    /// From the first bucket that was full to the last one that was reduced.
+    pub(super) communication: Range<u64>,
+    pub(super) times: Vec<BucketTimes>,
+}
+
+// SAFETY: the pointers in `elsewhere` are gradients whose owner keeps them alive and untouched from `mark_ready` until
+// the step has ended (the contract of `mark_ready`); any thread may read and write them in between.
+unsafe impl Send for Active {}
+
+/// When what happened to a bucket, in the timeline's nanoseconds; zero while the timeline is off.
+#[derive(Clone, Copy, Default)]
+pub(super) struct BucketTimes {
+    pub(super) first_ready: u64,
+    pub(super) full: u64,
+    pub(super) submitted: u64,
+}
+
+/// What to do next, decided under the lock and done without it.
+pub(super) enum Action {
+    Nothing,
+    /// The step, the bucket, where in the window its values are, and as what and how they become one.
+    Reduce(u64, usize, Layout, usize, (DType, ReduceOp)),
+    GiveUp(u64, String),
+}
+
+impl State {
+    /// Before the first step; `has_others` says whether the communicator has more than one member.
+    pub(super) fn new(params: &[ParamSpec], options: Options, layout: Layout, has_others: bool) -> Self {
+        Self {
+            layout,
+            active: None,
+            steps: 0,
+            accumulated: 0,
+            used: vec![0; params.len()],
+            history: options.static_graph.then(|| History::new(params.len())),
+            used_always: None,
+            options,
+            has_others,
+            lending: Lending::new(params.iter().map(ParamSpec::bytes)),
+            rebuilt: false,
+            untold: None,
+            record: Record::default(),
+        }
+    }
+
+    /// Forgets what earlier steps taught.
+    pub(super) fn configure(&mut self, options: Options, layout: Layout) {
+        self.layout = layout;
+        self.history = options.static_graph.then(|| History::new(self.used.len()));
+        self.used_always = None;
+        self.used.fill(0);
+        self.rebuilt = false;
+        self.options = options;
+    }
+
+    /// Begins a step, or a round that is held.
+    pub(super) fn open(&mut self, held: bool, vote: Option<Vote>) {
+        self.steps += 1;
+        self.untold = None;
+        if let Some(history) = &mut self.history {
+            history.start();
+        }
+        let plan = &self.layout.plan;
+        self.active = Some(Active {
+            id: self.steps,
+            step: Step::new(plan),
+            elsewhere: HashMap::new(),
+            copies: vec![0; plan.num_params()],
+            queue: VecDeque::new(),
+            in_flight: false,
+            bounced: false,
+            reduced: 0,
+            error: None,
+            giving_up: None,
+            more_follows: !self.rebuilt || (self.options.may_leave_unused() && self.used_always.is_none()),
+            abandoned: false,
+            held,
+            refused: false,
+            vote,
+            called_off: None,
+            communication: 0..0,
+            times: vec![BucketTimes::default(); plan.buckets().len()],
+        });
+    }
+
+    /// A round that is held takes place, or not. Nothing, if it is not that round, or not held.
+    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<Action> {
+        let active = self.active.as_mut().filter(|active| active.id == round && active.held)?;
+        let action = match cancel {
+            true => {
+                active.refused = true;
+                Action::Nothing
+            }
+            false => {
+                active.held = false;
+                self.next()
+            }
+        };
+        self.end_if_over(&action);
+        Some(action)
+    }
+
+    /// Takes note of a gradient at `ptr`, of the parameter with this number and description. Returns the buckets that it completes.
+    pub(super) fn mark_ready(
+        &mut self,
+        spec: &ParamSpec,
+        param: usize,
+        ptr: *mut u8,
+        used: bool,
+    ) -> Result<Range<usize>> {
+        let Some(active) = self.active.as_mut().filter(|active| !active.abandoned) else {
+            return Err(Error::Internal(format!("`{}` got a gradient outside backward", spec.name)));
+        };
+        if let Some(error) = &active.error {
+            return Err(error.clone());
+        }
+        let Layout { plan, arena, .. } = &self.layout;
+        let Some(launch) = active.step.mark_ready(plan, param) else {
+            return Err(Error::InvalidArgument(format!(
+                "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already: \
+                 re-entrant checkpointing does this to a parameter that several checkpoints use; pass \
+                 `use_reentrant=False` to `checkpoint`, or `static_graph=True` to DistributedDataParallel",
+                spec.name
+            )));
+        };
+        let used = self.history.as_ref().map_or(used, |history| history.has_gradient(param));
+        if used && self.options.may_leave_unused() {
+            self.used[param] = 1;
+        }
+        if let Some(arena) = arena
+            && spec.bytes() > 0
+        {
+            match arena.copy_at(param, ptr) {
+                Some(copy) => active.copies[param] = copy,
+                None => drop(active.elsewhere.insert(param, ptr)),
+            }
+        }
+        let now = if trace::enabled() || !launch.is_empty() { trace::now() } else { 0 };
+        if active.communication.start == 0 && !launch.is_empty() {
+            active.communication.start = now;
+        }
+        if trace::enabled() {
+            let times = &mut active.times[plan.bucket_of(param)];
+            if times.first_ready == 0 {
+                times.first_ready = now;
+            }
+            for bucket in launch.clone() {
+                active.times[bucket].full = now;
+            }
+        }
+        Ok(launch)
+    }
+
+    /// Buckets that the communicator is to reduce.
+    pub(super) fn queue(&mut self, buckets: Range<usize>) {
+        if let Some(active) = &mut self.active {
+            active.queue.extend(buckets);
+        }
+    }
+
+    /// What the communicator should do now (RED-2: one operation at a time, none after an error).
+    pub(super) fn next(&mut self) -> Action {
+        let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
+            return Action::Nothing;
+        };
+        if active.in_flight || active.held || active.error.is_some() {
+            return Action::Nothing;
+        }
+        if let Some(bucket) = active.queue.pop_front() {
+            active.in_flight = true;
+            if trace::enabled() {
+                active.times[bucket].submitted = trace::now();
+            }
+            let planned = &layout.plan.buckets()[bucket];
+            // Gradients that are not side by side in slots, because tensors of the caller still refer to these, take
+            // their whole bucket by way of the spare range, and so does compression. The range is free: one bucket is
+            // under way at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
+            let wire = options.wire_dtype(planned.dtype);
+            let copy = active.copy_of(planned).filter(|_| wire == planned.dtype);
+            active.bounced = *has_others && copy.is_none();
+            let offset_bytes = match copy {
+                Some(copy) => planned.offset_bytes + copy * layout.plan.copy_bytes(),
+                None => layout.plan.spare_offset_bytes(),
+            };
+            if active.bounced {
+                // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
+                // spare range is as long as the largest bucket, and overlaps neither.
+                unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
+            }
+            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
+        }
+        // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
+        // then they have ended the step well, and what this rank said would end their next one.
+        let wait_for_buckets = active.reduced < layout.plan.buckets().len() && options.reduction != Reduction::ByCaller;
+        let others_wait = wait_for_buckets || active.more_follows;
+        match active.giving_up.take() {
+            Some(message) if others_wait => {
+                active.in_flight = true;
+                Action::GiveUp(active.id, message)
+            }
+            Some(message) => {
+                *untold = Some((active.id, message));
+                Action::Nothing
+            }
+            None => Action::Nothing,
+        }
+    }
+
+    /// The communicator has done its part for `bucket`, or for giving up. Returns whether it was for the step that is under way.
+    pub(super) fn take_answer(&mut self, id: u64, bucket: Option<usize>, result: Result<()>) -> bool {
+        let Some(active) = self.active.as_mut().filter(|active| active.id == id) else { return false };
+        active.in_flight = false;
+        match result {
+            Ok(()) => {
+                active.note_reduced();
+                if let (Some(bucket), true, false) = (bucket, active.bounced, active.abandoned) {
+                    let wire = self.options.wire_dtype(self.layout.plan.buckets()[bucket].dtype);
+                    let back = self.layout.to_spare(bucket, active, wire).map(Move::reversed);
+                    // SAFETY: as in `next`; the step has not ended and is not abandoned.
+                    unsafe { copy::carry_out(back) };
+                }
+            }
+            Err(error) => {
+                active.error = Some(error);
+                active.queue.clear();
+            }
+        }
+        true
+    }
+
+    /// What the timeline shows of a bucket that has been reduced.
+    pub(super) fn trace(&self, bucket: usize, reducer: u64) {
+        let Some(active) = &self.active else { return };
+        let times = active.times[bucket];
+        let bytes = self.layout.plan.buckets()[bucket].bytes as u64;
+        let track = trace::Track::Bucket { reducer, bucket };
+        trace::complete("filling", track, times.first_ready, times.full, None);
+        trace::complete("waiting", track, times.full, times.submitted, None);
+        trace::complete("reducing", track, times.submitted, trace::now(), Some(("bytes", bytes)));
+    }
+
+    /// Ends a step that was abandoned, if nothing of it is under way or follows. Returns whether it does.
+    pub(super) fn end_if_over(&mut self, next: &Action) -> bool {
+        let over = |active: &Active| {
+            active.abandoned && !active.in_flight && (!active.held || active.refused) && matches!(next, Action::Nothing)
+        };
+        self.active.take_if(|active| over(active)).is_some()
+    }
+}
+
+impl Active {
+    /// Of a bucket.
+    pub(super) fn note_reduced(&mut self) {
+        self.reduced += 1;
+        self.communication.end = trace::now();
+    }
+
+    /// In which of their slots all gradients of a bucket are, if it is the same for all.
+    fn copy_of(&self, bucket: &Bucket) -> Option<usize> {
+        let mut slots = bucket.slots.iter().filter(|slot| slot.bytes > 0).map(|slot| slot.param);
+        let copy = self.copies[slots.next()?];
+        let is_elsewhere = |slot: &Slot| self.copies[slot.param] != copy || self.elsewhere.contains_key(&slot.param);
+        (!bucket.slots.iter().any(|slot| slot.bytes > 0 && is_elsewhere(slot))).then_some(copy)
+    }
+}
+
+impl Layout {
+    pub(super) fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
+        let arena = match on_device {
+            true => None,
+            false => Some(Arena::new(communicator.window(plan.window_bytes())?, &plan)),
+        };
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        Ok(Self { plan: Arc::new(plan), arena, number: MADE.fetch_add(1, Ordering::Relaxed) })
+    }
+
+    /// For what happens in host memory only.
+    pub(super) fn arena(&self) -> &Arc<Arena> {
+        self.arena.as_ref().expect("gradients in host memory have an arena")
+    }
+
+    /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
+    fn to_spare(&self, bucket: usize, active: &Active, wire: DType) -> impl Iterator<Item = Move> {
+        let bucket = &self.plan.buckets()[bucket];
+        bucket.slots.iter().map(move |slot| {
+            let in_slot = || self.arena().slot_ptr(slot.param, active.copies[slot.param]);
+            let from = active.elsewhere.get(&slot.param).copied().unwrap_or_else(in_slot);
+            let before = (slot.offset_bytes - bucket.offset_bytes) / bucket.dtype.size() * wire.size();
+            let to = self.arena().at(self.plan.spare_offset_bytes() + before);
+            Move { from, from_dtype: bucket.dtype, to, to_dtype: wire, elems: slot.bytes / bucket.dtype.size() }
+        })
+    }
+}
