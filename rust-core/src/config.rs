@@ -49,10 +49,16 @@ knobs! {
         "Samples of those trials that do not count.";
     AUTOTUNE_STEPS_PER_SAMPLE = "SMD_AUTOTUNE_STEPS_PER_SAMPLE", ["HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"], "10",
         "Steps of a sample; five samples are a trial.";
+    AUTOTUNE_MAX_SAMPLES = "SMD_AUTOTUNE_MAX_SAMPLES", ["HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"], "20",
+        "Sizes that those trials look at: four that cover the range from 64 KiB to 128 MiB, and then those that a Gaussian process expects to be most of an improvement.";
+    AUTOTUNE_NOISE = "SMD_AUTOTUNE_NOISE", ["HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"], "0.8",
+        "How much of the variance of what trials measure is taken for noise, from 0 to 1.";
     AUTOTUNE_LOG = "SMD_AUTOTUNE_LOG", ["HOROVOD_AUTOTUNE_LOG"], "",
         "File that rank 0 writes those trials to, as lines with commas; the last one is what stays.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",
         "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
+    INTERFACE = "SMD_INTERFACE", ["HOROVOD_GLOO_IFACE"], "",
+        "Network interfaces, separated by commas: at the address of the first of them that a host has its processes take connections from other hosts. Empty: the one that reaches the rendezvous.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
         "After this time a collective that has a name and is not called by all ranks is told on standard error, with the ranks that are missing, and again after as long; in seconds.";
     STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",
@@ -146,6 +152,18 @@ impl Knob {
     pub fn count(&self) -> Result<u32> {
         let (name, text) = self.named();
         text.parse().map_err(|_| Error::Config(format!("`{name}` is `{text}`: expected a whole number")))
+    }
+
+    /// The value as a share of a whole.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is no number from 0 to 1.
+    pub fn share(&self) -> Result<f64> {
+        let (name, text) = self.named();
+        match text.parse::<f64>() {
+            Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+            _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a number from 0 to 1"))),
+        }
     }
 
     /// The value as a size in bytes that is a multiple of `grain`.

@@ -1,10 +1,12 @@
 """Elastic states, and training that goes on after torchrun has started all workers anew."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -215,3 +217,79 @@ def test_torchrun_starts_all_anew(tmp_path):
     assert done.returncode == 0, done.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert results == [[4, 5.0]] * 2, "from the last commit on"
+
+
+_DRIVEN = """
+import json, os, sys
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+host = os.environ["HOROVOD_HOSTNAME"]
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, sizes=[])
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 6:
+        if state.epoch == 2 and host == "b" and hvd.size() == 3:
+            os._exit(7)
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+        state.sizes.append(hvd.size())
+        state.epoch += 1
+        state.commit()
+    return state.sizes
+
+print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{host}{hvd.local_rank()}.json", "w"))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_a_driver_of_the_scripts_own(tmp_path):
+    """`hvd.init()` asks the store of an `ElasticDriver` for its place; a worker dies, and the others go on."""
+    from horovod.runner import gloo_run
+    from horovod.runner.common.util import codec, secret
+    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.http.http_server import RendezvousServer
+
+    script, key = tmp_path / "train.py", secret.make_secret_key()
+    script.write_text(_DRIVEN)
+    server = RendezvousServer(key=key)
+    driver = ElasticDriver(server, FixedHosts({"a": 2, "b": 1}), 1, None, timeout=60)
+    port = server.start(create_rendezvous_handler(driver))
+    said = []
+
+    def work(slot, events):
+        env = os.environ | gloo_run.create_run_env_vars("127.0.0.1", [], port, elastic=True)
+        env |= {
+            "HOROVOD_HOSTNAME": slot.hostname,
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            secret.HOROVOD_SECRET_KEY: codec.dumps_base64(key),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, str(script), str(tmp_path)]
+        worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        while worker.poll() is None:
+            if any(event.wait(0.05) for event in events):
+                worker.kill()
+        said.append(worker.communicate()[0])
+        return worker.returncode, time.time()
+
+    try:
+        driver.start(3, work)
+        results = driver.get_results()
+    finally:
+        driver.stop()
+        server.stop()
+    assert results.error_message is None, said
+    assert {name: code for name, (code, _) in results.worker_results.items()} == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, said
+    for number in (0, 1):
+        assert json.loads((tmp_path / f"a{number}.json").read_text()) == ["a", number, [3, 3, 2, 2, 2, 2]]

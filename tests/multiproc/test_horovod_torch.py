@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import tempfile
@@ -637,8 +638,9 @@ def tuning():
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.csv"
         settings = {"AUTOTUNE": "1", "AUTOTUNE_LOG": str(log), "AUTOTUNE_STEPS_PER_SAMPLE": "1"}
+        settings |= {"AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "7", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.3"}
         with another_world(hvd, **{f"HOROVOD_{name}": value for name, value in settings.items()}):
-            for _ in range(3 + 9 * 5 + 2):
+            for _ in range(3 + 7 * 5 + 2):
                 hvd.allreduce(torch.ones(100), name="tuned")
             if rank == 0:
                 header, *rows = log.read_text().splitlines()
@@ -647,8 +649,45 @@ def tuning():
                     "tensor_fusion_threshold,score"
                 )
                 found = [(int(row.split(",")[5]), float(row.split(",")[6])) for row in rows]
-                assert [size for size, _ in found[:-1]] == [0, *(2**power for power in range(20, 28))]
+                tried = [size for size, _ in found[:-1]]
+                assert len(set(tried)) == 7
+                assert {2**16, 2**27} <= set(tried)
+                assert all(2**16 <= size <= 2**27 for size in tried)
                 assert found[-1] == max(found[:-1], key=lambda one: one[1])
+
+
+def fusion():
+    """Small tensors that are ready together run together; where that is switched off, only those of one call do."""
+    torch, hvd, rank, size = start()
+    if size == 1:
+        return
+    for disabled in (0, 1):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            another_world(hvd, HOROVOD_DISABLE_GROUP_FUSION=str(disabled)),
+        ):
+            path = Path(folder) / "timeline.json"
+            hvd.start_timeline(str(path))
+            # The last rank's calls make all of them ready.
+            time.sleep(0.1 if rank == size - 1 else 0)
+            ones = [hvd.allreduce_async(torch.full((8,), float(at)), name=f"one{at}", op=hvd.Sum) for at in range(40)]
+            pairs = [
+                hvd.grouped_allreduce_async([torch.ones(4), torch.ones(3)], name=f"pair{at}", op=hvd.Sum)
+                for at in range(10)
+            ]
+            assert all((hvd.synchronize(handle) == float(at * size)).all() for at, handle in enumerate(ones))
+            assert all((each == size).all() for handle in pairs for each in hvd.synchronize(handle))
+            hvd.stop_timeline()
+            if rank == 0:
+                events = json.loads(path.read_text())
+                names = {
+                    event["pid"]: event["args"].get("name", "")
+                    for event in events
+                    if event.get("name") == "process_name"
+                }
+                fused = {names[event["pid"]] for event in events if event.get("name") == "MEMCPY_IN_FUSION_BUFFER"}
+                assert sum("pair" in name for name in fused) == 10, fused
+                assert any("one" in name for name in fused) == (not disabled), fused
 
 
 def stalls():
@@ -689,7 +728,8 @@ def stalls():
 
 
 PARTS = (
-    reductions, moving, handles_and_names, gradients, joins, optimizers, other_gradients, process_sets, life, tuning, stalls,
+    reductions, moving, handles_and_names, gradients, joins, optimizers, other_gradients, process_sets, life, tuning, fusion,
+    stalls,
 )  # fmt: skip
 
 

@@ -72,7 +72,9 @@ def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
 
 def test_without_mpi_collectives_go_over_tcp(two):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    run_ranks(suite, 4, ["reductions", "movements", "messages", "groups"], launcher=two.by_hand(), timeout=100)
+    # At the interface that is named first of those that there are.
+    env = {"SMD_INTERFACE": "ib0, eth0"}
+    run_ranks(suite, 4, ["reductions", "movements", "messages", "groups"], launcher=two.by_hand(), env=env, timeout=100)
 
 
 def training():
@@ -156,6 +158,15 @@ def test_without_the_compiler_of_mpi_tcp_does_and_it_is_said_what_to_install(two
 def _passed_on(variables):
     """mpirun hands only some variables to other hosts."""
     return [word for name in variables for word in ("-x", name)]
+
+
+def test_an_interface_that_is_not_there_is_told(two):
+    launcher = two.by_hand(own={3: {"HOROVOD_GLOO_IFACE": "ib0"}})
+    with start_ranks(meet, 4, launcher=launcher, env={"SMD_INIT_TIMEOUT_SECONDS": "8"}) as job:
+        outcome = job.wait()
+    assert not outcome.timed_out
+    text = "`HOROVOD_GLOO_IFACE` is `ib0`: this host has no such network interface that is up, only eth0, lo"
+    assert text in outcome.ranks[3].error, outcome.describe()
 
 
 def test_a_rank_with_another_secret_is_no_part_of_the_job(two):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from horovod.common import environment, process_sets
+from horovod.common import driven, environment, process_sets
 from horovod.common.exceptions import may_pass, of_control
 from horovod.common.process_sets import ProcessSet, global_process_set
 from smdistributed import _core
@@ -76,17 +76,19 @@ class HorovodBasics:
                 "process sets from communicators need a world from one: `init(comm=MPI.COMM_WORLD, process_sets=...)`"
             )
         try:
-            start = time.monotonic()
+            start, patience = time.monotonic(), float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS"))
             while True:
                 joins = not _core.is_initialized()
-                if joins:
+                if joins and driven.is_driven():
+                    driven.join(patience)
+                elif joins:
                     lifecycle.init()
                 try:
                     self._start_world(ranks, sets, comm)
                     break
                 except RuntimeError as error:
-                    others = joins and os.environ.get("SMD_WORKER") and may_pass(error)
-                    if not others or time.monotonic() - start > float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS")):
+                    others = joins and driven.is_elastic() and may_pass(error)
+                    if not others or time.monotonic() - start > patience:
                         raise
                     # Another worker died before it was done: this one takes part in the next session.
                     self.shutdown()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from horovod.common import driven
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError, at_execution
 from horovod.common.kept import Kept
 from smdistributed import _core
@@ -23,10 +24,15 @@ class WorkerNotificationManager:
     def __init__(self) -> None:
         self._listeners: list[State] = []
         self._thread: threading.Thread | None = None
+        # By a script's own driver.
+        self._is_told = False
         self._stopping = threading.Event()
 
     def init(self) -> None:
         """Begins to listen to the launcher, if it is one that tells; does nothing the second time."""
+        if driven.is_driven() and not self._is_told:
+            self._is_told = True
+            driven.listen(self)
         if self._thread is not None or not os.environ.get("SMD_WORKER"):
             return
         self._thread = threading.Thread(target=self._listen, name="horovod-hosts", daemon=True)
@@ -210,7 +216,7 @@ def run_fn(
         skip_sync = False
         is_first, is_reset_due = True, False
         # Newcomers synchronise, and so does who has seen a failure: in a job of many no rank knows whether all others skip it.
-        may_skip = not os.environ.get("SMD_WORKER")
+        may_skip = not driven.is_elastic()
         try:
             while True:
                 try:

@@ -81,8 +81,8 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add("--autotune-log-file", help="gets what was tried, as lines with commas")
     add("--autotune-warmup-samples", type=int, help="samples that do not count")
     add("--autotune-steps-per-sample", type=int, help="steps of a sample")
-    add("--autotune-bayes-opt-max-samples", type=int, help="accepted; each size is tried once")
-    add("--autotune-gaussian-process-noise", type=float, help="accepted")
+    add("--autotune-bayes-opt-max-samples", type=int, help="sizes that are tried")
+    add("--autotune-gaussian-process-noise", type=float, help="share of noise in what trials measure, from 0 to 1")
 
     elastic = parser.add_argument_group("elastic jobs")
     add = elastic.add_argument
@@ -380,6 +380,8 @@ def _run_static(args: argparse.Namespace) -> None:
         found = _common_interfaces(settings, names, elsewhere, kept, env)
         if found:
             env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(found))
+        if args.nics:
+            env["HOROVOD_GLOO_IFACE"] = ",".join(sorted(args.nics))
         gloo_run(settings, found, env, None, args.command)
 
     nothing_chosen = not (args.use_gloo or args.use_mpi or args.use_jsrun)
@@ -421,7 +423,7 @@ def _run_elastic(args: argparse.Namespace) -> None:
     env = _environment(args)
     if args.nics:
         # Hosts that come later have to have them as well.
-        env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(args.nics))
+        env["NCCL_SOCKET_IFNAME"] = env["HOROVOD_GLOO_IFACE"] = ",".join(sorted(args.nics))
     gloo_run_elastic(settings, env, args.command)
 
 

@@ -42,6 +42,7 @@ mod neutral;
 mod numbers;
 mod post;
 mod presence;
+mod search;
 mod stall;
 mod supply;
 pub mod timeline;

@@ -1,7 +1,7 @@
 //! Which size of what runs together is fastest, tried out while the job trains (`SMD_AUTOTUNE`).
 //!
-//! The root measures, and its answers tell all members the size that is tried next, so all run the same operations. A few
-//! sizes cover the range, so each is tried; the best stays.
+//! The root measures, and its answers tell all members the size that is tried next, so all run the same operations. Which one that
+//! is, a search says (`search`); the best stays.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -10,17 +10,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::search::Search;
 use crate::error::{Error, Result};
 
-const MIB: u64 = 1 << 20;
 /// What names of votes on rounds of gradients end in ([`crate::reducer::ballot`]): they say nothing of sizes.
 pub(crate) const VOTE: &str = ".round";
 /// What the ends of these rounds are asked for by.
 pub(crate) const VOTE_END: &str = ".round.end";
 /// A step has no more names than this, which may be new ones for ever.
 const MOST_NAMES: usize = 1 << 16;
-/// What is tried.
-const SIZES: [u64; 9] = [0, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB];
+/// What is tried: as many as are evenly spaced between these powers of 2, four in each step of one.
+const SMALLEST_POWER: f64 = 16.0;
+const LARGEST_POWER: f64 = 27.0;
+const NUM_SIZES: usize = 4 * (LARGEST_POWER - SMALLEST_POWER) as usize + 1;
 /// The median of so many samples is a size's score.
 const SAMPLES: usize = 5;
 
@@ -31,6 +33,10 @@ pub struct Tuning {
     pub warmup_samples: u32,
     /// Steps of a sample. A step is over when one of its names comes again.
     pub steps_per_sample: u32,
+    /// How many sizes are tried.
+    pub max_samples: u32,
+    /// How much of the variance of scores is taken for noise, from 0 to 1.
+    pub noise: f64,
     /// The size that was asked for, which stays.
     pub fixed: bool,
     /// What was tried, as lines with commas.
@@ -49,9 +55,10 @@ pub(super) struct Trial {
 
 /// The root's measurements.
 pub(super) struct Tuner {
-    /// Sizes to try after the current one, the next last.
-    left: Vec<u64>,
+    search: Option<Search>,
+    /// The size that is tried, and its place in the search.
     current: u64,
+    place: usize,
     warmup_left: u32,
     steps_per_sample: u32,
     names: HashSet<Arc<str>>,
@@ -64,11 +71,12 @@ pub(super) struct Tuner {
 
 impl Tuner {
     pub(super) fn new(tuning: &Tuning, fusion_bytes: u64) -> Self {
-        let mut left: Vec<u64> = SIZES.into_iter().rev().filter(|_| !tuning.fixed).collect();
-        let current = left.pop().unwrap_or(fusion_bytes);
+        let mut search = (!tuning.fixed).then(|| Search::new(NUM_SIZES, tuning.max_samples as usize, tuning.noise));
+        let place = search.as_mut().and_then(Search::next);
         Self {
-            left,
-            current,
+            search,
+            current: place.map_or(fusion_bytes, size_at),
+            place: place.unwrap_or(0),
             warmup_left: tuning.warmup_samples,
             steps_per_sample: tuning.steps_per_sample.max(1),
             names: HashSet::new(),
@@ -120,12 +128,25 @@ impl Tuner {
         let best = if trial.score > best.score { trial } else { best };
         self.best = Some(best);
         let mut trials = vec![trial];
-        self.current = self.left.pop().unwrap_or_else(|| {
-            trials.push(Trial { is_last: true, ..best });
-            best.fusion_bytes
+        let next = self.search.as_mut().and_then(|search| {
+            search.answer(self.place, trial.score);
+            search.next()
         });
+        match next {
+            Some(place) => (self.place, self.current) = (place, size_at(place)),
+            None => {
+                trials.push(Trial { is_last: true, ..best });
+                self.current = best.fusion_bytes;
+            }
+        }
         Some((trials, self.current))
     }
+}
+
+/// In bytes.
+fn size_at(place: usize) -> u64 {
+    let power = SMALLEST_POWER + (LARGEST_POWER - SMALLEST_POWER) * place as f64 / (NUM_SIZES - 1) as f64;
+    power.exp2().round() as u64
 }
 
 /// The file with what was tried, in the columns of Horovod's: those that nothing here corresponds to do not change.
@@ -154,7 +175,7 @@ mod tests {
     /// Runs steps of two names, whose time follows from the size; returns the sizes that were tried, and the last trial.
     fn tuned(tuning: &Tuning, micros: impl Fn(u64) -> u64) -> (Vec<u64>, Trial) {
         let names: [Arc<str>; 2] = ["a".into(), "b".into()];
-        let mut tuner = Tuner::new(tuning, 3 * MIB);
+        let mut tuner = Tuner::new(tuning, 3 << 20);
         let (mut size, mut now, mut tried) = (tuner.first(), Duration::ZERO, Vec::new());
         for _ in 0..10_000 {
             for name in &names {
@@ -171,18 +192,24 @@ mod tests {
         panic!("it never ends: {tried:?}");
     }
 
+    fn tuning(max_samples: u32, fixed: bool) -> Tuning {
+        Tuning { warmup_samples: 3, steps_per_sample: 2, max_samples, noise: 0.8, fixed, log: None }
+    }
+
     #[test]
     fn the_fastest_size_stays() {
-        let tuning = Tuning { warmup_samples: 3, steps_per_sample: 2, fixed: false, log: None };
-        let (tried, last) = tuned(&tuning, |size| if size == 4 * MIB { 100 } else { 200 });
-        assert_eq!(tried, SIZES);
-        assert_eq!(last, Trial { fusion_bytes: 4 * MIB, score: 20.0, is_last: true });
+        // The best is 4 MiB; an octave beside it costs a tenth more.
+        let micros = |size: u64| (1000.0 * (1.0 + 0.1 * ((size as f64).log2() - 22.0).abs())) as u64;
+        let (tried, last) = tuned(&tuning(20, false), micros);
+        assert_eq!(tried.len(), 20);
+        assert_eq!(tried[..2], [1 << 27, 1 << 16]);
+        assert!(((last.fusion_bytes as f64).log2() - 22.0).abs() <= 0.5, "{tried:?}, {last:?}");
+        assert!(last.is_last);
     }
 
     #[test]
     fn what_was_asked_for_stays() {
-        let tuning = Tuning { warmup_samples: 0, steps_per_sample: 1, fixed: true, log: None };
-        let (tried, last) = tuned(&tuning, |_| 50);
-        assert_eq!((tried, last.fusion_bytes), (vec![3 * MIB], 3 * MIB));
+        let (tried, last) = tuned(&tuning(20, true), |_| 50);
+        assert_eq!((tried, last.fusion_bytes), (vec![3 << 20], 3 << 20));
     }
 }

@@ -116,6 +116,8 @@ fn tuning() -> Result<Option<negotiation::Tuning>> {
     Ok(Some(negotiation::Tuning {
         warmup_samples: config::AUTOTUNE_WARMUP_SAMPLES.count()?,
         steps_per_sample: config::AUTOTUNE_STEPS_PER_SAMPLE.count()?,
+        max_samples: config::AUTOTUNE_MAX_SAMPLES.count()?,
+        noise: config::AUTOTUNE_NOISE.share()?,
         fixed: config::FUSION_BYTES.text().is_some() || config::DISABLE_GROUP_FUSION.flag()?,
         log: config::AUTOTUNE_LOG.text().map(Into::into),
     }))

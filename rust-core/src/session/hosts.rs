@@ -70,7 +70,7 @@ impl Session {
             false => Err(Error::Unsupported("no MPI launcher (`mpirun`) started the job".to_owned())),
         };
         let (local, rendezvous) = client.ends();
-        let (listener, address) = tcp::listen(local.ip())?;
+        let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
         match (self.agree(client, Answer { without_mpi, address }, deadline)?, plugin) {
             (Verdict::Mpi, Ok(plugin)) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),

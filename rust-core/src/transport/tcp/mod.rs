@@ -34,6 +34,7 @@ use crate::world::{Monitor, fork};
 
 mod dial;
 mod guest;
+pub(crate) mod interface;
 mod service;
 #[cfg(test)]
 mod tests;
@@ -65,17 +66,18 @@ impl Address {
     }
 }
 
-/// Binds the port of this process, on the interface that reaches the rendezvous: `local` is this end of that connection.
+/// Binds the port of this process: at the address `chosen`, or on the interface that reaches the rendezvous, where `local` is this end
+/// of the connection to it.
 ///
 /// # Errors
 /// [`Error::Io`] if the system refuses.
-pub(crate) fn listen(local: IpAddr) -> Result<(TcpListener, Address)> {
+pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListener, Address)> {
     let local = local.to_canonical();
     let everywhere = || {
         // Serves IPv4 as well, where there is IPv6 at all.
         TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
     };
-    let host = (!local.is_loopback()).then_some(local);
+    let host = chosen.or((!local.is_loopback()).then_some(local));
     // The address may be one that a network translates into ours.
     let bound = host.map_or_else(everywhere, |local| TcpListener::bind((local, 0)).or_else(|_| everywhere()));
     let io = |error| Error::io("listening for other hosts", error);

@@ -28,7 +28,7 @@ struct End {
 
 fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<End> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
-    let listeners: Vec<_> = keys.iter().map(|_| listen(localhost).expect("there are ports")).collect();
+    let listeners: Vec<_> = keys.iter().map(|_| listen(localhost, None).expect("there are ports")).collect();
     let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.seen_from(localhost)).collect();
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, Address), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
@@ -211,7 +211,11 @@ fn a_lost_connection_is_no_news_once_its_rank_has_departed() {
 
 #[test]
 fn a_listener_of_the_rendezvous_host_is_reached_where_the_rendezvous_is() {
-    let (_, here) = listen(IpAddr::from(Ipv4Addr::LOCALHOST)).unwrap();
+    let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
+    let (listener, chosen) = listen(IpAddr::from([10, 0, 0, 9]), Some(localhost)).unwrap();
+    assert_eq!(listener.local_addr().unwrap().ip(), localhost);
+    assert_eq!(chosen.seen_from(IpAddr::from([10, 0, 0, 1])), listener.local_addr().unwrap());
+    let (_, here) = listen(localhost, None).unwrap();
     let seen = here.seen_from("10.1.2.3".parse().unwrap());
     assert_eq!(seen, SocketAddr::new("10.1.2.3".parse().unwrap(), here.port));
     let mapped = here.seen_from("::ffff:10.1.2.3".parse().unwrap());

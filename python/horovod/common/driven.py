@@ -1,0 +1,141 @@
+"""Workers of a job that a script's own ``ElasticDriver`` drives: they ask its store for their places, session by session.
+
+The store knows nothing of how ranks meet: rank 0 leaves an address for the others there, in a scope that is emptied before each session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from horovod.common.exceptions import may_pass
+from smdistributed._common import lifecycle
+from smdistributed._common.errors import RemovedError
+
+_STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_SLOT = ("HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK")
+# Where the address of rank 0 is, and how often others look.
+_SCOPE, _KEY = "global", "meeting"
+_LOOK_S = 0.05
+
+# As the driver has named this worker; its place may come to have another number.
+_slot: tuple[str, str] | None = None
+
+
+def is_driven() -> bool:
+    """Whether this process is a worker of such a job. Those of `horovodrun` have their places from the core."""
+    environ = os.environ
+    told = all(environ.get(name) for name in (*_STORE, *_SLOT))
+    return told and environ.get("HOROVOD_ELASTIC") == "1" and not environ.get("SMD_WORKER")
+
+
+def is_elastic() -> bool:
+    """Whether workers of this process's job come and go, whoever drives it."""
+    return bool(os.environ.get("SMD_WORKER")) or is_driven()
+
+
+def slot() -> tuple[str, str]:
+    """The host and the number there that the driver knows this worker by."""
+    global _slot
+    if _slot is None:
+        _slot = os.environ[_SLOT[0]], os.environ[_SLOT[1]]
+    return _slot
+
+
+def join(patience: float) -> None:
+    """Joins the next session in which all ranks find each other.
+
+    Args:
+        patience: How long it may take from the first one on, in seconds.
+
+    Raises:
+        RemovedError: There is no place for this worker any more.
+        RuntimeError: The store does not answer as it should, or the ranks do not come together.
+    """
+    start = None
+    while True:
+        _enter(patience)
+        start = start or time.monotonic()
+        try:
+            return lifecycle.init()
+        except RuntimeError as error:
+            if not may_pass(error) or time.monotonic() - start > patience:
+                raise
+            # Another worker died before it was done.
+            lifecycle.shutdown()
+
+
+def _enter(patience: float) -> None:
+    """Waits for the next session, and sets the variables that say who this process is in it and where its ranks meet."""
+    from horovod.runner.common.util import secret
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http import http_client, http_server
+
+    host, number = slot()
+    address, port = os.environ[_STORE[0]], int(os.environ[_STORE[1]])
+    try:
+        answer = http_client.request("GET", address, port, http_server.RANK_AND_SIZE, f"{host}:{number}")
+        place = SlotInfo.from_response_string(answer.decode())
+        if place.rank < 0:
+            raise RemovedError(f"{host}[{number}] has no place in the job any more")
+        if place.rank == 0:
+            meeting = _own_address(address, port)
+            http_client.request("PUT", address, port, _SCOPE, _KEY, json.dumps(meeting).encode())
+        else:
+            meeting = _meeting(http_client.request, address, port, patience)
+    except OSError as error:
+        raise RuntimeError(f"the store at {address}:{port} does not answer: {error}") from None
+    proof = secret.from_environment()
+    found = {
+        "HOROVOD_RANK": place.rank,
+        "HOROVOD_SIZE": place.size,
+        "HOROVOD_LOCAL_RANK": place.local_rank,
+        "HOROVOD_LOCAL_SIZE": place.local_size,
+        "HOROVOD_CROSS_RANK": place.cross_rank,
+        "HOROVOD_CROSS_SIZE": place.cross_size,
+        "MASTER_ADDR": meeting[0],
+        "MASTER_PORT": meeting[1],
+    }
+    if proof is not None:
+        found["SMD_SECRET"] = secret.compute_digest(proof, f"session at {meeting[0]}:{meeting[1]}").hex()
+    os.environ.update({name: str(value) for name, value in found.items()})
+
+
+def _own_address(store: str, port: int) -> list[Any]:
+    """This host's address as the store's host sees it, and a port that is free."""
+    family = socket.getaddrinfo(store, port)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, socket.socket(family, socket.SOCK_STREAM) as server:
+        # Nothing is sent.
+        probe.connect((store, port))
+        host = probe.getsockname()[0]
+        server.bind((host, 0))
+        return [host, server.getsockname()[1]]
+
+
+def _meeting(request: Any, address: str, port: int, patience: float) -> list[Any]:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return json.loads(request("GET", address, port, _SCOPE, _KEY))
+        except RuntimeError:
+            # Not there yet.
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def listen(manager: Any) -> None:
+    """From now on, `manager` hears of hosts: the driver is told where."""
+    from horovod.runner.common.util import secret
+    from horovod.runner.elastic.rendezvous import WORKER_ADDRESSES
+    from horovod.runner.elastic.worker import WorkerNotificationService
+    from horovod.runner.http import http_client
+
+    host, number = slot()
+    service = WorkerNotificationService(secret.from_environment(), None, manager)
+    addresses = json.dumps(service.addresses()).encode()
+    address, port = os.environ[_STORE[0]], int(os.environ[_STORE[1]])
+    http_client.request("PUT", address, port, WORKER_ADDRESSES, f"{host}:{number}", addresses)
