@@ -66,7 +66,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         }
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
-        communicator(first)?.run_on_device(&requests, timeout(first), Beside::Computation)
+        communicator(first)?.run_on_device(&requests, timeout(first), Beside::Unknown)
     })
 }
 

@@ -72,6 +72,9 @@ fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
             before = after;
         }
         let expected = ((p - 1) * (10 + 14 - 2 * 6)) as f64;
+        let bounds = Bounds { active_microbatches: Some(usize::MAX), memory_bytes: None };
+        let most = simulate(&graph, &plan(&graph, Schedule::ZeroBubble, bounds).unwrap()).unwrap();
+        assert!(idle(&graph, &most) <= before, "{p} {m}: {}, {before} with {}", idle(&graph, &most), 2 * p);
         assert!(before <= 1.05 * expected, "{p} {m}: {before}, and the closed form is {expected}");
     }
 }

@@ -130,7 +130,7 @@ def new_group(
         ranks: Passed on, as all others.
     """
     arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
-    if use_local_synchronization or (backend or dist.get_backend()) != NAME or not _is_fine(ranks, timeout):
+    if use_local_synchronization or (backend or dist.get_backend()) != NAME or not _is_fine(ranks, timeout, device_id):
         return _theirs["new_group"](*arguments)
     if ranks is not None and dist.get_rank() not in ranks:
         _stay_out(dist.group.WORLD)
@@ -144,12 +144,16 @@ def _get_split_source(pg: dist.ProcessGroup) -> None:
     backend of its own has. :func:`new_group` does it here."""
 
 
-def _is_fine(ranks: Any, timeout: Any) -> bool:
+def _is_fine(ranks: Any, timeout: Any, device_id: Any) -> bool:
     """Whether PyTorch takes these arguments: what it refuses, it refuses before any rank makes something."""
     size = dist.get_world_size()
     members = list(range(size) if ranks is None else ranks)
     is_rank = [isinstance(rank, int) and 0 <= rank < size for rank in members]
-    return all(is_rank) and 0 < len(set(members)) == len(members) and isinstance(timeout, timedelta | None)
+    if not (all(is_rank) and 0 < len(set(members)) == len(members)):
+        return False
+    bound = dist.group.WORLD.bound_device_id
+    has_time = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))
+    return has_time and (device_id is None or bound is None or device_id == bound)
 
 
 def _stay_out(group: dist.ProcessGroup) -> None:

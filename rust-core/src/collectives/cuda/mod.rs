@@ -347,7 +347,8 @@ impl Cuda {
             give_id()?;
         }
         let own = (host::identity(), context.properties().uuid);
-        let mut all_have_seeds = seed;
+        // Where nobody hears of all others, a seed that one member lacks would not be missed.
+        let mut all_have_seeds = seed && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, seed))
             .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
         self.store()?.set(&key("device", me), &text)?;

@@ -109,6 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const
     u8 bytes[WARPS];
   } marks[2];
   Call call(all.peers);
+  // A member that gave up writes nothing more: others may still fold what it sent before (PEER-5).
+  if (__syncthreads_or(call.stopped)) return;
   const u32 me = all.peers.me, other = 1 - me;
   Chunk<CHUNK_ELEMS> next = {}, last = {};
   for (u32 round = 0; round <= all.rounds; ++round) {

@@ -176,6 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_parts(const 
     u8 bytes[RANKS][WARPS];
   } marks[2];
   Call call(all.peers);
+  // A member that gave up writes nothing more: others may still fold what it sent before (PEER-5).
+  if (__syncthreads_or(call.stopped)) return;
   const u32 me = all.peers.me;
   // Those of this round, the one before and the one before that.
   Chunk<CHUNK_ELEMS> now = {}, before = {}, first = {};

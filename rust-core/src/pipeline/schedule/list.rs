@@ -111,7 +111,9 @@ impl<'a> Scheduler<'a> {
         // Rounds of forwards and backwards are the same everywhere.
         let fewest = active.iter().copied().min().unwrap_or(1);
         let heights = match wished {
-            Some(wished) if schedule == Schedule::ZeroBubble => stretched(graph.heights(), wished.min(fewest)),
+            Some(wished) if schedule == Schedule::ZeroBubble => {
+                stretched(graph.heights(), wished.min(fewest).min(graph.microbatches()))
+            }
             _ => graph.heights(),
         };
         let mut own = vec![Vec::new(); ranks];

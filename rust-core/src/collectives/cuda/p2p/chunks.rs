@@ -145,10 +145,12 @@ impl Peers {
     }
 
     /// Bytes of the smallest operation that goes in chunks. Between more than two members NCCL is faster for numbers that
-    /// use all of their bits, so that only a reducer's buckets do, whose numbers mostly were bfloat16.
+    /// use all of their bits, so that only a reducer's buckets do, whose numbers mostly were bfloat16; and none where small
+    /// messages were measured to be NCCL's, too.
     fn least_in_chunks(&self, beside: Beside) -> usize {
         match beside {
             _ if self.size == 2 => self.tuning().chunks_bytes,
+            _ if self.tuning().peer_bytes == 0 => usize::MAX,
             Beside::Unknown => usize::MAX,
             Beside::Computation | Beside::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
         }
