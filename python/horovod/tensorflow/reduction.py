@@ -152,9 +152,10 @@ class Reduction:
                 if gradient is not None and is_local[index] and self.scale_local_gradients:
                     results[index] = self._scaled(gradient)
             places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
-            # Before anything waits that others do not have; a graph does so at its beginning.
+            # Before anything waits that others do not have; a graph does so at its beginning. What is of local variables alone
+            # is a rank's own affair.
             names = [_name_of(variables[place]) for place in places]
-            compared = _compare_step(places, names, use_generic_names, self.process_set) if results else None
+            compared = None if all(is_local) else _compare_step(places, names, use_generic_names, self.process_set)
             with tf.control_dependencies([] if compared is None else [compared]):
                 for group in self._grouped(places, variables):
                     reduced = self._reduced([results[place] for place in group], group, use_generic_names)

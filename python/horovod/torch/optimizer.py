@@ -234,6 +234,7 @@ class _DistributedOptimizer:
         # What failed is not needed any more: after a failure elastic training restores a state.
         with suppress(HorovodInternalError):
             self._finish(False)
+        self._comparison = None
 
     def _finish(self, is_step: bool) -> None:
         """Waits for all, also after one has failed: none is under way any more then."""
