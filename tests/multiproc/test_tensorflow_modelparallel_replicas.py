@@ -125,6 +125,13 @@ def _other_forms():
     row = made(lambda found: [small(each) for each in found])(x)[0]
     (some,) = made(lambda found: [small(found[1])])(x)[0]
     named = made(lambda found: {"last": small(2 * found[2]), "norm": tf.norm(found[0])})(x)[0]
+    made(
+        lambda found: [
+            tf.norm(found[0], axis=1),
+            tf.reduce_max(found[0][:, :1], 1),
+            tf.cast(found[1] > 0, tf.int32),
+        ]
+    )(x)
     assert len(row) == len(exact) == len(model.trainable_variables)
     means = [*(each.accumulate() for each in row), some.accumulate(), named["last"].accumulate()]
     assert all(each.dtype == tf.bfloat16 for each in means)

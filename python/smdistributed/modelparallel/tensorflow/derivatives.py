@@ -33,8 +33,11 @@ _MOVES = {
     ),
     *("ReverseV2", "Roll", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile", "Transpose", "Unpack"),
 }
-#: What takes numbers of the same places, or more of them, and is no longer a gradient.
-_SUMS = {"BatchMatMulV2", "Conv2D", "Einsum", "MatMul"}
+#: What takes numbers of the same places, or sums them up, and is no longer a gradient.
+_SUMS = {
+    *("BatchMatMulV2", "Conv2D", "Einsum", "MatMul"),
+    *("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"),
+}
 
 
 class Derivatives:
@@ -123,12 +126,12 @@ class Derivatives:
 
     def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
         """Raises if ``value`` has the numbers of gradients in another shape, as replicas would not average it. What sums them up, such as norms,
-        is a replica's own."""
+        or compares them is a replica's own."""
         found: set[int] = set()
         pending, seen = [_tensor(value)], set()
         while pending:
             tensor = pending.pop()
-            if tensor.shape.rank == 0 or tensor.name in seen:
+            if tensor.shape.rank == 0 or tensor.dtype == tf.bool or tensor.name in seen:
                 continue
             seen.add(tensor.name)
             if tensor.name in self._known:
