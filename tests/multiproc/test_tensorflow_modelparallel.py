@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
+from unittest import mock
 
 import pytest
 
@@ -59,7 +61,7 @@ def _errors():
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow import operations
+    from smdistributed.modelparallel.tensorflow import agreement, operations
 
     found = {}
 
@@ -110,6 +112,21 @@ def _errors():
     refused("differing", lambda: differing(x))
     # The job goes on.
     assert (forward(x).merge().numpy() == plain).all()
+
+    @smp.step
+    def late(x):
+        if smp.rank() == 0:
+            raise KeyError("no such thing")
+        return model(x)
+
+    smp.barrier()
+    if smp.rank():
+        time.sleep(1.0)
+    with mock.patch.object(agreement, "_SECONDS", 0.1):
+        start = time.monotonic()
+        refused("late", lambda: late(x))
+        assert smp.rank() or time.monotonic() - start < 0.9
+    assert (smp.step(lambda x: model(x))(x).merge().numpy() == plain).all()
     made = []
 
     @smp.step
@@ -140,14 +157,17 @@ def test_what_is_wrong_is_an_error_on_every_rank(ranks):
         "rows": ("ValueError", "3 rows"),
         "independent": ("SMPUsageError", "must depend"),
         "differing": ("SMPMismatchError", "Sin(", "Exp("),
+        "late": ("SMPMismatchError", "partition 0", "no such thing"),
         "again": ("ValueError", "`unguarded`", "first call"),
         "partition": ("SMPPartitionError", "partition 2 does not exist"),
         "groups": ("NotImplementedError", "torch.distributed"),
     }
     for (found, sizes, rank), _, _ in ranks[1]:
         assert set(found) == set(expected), found
-        for name, (kind, *texts) in expected.items():
-            kinds, text = found[name]
+        if rank == 0:
+            assert "KeyError" in found.pop("late")[0], found
+        for name, (kinds, text) in found.items():
+            kind, *texts = expected[name]
             assert kind in kinds, (name, kinds, text)
             assert all(each in text for each in texts), (name, text)
         assert sizes == ([12, 0, 0] if rank == 0 else [0, 16, 4])

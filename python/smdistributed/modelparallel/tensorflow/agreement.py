@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tensorflow as tf
 
+from smdistributed import _core
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
@@ -67,26 +68,31 @@ def of_pipeline(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str
     return groups.pipe, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
 
 
-def tell_failure(text: str, group: int, kind: CommGroup) -> bool:
-    """Takes part in the comparison of a step that this rank could not trace, so that the others hear why.
-
-    Returns:
-        Whether one of them could. They have been told then.
-    """
-    told = False
+def tell_failure(text: str, groups: TensorFlowGroups) -> None:
+    """Takes part in the comparison of a step that this rank could not trace, so that the others hear why: within ten seconds, or whenever
+    they ask; see :func:`wait_until_told`."""
+    group, kind, *_ = of_pipeline(groups)
 
     def take_part() -> None:
-        nonlocal told
         with contextlib.suppress(Exception):
             # Whoever has departed will not be told.
-            if any(each != _FAILED for each in _gather(_FAILED, group)):
-                communication.allgather([_FAILURE + text], kind)
-                told = True
+            if all(each == _FAILED for each in _gather(_FAILED, group)):
+                return
+            communication.allgather([_FAILURE + text], kind)
+            if groups.data is not None:
+                # The replicas wait for this partition's gradients.
+                _core.report_failure(text)
 
-    thread = threading.Thread(target=take_part, name="smp-failure", daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    return told
+    groups.telling = threading.Thread(target=take_part, name="smp-failure", daemon=True)
+    groups.telling.start()
+    groups.telling.join(_SECONDS)
+
+
+def wait_until_told(groups: TensorFlowGroups) -> None:
+    """Another step begins: it is compared after one that this rank could not trace, of which the others may not have heard yet."""
+    if groups.telling is not None:
+        groups.telling.join()
+        groups.telling = None
 
 
 def _digest(lines: Sequence[str]) -> int:

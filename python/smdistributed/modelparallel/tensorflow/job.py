@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -26,11 +27,13 @@ class TensorFlowGroups(Groups[int]):
 
     Attributes:
         channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see ``channels``.
+        telling: What tells the pipeline of a step that this rank could not trace; see ``agreement``.
     """
 
     def __init__(self, cfg: configuration.Config) -> None:
         super().__init__(cfg)
         self.channels: dict[tuple[int, int], int] = {}
+        self.telling: threading.Thread | None = None
 
     def new_group(self, members: list[int]) -> int:
         """The core's group of these ranks."""

@@ -16,7 +16,6 @@ from tensorflow.python.eager import record
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
-from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import agreement, channels, gradients, layers, optimizers, placement
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.layout import Layout
@@ -91,6 +90,7 @@ class StepFunction:
         optimizers.install()
         if state.trace is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
+        agreement.wait_until_told(state.groups)
         try:
             with errors.translated(CLASSES):
                 return function(*args, **kwargs)
@@ -229,9 +229,7 @@ def _tell(error: Exception) -> None:
     kind, *lines = type(error).__name__, *str(error).strip().splitlines()
     last = lines[-1].strip() if lines else ""
     text = f"rank {groups.rank}: {last if last.startswith(kind) else f'{kind}: {last}'}"
-    if agreement.tell_failure(text, groups.pipe, CommGroup.PP_GROUP) and groups.data is not None:
-        # The replicas wait for this partition's gradients.
-        _core.report_failure(text)
+    agreement.tell_failure(text, groups)
 
 
 @dataclass(eq=False)
