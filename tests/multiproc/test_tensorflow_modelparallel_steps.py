@@ -127,6 +127,29 @@ def _born():
             optimizer.build(model.trainable_variables)
         return model, smp.step(lambda x: model(x)), optimizer
 
+    class Calling(keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(4, 4), initializer="ones", name="w")
+            self.buffer = np.ones([4], np.float32)
+            self.b = self.add_weight(shape=(4,), initializer=keras.initializers.Constant(self.buffer), name="b")
+            self.buffer[:] = 5.0
+
+        @tf.function
+        def call(self, x):
+            return self.build_graph(x)
+
+        @tf.function
+        def build_graph(self, x):
+            return tf.matmul(x, tf.convert_to_tensor(self.w)) + self.b
+
+    smp.shutdown()
+    smp.init({"partitions": 4})
+    # Keras describes a layer that has functions, which are run later.
+    inputs = keras.Input([4])
+    outputs = Calling()(inputs)
+    np.testing.assert_array_equal(
+        keras.Model(inputs, outputs).predict(np.ones([1, 4], np.float32), verbose=0), [[5.0] * 4]
+    )
     for functional in (False, True):
         model, step, optimizer = divided(functional, 4)
         if functional:
@@ -697,9 +720,14 @@ def _draws():
     np.testing.assert_array_equal(*smp.allgather(noise.numpy()))
 
     # Also what the body draws, for the model and for what is compared with its results.
+    @tf.function
+    def once(x):
+        return x + tf.random.normal(tf.shape(x))
+
     @smp.step
     def drawn(x):
-        x = x + tf.random.normal(tf.shape(x))
+        x = once(x + tf.random.normal(tf.shape(x)))
+        (x,) = tf.while_loop(lambda x: tf.norm(x) < 100.0, lambda x: [2.0 * once(x)], [x])
         one, _, noise = noisy(x)
         loss = tf.reduce_mean(tf.square(one - noise - x))
         return tf.gradients(loss, [getattr(each, "value", each) for each in noisy.trainable_variables]), loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -28,28 +27,15 @@ class AbsentVariable(resource_variable_ops.ResourceVariable):
 
 
 def leave(variable: Any) -> None:
-    """A variable belongs to another partition. It goes to the host: the first rank may have the whole model for a moment, to write it, and
-    no device has room for that."""
+    """A variable belongs to another partition. It keeps its handle: functions that were traced before have that."""
     inner = underlying(variable)
     # What tf_keras wraps it in for mixed precision.
     inner = getattr(inner, "_variable", inner)
     if isinstance(inner, DelayedVariable):
         inner.become_plain()
     empty(inner)
-    if type(inner) is not resource_variable_ops.ResourceVariable:
-        return
-    inner.__class__ = AbsentVariable
-    old = inner.handle
-    if tf.DeviceSpec.from_string(old.device).device_type == "CPU":
-        return
-    with tf.init_scope(), tf.device("/device:CPU:0"):
-        handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
-            inner.shape, inner.dtype, shared_name=None, name=old._name.partition(":")[0], graph_mode=False
-        )
-    handle._parent_trackable = weakref.ref(inner)
-    handle._name, handle._unique_id = old._name, old._unique_id
-    inner._handle = handle
-    empty(inner)
+    if type(inner) is resource_variable_ops.ResourceVariable:
+        inner.__class__ = AbsentVariable
 
 
 def empty(variable: Any) -> None:

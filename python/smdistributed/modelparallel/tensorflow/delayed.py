@@ -7,25 +7,29 @@ rank get theirs, one after the other, and the others never do.
 - DELAY-1: numbers are those of one process: an initializer is delayed only if its seed is a number, which is drawn when the
   variable is made. Any other gives its value at once, in the order of the script.
 - DELAY-2: graphs that only describe (a step's trace, Keras' scratch graphs) capture such a variable as it is. Whatever else
-  asks for its handle gives it its value first, so nobody finds it without one.
+  asks for its handle gives it its value first, so nobody finds it without one; also a `tf.function` that is traced for such a graph, as it
+  may be called again.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Graphs of Keras' that are never run.
-_SCRATCH = ("scratch_graph", "build_graph", "keras_graph")
+#: Names of Keras' graphs that are never run; `tf_keras` puts a layer's before one.
+_SCRATCH = re.compile(r"(.+_)?scratch_graph|scratch_graph_\d+|build_graph")
 #: Keras' initializers, by module.
 _KERAS = ("keras.src.initializers.constant_initializers", "keras.src.initializers.random_initializers")
 _OLDER = "tf_keras.src.initializers.initializers"
@@ -139,18 +143,22 @@ def _is_wanted() -> bool:
 
 def _is_described() -> bool:
     """DELAY-2."""
-    if state.trace is not None and state.trace.is_current():
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    if state.trace is not None and graph is state.trace.graph:
         return True
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if any(each in getattr(graph, "name", "") for each in _SCRATCH):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    # A function of the script may have the same name; while it is traced, its graph has somebody who orders its effects.
+    return graph.experimental_acd_manager is None and bool(_SCRATCH.fullmatch(getattr(graph, "name", "")))
 
 
 def _may_wait(initializer: Any) -> bool:
     """DELAY-1."""
+    if not isinstance(getattr(initializer, "value", 0), int | float | complex | np.generic):
+        # Of a constant: an array may have other numbers by then.
+        return False
     module = type(initializer).__module__
     if module == _OLDER:
         generator = getattr(initializer, "_random_generator", None)

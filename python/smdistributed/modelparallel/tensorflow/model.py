@@ -143,9 +143,7 @@ class DistributedModel(_Model):
         slots.divide()
         rank, places = state.groups.rank_in("pp"), homes.variables
         for variable in self._smp_elsewhere():
-            home = places.pop(id(handle_of(variable)))
             absent.leave(variable)
-            places[id(handle_of(variable))] = home
         delayed.settle({handle for handle, home in places.items() if home != rank})
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()

@@ -72,6 +72,9 @@ class Operations:
         self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
         made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
         self._contents = Contents(trace.graph)
+        self._graph = trace.graph
+        # Whether functions draw random numbers, by name.
+        self._drawing: dict[str, bool] = {}
         self._of_model = _follows_model(self.ops, trace)
         rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
         self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
@@ -88,7 +91,7 @@ class Operations:
         waits = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
         # What the body draws before the model is called, the model's call might draw as well: ranks would draw different numbers.
-        draws = _draws(op) and (label.inside or op.name not in self._of_model)
+        draws = self._draws(op.node_def) and (label.inside or op.name not in self._of_model)
         return Operation(
             op.name,
             op.type + self._contents.of(op),
@@ -107,17 +110,27 @@ class Operations:
             _flops(op),
         )
 
+    def _draws(self, node: Any) -> bool:
+        """Whether it draws random numbers, other ones each time, also in a branch, a loop or a call."""
+        if node.op in auto_control_deps.LEGACY_RANDOM_OPS or node.op == "RngReadAndSkip":
+            return True
+        if node.op.startswith("Stateful") and node.op != "StatefulPartitionedCall":
+            return True
+        return any(self._function_draws(name) for name in _functions(node))
+
+    def _function_draws(self, name: str) -> bool:
+        if name not in self._drawing:
+            # Gradients of calls name what they come from.
+            self._drawing[name] = False
+            function = self._graph._get_function(name)
+            nodes = [] if function is None else function.cached_definition.node_def
+            self._drawing[name] = any(map(self._draws, nodes))
+        return self._drawing[name]
+
 
 def has_effect(op: tf.Operation) -> bool:
     """Whether something happens when it is computed, even if nobody takes its results."""
     return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
-
-
-def _draws(op: tf.Operation) -> bool:
-    """Whether it draws random numbers, other ones each time."""
-    if op.type in auto_control_deps.LEGACY_RANDOM_OPS or op.type == "RngReadAndSkip":
-        return True
-    return op.type.startswith("Stateful") and op.type != "StatefulPartitionedCall"
 
 
 def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
@@ -183,7 +196,7 @@ def _elems(shape: Sequence[int | None] | tf.TensorShape) -> int:
 
 
 def _flops(op: tf.Operation) -> int:
-    branches = [_flops_of_function(op, name) for name in _functions(op)]
+    branches = [_flops_of_function(op, name) for name in _functions(op.node_def)]
     if op.type in _LOOPS:
         # Not known is once.
         most = tf.get_static_value(op.inputs[1])
@@ -197,11 +210,11 @@ def _flops(op: tf.Operation) -> int:
     return elems
 
 
-def _functions(op: tf.Operation) -> list[str]:
+def _functions(node: Any) -> list[str]:
     """Of a call, a branch or a loop: what it computes."""
-    kinds = {name: op.node_def.attr[name] for name in op.node_def.attr}
-    functions = [value.func.name for value in kinds.values() if value.WhichOneof("value") == "func"]
-    return functions + [each.name for value in kinds.values() for each in value.list.func]
+    kinds = list(node.attr.values())
+    functions = [value.func.name for value in kinds if value.WhichOneof("value") == "func"]
+    return functions + [each.name for value in kinds for each in value.list.func]
 
 
 def _flops_of_function(op: tf.Operation, name: str) -> int:

@@ -115,7 +115,6 @@ def _put(slot: Any, reference: Any) -> None:
         return
     if home != state.groups.rank_in("pp"):
         absent.leave(slot)
-        handle = id(handle_of(slot))
         model._smp_slots.append(slot)
     homes[handle] = home
     weakref.finalize(underlying(slot), homes.pop, handle, None)
