@@ -1,13 +1,15 @@
-// All-reduce of many or large tensors of float32 between RANKS members, three or more, in chunks of which each member folds a
-// part. OP is an operation of number.cuh.
+// All-reduce of many or large tensors of float32 between RANKS members, three or more, in chunks of which each member
+// folds a part. OP is an operation of number.cuh.
 //
-// In round r a block sends the other members' parts of chunk r, folds its own part of chunk r - 1 with what they sent and
-// sends them the result, and takes the results of chunk r - 2. So what crosses the link meanwhile has a round's time for it.
+// In round r a block sends the other members' parts of chunk r, folds its own part of chunk r - 1 with what they sent
+// and sends them the result, and takes the results of chunk r - 2. So what crosses the link has a round's time for it.
 //
-// - PART-1: a round is a call of its own in the count of calls, as are the last parts, which come in a round without a chunk (CHK-1).
-// - PART-2: a block has four slots at every member. Whoever tells of round r has sent and folded the chunks up to r - 1, and taken
-//   those up to r - 3. A member that sends chunk r has heard of r - 2, or begins a launch and has heard of all rounds but those of
-//   this one: chunk r - 4 is folded. One that sends results of chunk r - 1 has heard of r - 1: those of r - 5 are taken.
+// - PART-1: a round is a call of its own in the count of calls (CHK-1), and so is one more, in which the last parts are
+//   folded and told of.
+// - PART-2: a block has four slots at every member. Whoever tells of round r has folded the chunks up to r - 1, and taken
+//   those up to r - 3. A member that sends chunk r has heard of r - 2, or begins a launch and has heard of all rounds of
+//   the ones before: chunk r - 4 is folded. One that sends results of chunk r - 1 has heard of r - 1: those of r - 5 are
+//   taken.
 // - PART-3: a member tells of a second round once the first one's fingerprints agree (CHK-3).
 #define TYPE f32
 #include "chunk.cuh"
@@ -69,8 +71,9 @@ static __device__ __forceinline__ void send(const Chunks &all, const Work &work,
     for (int step = 0; step < WARP_UNITS; ++step)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        vectors[other][step][half] = load(work.tensor.input, work.at((me + 1 + other) % RANKS, step) + half * WARP + work.lane,
-                                          work.tensor.elems, vectors_are_whole);
+        vectors[other][step][half] =
+            load(work.tensor.input, work.at((me + 1 + other) % RANKS, step) + half * WARP + work.lane,
+                 work.tensor.elems, vectors_are_whole);
 #pragma unroll
   for (int other = 0; other < OTHERS; ++other) {
     // Everybody begins with another one.
@@ -95,7 +98,9 @@ static __device__ __forceinline__ u32 next(u32 sum, u32 bits) {
   return __float_as_uint(OP::of(__uint_as_float(sum), __uint_as_float(bits)));
 }
 
-static __device__ __forceinline__ u32 finish(u32 sum) { return __float_as_uint(OP::finish(__uint_as_float(sum), RANKS)); }
+static __device__ __forceinline__ u32 finish(u32 sum) {
+  return __float_as_uint(OP::finish(__uint_as_float(sum), RANKS));
+}
 
 // Folds this member's part in the order of the members (COL-1), and sends the result to all.
 static __device__ __forceinline__ void fold(const Chunks &all, const Work &work, u64 number) {
@@ -111,7 +116,8 @@ static __device__ __forceinline__ void fold(const Chunks &all, const Work &work,
     for (int member = 0; member < RANKS; ++member) {
       if (member == me) {
         highs[step][member] = load(work.tensor.input, work.at(me, step) + work.lane, work.tensor.elems, whole_input);
-        lows[step][member] = load(work.tensor.input, work.at(me, step) + WARP + work.lane, work.tensor.elems, whole_input);
+        lows[step][member] =
+            load(work.tensor.input, work.at(me, step) + WARP + work.lane, work.tensor.elems, whole_input);
       } else {
         const Sent &sent = mine->sent[place(member, me)];
         highs[step][member] = sent.highs[work.unit(step)][work.lane];
@@ -158,7 +164,8 @@ static __device__ __forceinline__ void take(const Chunks &all, const Work &work,
 #pragma unroll
     for (int step = 0; step < WARP_UNITS; ++step)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) results[other][step][half] = mine->results[other][work.unit(step)][half][work.lane];
+      for (int half = 0; half < 2; ++half)
+        results[other][step][half] = mine->results[other][work.unit(step)][half][work.lane];
 #pragma unroll
   for (int other = 0; other < OTHERS; ++other)
 #pragma unroll
@@ -200,8 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_parts(const 
             marks[round % 2].vectors[threadIdx.x];
       call.tell(2 * number);
     }
-    if (round > 1 && first.tensor < all.count)
-      take(all, Work(all.tensors[first.tensor], first.start), number - 2);
+    if (round > 1 && first.tensor < all.count) take(all, Work(all.tensors[first.tensor], first.start), number - 2);
   }
   call.count(all.rounds + 1);
 }
