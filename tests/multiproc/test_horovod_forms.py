@@ -111,12 +111,19 @@ def torch_errors(torch, hvd, rank, size):
         (ValueError, lambda: hvd.alltoall(torch.ones(size), torch.ones(1, dtype=torch.int32))),
         (ValueError, lambda: hvd.broadcast(one, size + 3)),
         (ValueError, lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
+        # What elastic training need not repeat.
+        (ValueError, lambda: hvd.allreduce(torch.ones(2, device="meta"))),
+        (ValueError, lambda: hvd.allreduce_(torch.ones(1).expand(3))),
+        (ValueError, lambda: hvd.allreduce(one, name=5)),
     ]:
         with pytest.raises(kind) as caught:
             call()
         if kind is RuntimeError:
             assert isinstance(caught.value, hvd.HorovodInternalError)
     assert hvd.allreduce(one, op=hvd.Sum).sum() == 4 * size
+    # No splits at all are equal ones.
+    for none in ([], torch.tensor([], dtype=torch.int32)):
+        assert hvd.alltoall(torch.ones(size), splits=none)[1].tolist() == [1] * size
 
 
 def repeated(times, call):
@@ -209,6 +216,8 @@ def torch_optimizers(torch, hvd, rank, size):
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), named)
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(optimizer, named)
     assert type(optimizer).__name__ == "SGD"
     assert isinstance(optimizer, torch.optim.SGD)
     assert sorted(optimizer._parameter_names.values()) == ["bias", "weight"]
@@ -375,6 +384,10 @@ def torch_joins(torch, hvd, rank, size):
 
 
 def torch_sparse(torch, hvd, rank, size):
+    with warnings.catch_warnings():
+        # PyTorch's, of tensors that this process has made without checks.
+        warnings.simplefilter("error")
+        assert torch.equal(hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye")().to_dense(), torch.eye(2))
     x = torch.sparse_coo_tensor(torch.tensor([[0, rank]]), torch.tensor([1.0, 2.0]), (size,))
     got = hvd.sparse_allreduce_async(x, name=None, op=hvd.Sum)()
     assert got.is_sparse

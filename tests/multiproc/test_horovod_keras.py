@@ -252,6 +252,14 @@ def fits():
                 assert min(abs(rate - each) for each in rates) < 1e-6
                 assert int(again.optimizer.iterations) > 0
                 again.fit(x, y, epochs=1, verbose=0)
+                # A function stands for the class of what it makes.
+                mine = type("Mine", (cls,), {})
+                again.compile(optimizer=mine(0.3), loss="mse")
+                again.save(os.path.join(folder, "mine.keras"))
+                made = {"Mine": lambda **options: hvd.DistributedOptimizer(mine(**options), op=hvd.Sum)}  # noqa: B023
+                again = hvd.load_model(os.path.join(folder, "mine.keras"), custom_objects=made)
+                assert isinstance(again.optimizer, mine)
+                assert again.optimizer._smd_options.reduction.op == hvd.Sum
         expected = [0.1 * ((batch + 1) / 8 * (size - 1) * 1.0 + 1) if size > 1 else 0.1 for batch in range(8)]
         assert np.allclose(rates[:8], expected, atol=1e-6), (rates, expected)
         assert np.allclose(rates[8:], [0.1 * size] * 4 + [0.05 * size] * 4, atol=1e-6), rates

@@ -141,6 +141,13 @@ def test_switches_may_be_levels(monkeypatch):
     session.shutdown()
 
 
+def test_process_sets_that_are_none():
+    with pytest.raises(
+        ValueError, match=r"Horovod initialization failed: `process_sets` is \[\[0\]\]: expected a list of"
+    ):
+        HorovodBasics().init(process_sets=[[0]])
+
+
 def test_command_lines_of_the_process(monkeypatch):
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "--fusion-threshold-mb", "10"])
     args = launch.parse_args()
@@ -278,6 +285,13 @@ def test_the_line_of_mpirun(monkeypatch):
         "-bind-to core -mca pml ob1 -mca btl ^openib -mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64"
         in line
     )
+
+
+def test_a_number_of_hosts_that_is_told():
+    asked = settings.Settings(hosts="those of a file", num_hosts=64, num_proc=64, verbose=0, run_func_mode=True)
+    line, _ = line_of_mpirun("OpenMPI", asked, None, {}, ["x"])
+    assert "-H those of a file " in line
+    assert line.endswith("-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 x")
 
 
 def test_mpirun_that_fails_or_is_missing():

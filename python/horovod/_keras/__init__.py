@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.keras_loading import meanings
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow import collectives, functions, mpi_ops
 from horovod.tensorflow.compression import Compression
@@ -387,13 +388,7 @@ def load_model(
         custom_optimizers: The script's own.
         custom_objects: What the script's names mean; they come first.
     """
-    objects: dict[str, Any] = {}
-    for module in optimizer_modules:
-        classes = [cls for cls in vars(module).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
-        # Saved models have their names in either case.
-        objects.update({spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())})
-    objects.update({cls.__name__: cls for cls in custom_optimizers or ()})
-    objects.update(custom_objects or {})
+    objects = meanings(optimizer_modules, custom_optimizers, custom_objects)
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not views.is_distributed(model.optimizer):
         model.optimizer = wrap_optimizer(model.optimizer)

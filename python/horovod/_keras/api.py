@@ -213,7 +213,7 @@ def _load_model(
     Args:
         filepath: What was saved; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
-        custom_objects: Classes and functions of the script, by name.
+        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what it makes.
         compression: How gradients travel.
         legacy_opts: Whether names of optimizers mean tf_keras's legacy ones.
 

@@ -17,6 +17,7 @@ import keras
 import torch
 
 from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
+from horovod.common.keras_loading import meanings
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.torch import mpi_ops
@@ -417,18 +418,15 @@ def load_model(
     Args:
         filepath: What was saved; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
-        custom_objects: Classes and functions of the script, by name.
+        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what it makes.
         compression: How gradients travel.
         legacy_opts: Not needed: there are none on PyTorch.
 
     Returns:
         The model; its optimizer has the saved state.
     """
-    classes = [cls for cls in vars(keras.optimizers).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
-    # Saved models have their names in either case.
-    objects = {spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())}
-    objects.update({cls.__name__: cls for cls in custom_optimizers or ()})
-    model = keras.models.load_model(filepath, custom_objects=objects | (custom_objects or {}))
+    objects = meanings([keras.optimizers], custom_optimizers, custom_objects)
+    model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model

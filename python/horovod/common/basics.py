@@ -70,6 +70,10 @@ class HorovodBasics:
         ranks = _world_ranks(comm)
         environment.check()
         sets = list(sets or [])
+        if not all(isinstance(one, ProcessSet) for one in sets):
+            raise ValueError(
+                f"Horovod initialization failed: `process_sets` is {sets}: expected a list of ProcessSet objects"
+            )
         made_of_communicators = [one for one in sets if one.mpi_comm is not None]
         if made_of_communicators and not _is_communicator(comm):
             raise NotImplementedError(

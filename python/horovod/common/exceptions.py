@@ -71,7 +71,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def at_submission(error: BaseException) -> Exception:
-    """What a call raises whose arguments the core refuses, or that it cannot take any more."""
+    """What a call raises whose arguments the core or the framework refuses, or that the core cannot take any more."""
     text, code = _described(error)
     if code == "interrupted":
         return KeyboardInterrupt(text)
@@ -79,7 +79,9 @@ def at_submission(error: BaseException) -> Exception:
         return NotImplementedError(text)
     if isinstance(error, TypeError):
         return ValueError(f"{text}: this type is not supported")
-    if isinstance(error, ValueError) or code in ("invalid_argument", "config"):
+    # Of the framework: what it cannot work on.
+    refused = isinstance(error, ValueError) or (not code and type(error) in (RuntimeError, NotImplementedError))
+    if refused or code in ("invalid_argument", "config"):
         return ValueError(text)
     return HorovodInternalError(_text(text, code))
 

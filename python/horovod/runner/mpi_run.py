@@ -97,17 +97,19 @@ def _get_mpi_implementation_flags(
 def _line(settings: Any, nics: Any, exported: Sequence[str], command: Sequence[str], found: tuple[Any, ...]) -> str:
     """The line for the shell. Scripts compare it: each option has its place, which stays, empty, if it is not needed."""
     flags, binding, implementation = found
-    names, _ = hosts_util.parse_hosts_and_slots(settings.hosts)
     is_hydra = implementation in (_MPICH_IMPL, _IMPI_IMPL)
+    # Open MPI reads the hosts itself.
+    names = hosts_util.parse_hosts_and_slots(settings.hosts)[0] if is_hydra or not settings.num_hosts else []
+    num_hosts = settings.num_hosts or len(names)
     ssh = [f"-p {settings.ssh_port}"] if settings.ssh_port else []
     ssh += [f"-i {settings.ssh_identity_file}"] if settings.ssh_identity_file else []
     reach = '-bootstrap=ssh -bootstrap-exec-args "{}"' if is_hydra else '-mca plm_rsh_args "{}"'
-    if len(names) >= _LARGE_CLUSTER_THRESHOLD and not is_hydra:
-        flags = [*flags, "-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {len(names)}"]
+    if num_hosts >= _LARGE_CLUSTER_THRESHOLD and not is_hydra:
+        flags = [*flags, "-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {num_hosts}"]
     interfaces = ",".join(sorted(nics or []))
     folder = shlex.quote(settings.output_filename) if settings.output_filename else ""
     if is_hydra:
-        per_host = max(1, settings.num_proc // max(1, len(names)))
+        per_host = max(1, settings.num_proc // max(1, num_hosts))
         places = [f"-l -np {settings.num_proc} -ppn {per_host} -hosts {','.join(names)}"]
         options = {
             "interfaces": f"-iface {sorted(nics)[0]}" if nics else "",

@@ -157,7 +157,7 @@ def broadcast_(
 
 
 def _splits(splits: Any) -> tuple[list[int] | None, torch.device]:
-    """The rows for each rank, and where the numbers of those received belong."""
+    """The rows for each rank, and where the numbers of those received belong. No splits at all mean equal ones."""
     if splits is None:
         return None, torch.device("cpu")
     if isinstance(splits, torch.Tensor):
@@ -165,8 +165,8 @@ def _splits(splits: Any) -> tuple[list[int] | None, torch.device]:
             raise ValueError(f"alltoall expects splits to be a 32-bit integer tensor, not one of {splits.dtype}")
         if splits.dim() != 1:
             raise ValueError(f"alltoall expects a 1D splits tensor, not one of {splits.dim()} dimensions")
-        return splits.tolist(), splits.device
-    return [int(rows) for rows in splits], torch.device("cpu")
+        return splits.tolist() or None, splits.device
+    return [int(rows) for rows in splits] or None, torch.device("cpu")
 
 
 def _exchange(tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet, blocking: bool) -> _Pending:

@@ -31,6 +31,7 @@ from horovod.torch.mpi_ops import (
     synchronize,
 )
 from horovod.torch.rounds import PLANNED, Rounds
+from horovod.torch.sparse import sparse_of
 
 
 class _DistributedOptimizer:
@@ -364,7 +365,7 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     """A sparse gradient that adds nothing to the others'."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return sparse_of(indices, values, parameter.shape)
 
 
 class _DistributedAdasumOptimizer:
@@ -548,6 +549,8 @@ def DistributedOptimizer(  # noqa: N802 - the documented name
     Raises:
         ValueError: The arguments do not fit.
     """
+    if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
+        raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if gradient_predivide_factor != 1.0 and op != Average:

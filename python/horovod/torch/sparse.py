@@ -15,6 +15,11 @@ from horovod.torch.exchanges import allgather_async
 from horovod.torch.reductions import _OPS
 
 
+def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A sparse tensor that is not coalesced. PyTorch's own function warns whoever has not said whether such tensors are to be checked."""
+    return torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
+
+
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -41,7 +46,6 @@ def sparse_allreduce_async(
         everybodys_values = synchronize(values_handle)
         if op == Average:
             everybodys_values = everybodys_values / members
-        indices = everybodys_indices.transpose(0, 1)
-        return torch.sparse_coo_tensor(indices, everybodys_values, sparse.size(), check_invariants=False)
+        return sparse_of(everybodys_indices.transpose(0, 1), everybodys_values, sparse.size())
 
     return handle

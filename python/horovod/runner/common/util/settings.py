@@ -65,9 +65,11 @@ class Settings(BaseSettings):
 
     Args:
         hosts: As ``name:slots,name:slots``.
+        num_hosts: How many hosts; by default as many as `hosts` has.
         **kwargs: See :class:`BaseSettings`.
     """
 
-    def __init__(self, hosts: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, hosts: str | None = None, num_hosts: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.hosts = hosts
+        self.num_hosts = num_hosts

@@ -1,0 +1,45 @@
+"""What names in a saved model mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from types import FunctionType
+from typing import Any
+
+
+def meanings(
+    optimizer_modules: Iterable[Any], custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The ``custom_objects`` that a model is loaded with.
+
+    Args:
+        optimizer_modules: Where optimizers are looked for by name.
+        custom_optimizers: The script's own.
+        custom_objects: What the script's names mean; they come first.
+    """
+    found: dict[str, Any] = {}
+    for module in optimizer_modules:
+        classes = [cls for cls in vars(module).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
+        # Saved models have their names in either case.
+        found.update({spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())})
+    found.update({cls.__name__: cls for cls in custom_optimizers or ()})
+    own = (custom_objects or {}).items()
+    return found | {name: _class_of(value) if _makes_objects(value) else value for name, value in own}
+
+
+def _makes_objects(value: Any) -> bool:
+    """Whether it is a function of options only, such as ``lambda **options: hvd.DistributedOptimizer(Mine(**options))``. Losses and
+    activations take tensors by their place."""
+    if not isinstance(value, FunctionType):
+        return False
+    kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds and kinds <= {
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+
+
+def _class_of(make: FunctionType) -> type:
+    """A class whose objects it makes: Keras no longer takes functions in the place of classes."""
+    return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})
