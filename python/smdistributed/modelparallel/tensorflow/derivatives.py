@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,17 +79,26 @@ class Derivatives:
         """Whether gradients of variables have been computed."""
         return bool(self._known)
 
-    def variables_of(self, value: Any) -> set[int]:
-        """Handles, by identity, of the variables whose gradients ``value`` comes from."""
+    def variables_of(
+        self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = operator.attrgetter("op.inputs")
+    ) -> set[int]:
+        """Handles, by identity, of the variables whose gradients ``value`` comes from.
+
+        Args:
+            value: A tensor or slices.
+            inputs: Of what makes a tensor: those by which it may come from a gradient.
+        """
         found: set[int] = set()
         pending, seen = [_tensor(value)], set()
         while pending:
             tensor = pending.pop()
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
             if tensor.name in self._known:
                 found |= self._known[tensor.name]
-            elif tensor.op.name not in seen:
-                seen.add(tensor.op.name)
-                pending += tensor.op.inputs
+            else:
+                pending += inputs(tensor)
         return found
 
     def variable_of(self, value: Any, variables: Sequence[Any], of_replicas: bool) -> Any:
@@ -111,7 +121,7 @@ class Derivatives:
             if of_replicas:
                 self._refuse_other_forms(value, variables)
             return None
-        known = of if len(of) == 1 else self._of_its_shape(value)
+        known = of if len(of) == 1 else self.variables_of(value, _of_same_shape)
         found = [each for each in fitting if id(handle_of(each)) in known]
         if len(found) == 1 or (found and _has_shape(value)):
             return found[0]
@@ -127,20 +137,7 @@ class Derivatives:
     def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
         """Raises if ``value`` has the numbers of gradients in another shape, as replicas would not average it. What sums them up, such as norms,
         or compares them is a replica's own."""
-        found: set[int] = set()
-        pending, seen = [_tensor(value)], set()
-        while pending:
-            tensor = pending.pop()
-            if tensor.shape.rank == 0 or tensor.dtype == tf.bool or tensor.name in seen:
-                continue
-            seen.add(tensor.name)
-            if tensor.name in self._known:
-                found |= self._known[tensor.name]
-            elif tensor.op.type in _MOVES:
-                pending += tensor.op.inputs
-            elif tensor.op.type not in _SUMS:
-                sizes = tensor.shape.num_elements(), None
-                pending += [each for each in tensor.op.inputs if each.shape.num_elements() in sizes]
+        found = self.variables_of(value, _of_same_numbers) if _has_numbers(_tensor(value)) else set()
         names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
         if names:
             raise SMPUsageError(
@@ -149,23 +146,28 @@ class Derivatives:
                 "variables, and change them outside of the step"
             )
 
-    def _of_its_shape(self, value: Any) -> set[int]:
-        """Handles, by identity, of the variables whose gradients become ``value`` number by number, as one that is scaled by a norm of all
-        of them does: what that was made of has another shape."""
-        found: set[int] = set()
-        pending, seen = [_tensor(value)], set()
-        while pending:
-            tensor = pending.pop()
-            if tensor.name in self._known:
-                found |= self._known[tensor.name]
-            elif tensor.name not in seen:
-                seen.add(tensor.name)
-                pending += [
-                    each
-                    for each in tensor.op.inputs
-                    if each.shape.rank == tensor.shape.rank and each.shape.is_compatible_with(tensor.shape)
-                ]
-        return found
+
+def _of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Inputs that may become ``tensor`` number by number, as a gradient that is scaled by a norm of all of them does: what that was
+    made of has another shape."""
+    rank, shape = tensor.shape.rank, tensor.shape
+    return [each for each in tensor.op.inputs if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
+
+
+def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Inputs whose numbers ``tensor`` has, in whatever shape."""
+    inputs = [each for each in tensor.op.inputs if _has_numbers(each)]
+    if tensor.op.type in _MOVES:
+        return inputs
+    if tensor.op.type in _SUMS:
+        return []
+    sizes = tensor.shape.num_elements(), None
+    return [each for each in inputs if each.shape.num_elements() in sizes]
+
+
+def _has_numbers(tensor: tf.Tensor) -> bool:
+    """Whether it may have those of a gradient: more than one, and what is compared has none."""
+    return tensor.shape.rank != 0 and tensor.dtype != tf.bool
 
 
 def _has_shape(value: Any) -> bool:
