@@ -220,7 +220,7 @@ def test_torchrun_starts_all_anew(tmp_path):
 
 
 _DRIVEN = """
-import json, os, sys
+import json, os, sys, time
 import torch
 import horovod.torch as hvd
 
@@ -232,8 +232,9 @@ state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, sizes=
 
 @hvd.elastic.run
 def train(state):
-    while state.epoch < 6:
-        if state.epoch == 2 and host == "b" and hvd.size() == 3:
+    while 3 not in state.sizes or state.sizes[-2:] != [2, 2]:
+        assert state.epoch < 1000, "no news of the second host"
+        if state.sizes.count(3) == 2 and host == "b":
             os._exit(7)
         optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
@@ -241,8 +242,11 @@ def train(state):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
         state.sizes.append(hvd.size())
         state.epoch += 1
+        # Now there is a second host.
+        open(sys.argv[1] + "/trains", "w").close()
+        time.sleep(0.02)
         state.commit()
-    return state.sizes
+    return state.sizes, state.epoch
 
 print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{host}{hvd.local_rank()}.json", "w"))
 """
@@ -251,10 +255,11 @@ print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_a_driver_of_the_scripts_own(tmp_path):
-    """`hvd.init()` asks the store of an `ElasticDriver` for its place; a worker dies, and the others go on."""
+    """`hvd.init()` asks the store of an `ElasticDriver` for its place. A host appears: its news reach the workers, and the next session
+    has it. Its worker dies, and the others go on."""
     from horovod.runner import gloo_run
     from horovod.runner.common.util import codec, secret
-    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.discovery import HostDiscovery
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
     from horovod.runner.http.http_server import RendezvousServer
@@ -262,7 +267,12 @@ def test_a_driver_of_the_scripts_own(tmp_path):
     script, key = tmp_path / "train.py", secret.make_secret_key()
     script.write_text(_DRIVEN)
     server = RendezvousServer(key=key)
-    driver = ElasticDriver(server, FixedHosts({"a": 2, "b": 1}), 1, None, timeout=60)
+
+    class Hosts(HostDiscovery):
+        def find_available_hosts_and_slots(self):
+            return {"a": 2, "b": 1} if (tmp_path / "trains").exists() else {"a": 2}
+
+    driver = ElasticDriver(server, Hosts(), 1, None, timeout=60)
     port = server.start(create_rendezvous_handler(driver))
     said = []
 
@@ -284,7 +294,7 @@ def test_a_driver_of_the_scripts_own(tmp_path):
         return worker.returncode, time.time()
 
     try:
-        driver.start(3, work)
+        driver.start(2, work)
         results = driver.get_results()
     finally:
         driver.stop()
@@ -292,4 +302,8 @@ def test_a_driver_of_the_scripts_own(tmp_path):
     assert results.error_message is None, said
     assert {name: code for name, (code, _) in results.worker_results.items()} == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, said
     for number in (0, 1):
-        assert json.loads((tmp_path / f"a{number}.json").read_text()) == ["a", number, [3, 3, 2, 2, 2, 2]]
+        host, rank, (sizes, epochs) = json.loads((tmp_path / f"a{number}.json").read_text())
+        before = sizes.index(3)
+        assert (host, rank, epochs) == ("a", number, len(sizes))
+        assert before > 0
+        assert sizes == [2] * before + [3, 3, 2, 2]
