@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -13,7 +14,7 @@ from horovod.common import environment
 from horovod.common.basics import HorovodBasics
 from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
-from horovod.runner import _HorovodArgs, launch, mpi_run
+from horovod.runner import _HorovodArgs, gloo_run, launch, mpi_run, run
 from horovod.runner.common.util import (
     codec,
     config_parser,
@@ -25,9 +26,10 @@ from horovod.runner.common.util import (
     timeout,
     tiny_shell_exec,
 )
+from horovod.runner.driver import driver_service
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
-from horovod.runner.util import streams, threads
+from horovod.runner.util import network, streams, threads
 
 
 def parsed(line):
@@ -73,6 +75,31 @@ def test_options_become_variables():
     with pytest.raises(ValueError, match="the command to run is missing"):
         launch._run(args)
     assert parsed("-np 2 --network-interface a --network-interfaces b,c").nics == {"a", "b", "c"}
+
+
+def test_interfaces_keep_the_order_in_which_they_are_given(monkeypatch):
+    """Each host takes the first that it has."""
+    line = "-np 2 --network-interfaces ib1,ib0 --network-interface eth0 --network-interface ib1"
+    nics = parsed(line).nics
+    assert {"eth0", "ib0", "ib1"} == nics
+    assert list(pickle.loads(pickle.dumps(nics))) == ["ib1", "ib0", "eth0"]
+    for more, name in (("", "gloo_run"), (" --min-np 1 --host-discovery-script ./found", "gloo_run_elastic")):
+        with mock.patch.object(launch, name) as runs:
+            launch._run(parsed(line + more))
+        env = next(given for given in runs.call_args.args if isinstance(given, dict))
+        assert env["HOROVOD_GLOO_IFACE"] == env["NCCL_SOCKET_IFNAME"] == "ib1,ib0,eth0"
+    with (
+        mock.patch.object(launch, "_run", side_effect=RuntimeError("far enough")) as runs,
+        pytest.raises(RuntimeError, match="far enough"),
+    ):
+        run(print, num_proc=2, network_interfaces="ib1,ib0")
+    assert list(runs.call_args.args[0].nics) == ["ib1", "ib0"]
+    assert gloo_run.create_run_env_vars("here", nics, 1)["HOROVOD_GLOO_IFACE"] == "ib1"
+    asked = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, nics=nics)
+    assert list(driver_service.get_common_interfaces(asked, ["a", "b"], ["b"])) == ["ib1", "ib0", "eth0"]
+    assert " -iface ib1 " in line_of_mpirun("MPICH", asked, nics, {}, ["x"])[0]
+    monkeypatch.setattr(network, "get_local_host_intfs", lambda: {"eth0": "10.0.0.1", "ib0": "10.0.0.2"})
+    assert network.get_driver_ip(nics) == "10.0.0.2"
 
 
 @pytest.mark.parametrize(

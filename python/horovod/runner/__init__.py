@@ -243,6 +243,7 @@ def run(
         RuntimeError: A process failed; its exception is the cause.
     """
     from horovod.runner import launch
+    from horovod.runner.util.network import Interfaces
 
     try:
         import cloudpickle as pickle
@@ -285,7 +286,7 @@ def run(
     options.use_gloo = use_gloo
     options.use_mpi = use_mpi
     options.mpi_args = mpi_args
-    options.nics = set(nics.split(",")) if isinstance(nics, str) else nics
+    options.nics = nics if nics is None else Interfaces(nics.split(",") if isinstance(nics, str) else nics)
     options.run_func = func
     options.executable = executable or sys.executable
     options.command = [options.executable, "-m", "horovod.runner.run_task"]

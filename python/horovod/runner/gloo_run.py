@@ -15,6 +15,7 @@ from typing import Any
 from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.common.util.hosts import SlotInfo, parse_hosts
 from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.util.network import Interfaces
 from smdistributed import _core
 
 FAILED = "Horovod detected that one or more processes exited with non-zero status"
@@ -40,7 +41,7 @@ def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
 
 def create_run_env_vars(server_ip: str, nics: Any, port: int, elastic: bool = False) -> dict[str, str]:
     """What all processes are told."""
-    interfaces = sorted(nics or [])
+    interfaces = list(Interfaces(nics or ()))
     env = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),

@@ -21,15 +21,16 @@ from horovod.runner.gloo_run import FAILED, gloo_run, gloo_run_elastic, is_here
 from horovod.runner.js_run import is_jsrun_installed, js_run
 from horovod.runner.mpi_run import mpi_available, mpi_run
 from horovod.runner.util import cache, lsf, remote
+from horovod.runner.util.network import Interfaces
 
 _SSH_ATTEMPTS = 5
 _SSH_TIMEOUT_S = 10
 _CHECKS_MINUTES = 60
 
 
-class _SplitSet(argparse.Action):
+class _SplitInterfaces(argparse.Action):
     def __call__(self, parser: Any, args: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(args, self.dest, (getattr(args, self.dest, None) or set()) | set(values.split(",")))
+        setattr(args, self.dest, Interfaces([*(getattr(args, self.dest, None) or ()), *values.split(",")]))
 
 
 def _parser(suppress: bool) -> argparse.ArgumentParser:
@@ -60,10 +61,10 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add(
         "--network-interfaces",
         dest="nics",
-        action=_SplitSet,
+        action=_SplitInterfaces,
         help="interfaces for NCCL, with commas; by default those that hosts have in common",
     )
-    add("--network-interface", dest="nics", action=_SplitSet, help="the same, one at a time")
+    add("--network-interface", dest="nics", action=_SplitInterfaces, help="the same, one at a time")
     add("--output-filename", help="a folder that gets what each process prints, too")
     flag(parser, "--verbose", dest="verbose", help="says what is being done")
     add("--config-file", help="YAML; options win")
@@ -331,7 +332,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 
 def _checks(settings: hvd_settings.Settings) -> cache.Cache:
     """What the checks of the last hour have found."""
-    asked = (settings.hosts, settings.ssh_port, settings.ssh_identity_file, sorted(settings.nics or ()))
+    asked = (settings.hosts, settings.ssh_port, settings.ssh_identity_file, list(Interfaces(settings.nics or ())))
     parameters = hashlib.md5(repr(asked).encode(), usedforsecurity=False).hexdigest()
     return cache.Cache(os.path.expanduser("~/.horovod"), _CHECKS_MINUTES, parameters)
 
@@ -342,17 +343,17 @@ def _common_interfaces(
     elsewhere: list[str],
     kept: cache.Cache | None,
     env: dict[str, str],
-) -> set[str]:
+) -> Interfaces:
     """The interfaces that NCCL is told of: those that are asked for, or on several hosts those that they have in common."""
     if not settings.nics and "NCCL_SOCKET_IFNAME" in env and elsewhere:
-        return set()
+        return Interfaces()
     try:
         found = driver_service.get_common_interfaces(settings, names, elsewhere, fn_cache=kept)
     except (RuntimeError, TimeoutError, timeout.TimeoutException) as error:
         # The core finds ways by itself, and NCCL mostly does.
         print(f"horovodrun: warning: the interfaces of the hosts could not be compared: {error}", file=sys.stderr)
-        return set()
-    return found if elsewhere or settings.nics else set()
+        return Interfaces()
+    return found if elsewhere or settings.nics else Interfaces()
 
 
 def _run_static(args: argparse.Namespace) -> None:
@@ -379,9 +380,9 @@ def _run_static(args: argparse.Namespace) -> None:
     def own_run() -> None:
         found = _common_interfaces(settings, names, elsewhere, kept, env)
         if found:
-            env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(found))
+            env["NCCL_SOCKET_IFNAME"] = ",".join(found)
         if args.nics:
-            env["HOROVOD_GLOO_IFACE"] = ",".join(sorted(args.nics))
+            env["HOROVOD_GLOO_IFACE"] = ",".join(Interfaces(args.nics))
         gloo_run(settings, found, env, None, args.command)
 
     nothing_chosen = not (args.use_gloo or args.use_mpi or args.use_jsrun)
@@ -423,7 +424,7 @@ def _run_elastic(args: argparse.Namespace) -> None:
     env = _environment(args)
     if args.nics:
         # Hosts that come later have to have them as well.
-        env["NCCL_SOCKET_IFNAME"] = env["HOROVOD_GLOO_IFACE"] = ",".join(sorted(args.nics))
+        env["NCCL_SOCKET_IFNAME"] = env["HOROVOD_GLOO_IFACE"] = ",".join(Interfaces(args.nics))
     gloo_run_elastic(settings, env, args.command)
 
 

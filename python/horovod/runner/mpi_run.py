@@ -12,6 +12,7 @@ from typing import Any
 from horovod.runner.common.util import hosts as hosts_util
 from horovod.runner.common.util import safe_shell_exec, tiny_shell_exec
 from horovod.runner.common.util.env import is_exportable
+from horovod.runner.util.network import Interfaces
 
 _OMPI_IMPL = "OpenMPI"
 _SMPI_IMPL = "SpectrumMPI"
@@ -106,13 +107,14 @@ def _line(settings: Any, nics: Any, exported: Sequence[str], command: Sequence[s
     reach = '-bootstrap=ssh -bootstrap-exec-args "{}"' if is_hydra else '-mca plm_rsh_args "{}"'
     if num_hosts >= _LARGE_CLUSTER_THRESHOLD and not is_hydra:
         flags = [*flags, "-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {num_hosts}"]
-    interfaces = ",".join(sorted(nics or []))
+    first_to_last = list(Interfaces(nics or ()))
+    interfaces = ",".join(first_to_last)
     folder = shlex.quote(settings.output_filename) if settings.output_filename else ""
     if is_hydra:
         per_host = max(1, settings.num_proc // max(1, num_hosts))
         places = [f"-l -np {settings.num_proc} -ppn {per_host} -hosts {','.join(names)}"]
         options = {
-            "interfaces": f"-iface {sorted(nics)[0]}" if nics else "",
+            "interfaces": f"-iface {first_to_last[0]}" if nics else "",
             "nccl": f"-genv NCCL_SOCKET_IFNAME {interfaces}" if nics else "",
             "output": f"-outfile-pattern {folder}" if folder else "",
             "variables": f"-genvlist {','.join(exported)}" if exported else "",

@@ -16,7 +16,7 @@ from horovod.runner.common.util import codec, secret
 from horovod.runner.common.util.network import Addresses
 from horovod.runner.common.util.timeout import Timeout
 from horovod.runner.util import cache, remote
-from horovod.runner.util.network import get_local_host_intfs
+from horovod.runner.util.network import Interfaces, get_local_host_intfs
 
 #: Longest wait for a host, in seconds, where the settings name none.
 _TIMEOUT_S = 30
@@ -150,14 +150,14 @@ def _said(task: subprocess.Popen, complaints: IO[bytes]) -> str:
     return text.splitlines()[-1] if text else f"exit code {task.returncode}"
 
 
-def get_local_interfaces(settings: Any) -> set[str]:
+def get_local_interfaces(settings: Any) -> Interfaces:
     """The interfaces of a job on this host alone: those that are asked for, or the loopback's."""
     if settings.verbose >= 2:
         print("All hosts are local, finding the interfaces with address 127.0.0.1")
-    found = settings.nics or {name for name, ip in get_local_host_intfs().items() if ip == "127.0.0.1"}
+    found = Interfaces(settings.nics or {name for name, ip in get_local_host_intfs().items() if ip == "127.0.0.1"})
     if settings.verbose >= 2:
-        print(f"Local interface found {' '.join(sorted(found))}")
-    return set(found)
+        print(f"Local interface found {' '.join(found)}")
+    return found
 
 
 @cache.use_cache()
@@ -180,7 +180,7 @@ class _Unkept:
 
 def get_common_interfaces(
     settings: Any, all_host_names: Sequence[str], remote_host_names: Sequence[str] | None = None, fn_cache: Any = None
-) -> set[str]:
+) -> Interfaces:
     """The interfaces at which all hosts of a job reach each other.
 
     Args:
@@ -196,12 +196,12 @@ def get_common_interfaces(
     if not remote_host_names:
         return get_local_interfaces(settings)
     if settings.nics:
-        found = set(settings.nics)
+        found = Interfaces(settings.nics)
     else:
         if settings.verbose >= 2:
             print("Testing interfaces on all the hosts.", flush=True)
         here = tuple(name for name in all_host_names if name not in set(remote_host_names))
-        found = set(_found(tuple(all_host_names), here, _Unkept(settings), fn_cache=fn_cache))
+        found = Interfaces(_found(tuple(all_host_names), here, _Unkept(settings), fn_cache=fn_cache))
     if settings.verbose >= 2:
-        print(f"Common interface found: {' '.join(sorted(found))}", flush=True)
+        print(f"Common interface found: {' '.join(found)}", flush=True)
     return found

@@ -5,11 +5,35 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 
 from smdistributed import _core
 
 _SIOCGIFADDR = 0x8915
+
+
+class Interfaces(Set):
+    """Names of interfaces, equal to a set of them, in the order in which the user gave them: of some settings the first one counts
+    that a host has.
+
+    Args:
+        names: A set has no order; its names come sorted.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Interfaces({list(self)})"
 
 
 def get_local_host_intfs() -> dict[str, str]:
