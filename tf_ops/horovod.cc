@@ -496,7 +496,7 @@ class JoinKernel final : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const absl::Status status = attempted(
-        [&] { ask_join(process_set_group(0), -1, std::make_unique<JoinCompletion>(context, done, Group())); });
+        [&] { ask_join(process_set_group(0), -1, -1, std::make_unique<JoinCompletion>(context, done, Group())); });
     OP_REQUIRES_OK_ASYNC(context, status, done);
   }
 };

@@ -273,10 +273,10 @@ static Handle step(std::string_view name, std::string_view names, int64_t proces
   });
 }
 
-static Handle join(int64_t device) {
+static Handle join(int64_t named, int64_t current) {
   return checked([&] {
     auto work = c10::make_intrusive<NamedWork>();
-    ask_join(process_set_group(0), device, std::make_unique<GroupCompletion>(work, Group()));
+    ask_join(process_set_group(0), named, current, std::make_unique<GroupCompletion>(work, Group()));
     return work;
   });
 }

@@ -83,8 +83,9 @@ TORCH_LIBRARY(smd, m) {
   // Whether all ranks have asked for the same gradients, whose names are lines of `names`: an error says which rank
   // lacks which.
   define_named(m, "named_step", "str name, str names, int process_set");
-  // The device for all-reduces of others on devices; negative if the core is to choose.
-  define_named(m, "named_join", "int device");
+  // Devices for all-reduces of others on devices, where collectives have not run on one: which the script has named, or
+  // which is the current one; negative if there is none.
+  define_named(m, "named_join", "int named, int current");
 }
 
 }  // namespace smd::torch_ext

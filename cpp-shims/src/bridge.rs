@@ -336,9 +336,10 @@ mod ffi {
             done: UniquePtr<Completion>,
         ) -> Result<Box<Asked>>;
 
-        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. On
-        /// CUDA device `device` it takes part in the others' all-reduces on devices; negative if the core is to choose.
-        fn ask_join(group: u64, device: i64, done: UniquePtr<Completion>) -> Result<()>;
+        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. The
+        /// script has `named` a CUDA device for the others' all-reduces on devices, and the framework's is `current`; negative: none
+        /// (`smd_core::negotiation::Negotiator::join`).
+        fn ask_join(group: u64, named: i64, current: i64, done: UniquePtr<Completion>) -> Result<()>;
 
         /// The group of a process set; throws if this rank is in no such set.
         fn process_set_group(process_set: i64) -> Result<u64>;

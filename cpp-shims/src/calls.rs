@@ -207,10 +207,11 @@ impl Asked {
     }
 }
 
-pub fn ask_join(group: u64, device: i64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+pub fn ask_join(group: u64, named: i64, current: i64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
     guard(|| {
+        let device = |number: i64| u16::try_from(number).ok();
         let negotiator = session::current("join")?.negotiator(group)?;
-        negotiator.join(u16::try_from(device).ok(), completing(Shared::new(done)));
+        negotiator.join(device(named), device(current), completing(Shared::new(done)));
         Ok(())
     })
 }

@@ -216,6 +216,22 @@ def joins():
     _same(torch, *weights)
 
 
+def joins_elsewhere():
+    """Of a script that never calls `set_device`: the current device is 0 on every rank, and so is what it names in the end."""
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    rank, size, device = hvd.rank(), hvd.size(), torch.device("cuda", hvd.local_rank())
+    for named in (-1, 0):
+        for at in range(rank + 1):
+            got = hvd.allreduce(torch.full((1000,), rank + 1.0, device=device), op=hvd.Sum, name="elsewhere")
+            assert got.device == device
+            assert (got == sum(range(at + 1, size + 1))).all(), got[:4]
+        assert hvd.join(named) == size - 1
+
+
 def everything():
     for part in (joins, collectives, streams_and_errors, gradients, optimizers):
         part()
@@ -223,6 +239,10 @@ def everything():
 
 def test_everything():
     run_ranks(everything, NUM_RANKS, timeout=220)
+
+
+def test_joins_without_a_current_device():
+    run_ranks(joins_elsewhere, NUM_RANKS, timeout=60)
 
 
 def tensorflow():

@@ -10,6 +10,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -302,6 +303,17 @@ def joins():
         last = hvd.join()
         assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
         assert last != first or size == 1
+    # The current device, which may be nobody's choice, is told apart from one that the script has named.
+    from horovod.torch import mpi_ops
+
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(mpi_ops, "_submit", wraps=mpi_ops._submit) as submit,
+    ):
+        hvd.join()
+        hvd.join(1)
+    assert [call.args[1:] for call in submit.call_args_list] == [(-1, 0), (1, 0)]
     # All is as before.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     hvd.barrier()

@@ -112,16 +112,17 @@ def join(device: int = -1) -> int:
     all-reduces with what changes nothing; their other collectives fail.
 
     Args:
-        device: Number of the CUDA device on which it takes part in all-reduces of CUDA tensors; by default the current one, if
-            CUDA is in use here, else the one that collectives were called on, or the one with this rank's number on
-            the host. If there is none, others' all-reduces of CUDA tensors fail on every rank.
+        device: Number of the CUDA device on which it takes part in all-reduces of CUDA tensors. The device that this rank's
+            collectives were called on comes before it, with a warning. By default the current one, if CUDA is in use
+            here, else the one with this rank's number on the host. If there is none, others' all-reduces of CUDA tensors
+            fail on every rank.
 
     Returns:
         The rank that joined last.
     """
-    if device < 0 and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
-    pending = _submit(torch.ops.smd.named_join.default, device, finish=lambda _: None)
+    # A script that never calls `set_device` has 0 for current, whatever device it works on.
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    pending = _submit(torch.ops.smd.named_join.default, device, current, finish=lambda _: None)
     pending.wait()
     return pending.work.last()
 

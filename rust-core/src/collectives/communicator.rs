@@ -251,6 +251,13 @@ impl Communicator {
         self.shared.cuda.connect(Context::primary(device)?)
     }
 
+    /// The CUDA device on which the group is connected, if it is; of several `last`, if that is among them. `last` otherwise.
+    pub(crate) fn device_in_use(&self, last: Option<u16>) -> Option<u16> {
+        let devices = self.shared.cuda.devices();
+        let newest = devices.last().copied();
+        last.filter(|last| devices.contains(last)).or(newest).or(last)
+    }
+
     /// How many bytes of gradients on devices a reducer had best send at once, if that is measured (`SMD_AUTOTUNE`): when the
     /// group is used on its devices first. If it was not so far and member 0 says that something is measured, all members
     /// connect theirs. The same on all members; collective.

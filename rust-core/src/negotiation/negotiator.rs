@@ -16,9 +16,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::description::Description;
 use super::factors::Factors;
+use super::supply::Signs;
 use super::tune::Tuning;
 use super::work::Work;
-use super::{Elsewhere, Gradients, affinity, supply};
+use super::{Elsewhere, Gradients, affinity};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
@@ -141,8 +142,8 @@ pub(super) enum Call {
         done: Done,
     },
     Join {
-        /// To take part on meanwhile.
-        device: Option<u16>,
+        /// Where to take part on devices meanwhile.
+        signs: Signs,
         since: Instant,
         done: Done,
     },
@@ -298,13 +299,14 @@ impl Negotiator {
     /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
     /// then it contributes to the others' all-reduces what changes nothing; their other collectives fail.
     ///
-    /// `device` is the CUDA device for all-reduces there; without it the one that collectives by name were called on, or the one
-    /// with this process's number on its host. If there is none, the others' all-reduces on devices fail.
-    pub fn join(&self, device: Option<u16>, done: Done) {
+    /// All-reduces on CUDA devices take place on the device that collectives by name were called on; before there were any, on the
+    /// one that the script has `named`, on the `current` one, or on the one with this process's number on its host. If there is
+    /// none, the others' all-reduces on devices fail.
+    pub fn join(&self, named: Option<u16>, current: Option<u16>, done: Done) {
         let shared = &self.shared;
         let used = u16::try_from(shared.device.load(Ordering::Relaxed)).ok();
-        let device = supply::device(device, used, shared.options.local_rank);
-        shared.call(Call::Join { device, since: Instant::now(), done });
+        let signs = Signs { used, named, current, local_rank: shared.options.local_rank };
+        shared.call(Call::Join { signs, since: Instant::now(), done });
     }
 
     /// Whether this member tries sizes of what runs together, and so needs collectives by name: the first one does, until it

@@ -21,16 +21,44 @@ const ALIGNMENT: usize = 256;
 /// Memory comes in multiples of this, so that it fits the next operation as well.
 const GRAIN: usize = 1 << 20;
 
-/// The device that a rank takes part on which has joined, if there is one: the one that the script has named, which it has
-/// used, or the one with its number on the host.
-pub(super) fn device(named: Option<u16>, used: Option<u16>, local_rank: usize) -> Option<u16> {
-    let count = available().and_then(|()| device_count()).unwrap_or(0);
-    choose(named, used, local_rank, count)
+/// What tells on which device a rank is to take part that has joined.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Signs {
+    /// Its collectives were called on this one. The others' wait for this rank there, whatever the script says: one that made
+    /// another part of the group elsewhere would leave them waiting.
+    pub(super) used: Option<u16>,
+    /// The script has named this one.
+    pub(super) named: Option<u16>,
+    /// The framework's current one, which need not be the script's choice.
+    pub(super) current: Option<u16>,
+    /// The number on the host.
+    pub(super) local_rank: usize,
 }
 
-fn choose(named: Option<u16>, used: Option<u16>, local_rank: usize, count: u16) -> Option<u16> {
-    let next = u16::try_from(local_rank % usize::from(count.max(1))).ok();
-    named.or(used).or(next).filter(|device| *device < count)
+impl Signs {
+    /// The device, if there is any. Says so where it is not the one that the script has named.
+    pub(super) fn device(&self) -> Option<u16> {
+        let device = self.choose(available().and_then(|()| device_count()).unwrap_or(0));
+        if let Some(text) = self.warning(device) {
+            tracing::warn!("{text}");
+        }
+        device
+    }
+
+    fn choose(&self, count: u16) -> Option<u16> {
+        let next = u16::try_from(self.local_rank % usize::from(count.max(1))).ok();
+        [self.used, self.named, self.current, next].into_iter().flatten().find(|device| *device < count)
+    }
+
+    fn warning(&self, device: Option<u16>) -> Option<String> {
+        let (named, device) = (self.named?, device?);
+        let why = match self.used {
+            Some(used) if used == device => "on which it has called collectives",
+            _ => "since there is no such device",
+        };
+        (named != device)
+            .then(|| format!("`join()` was called with device {named}: this rank takes part on `cuda:{device}`, {why}"))
+    }
 }
 
 /// See the module's text.
@@ -111,13 +139,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_was_named_comes_before_one_that_was_used() {
-        assert_eq!(choose(Some(1), Some(0), 0, 2), Some(1));
-        assert_eq!(choose(None, Some(0), 1, 2), Some(0));
-        assert_eq!(choose(None, None, 1, 2), Some(1));
+    fn a_device_that_was_used_comes_before_any_other() {
+        let signs = Signs { used: Some(1), named: Some(2), current: Some(0), local_rank: 3 };
+        assert_eq!(signs.choose(4), Some(1));
+        assert_eq!(Signs { used: None, ..signs }.choose(4), Some(2));
+        assert_eq!(Signs { used: None, named: None, ..signs }.choose(4), Some(0));
+        assert_eq!(Signs { local_rank: 3, ..Signs::default() }.choose(4), Some(3));
         // Each process sees its own device only.
-        assert_eq!(choose(None, None, 3, 1), Some(0));
-        assert_eq!(choose(None, None, 0, 0), None);
-        assert_eq!(choose(Some(4), None, 0, 2), None);
+        assert_eq!(Signs { local_rank: 3, ..Signs::default() }.choose(1), Some(0));
+        assert_eq!(signs.choose(0), None);
+        assert_eq!(Signs { named: Some(4), local_rank: 1, ..Signs::default() }.choose(2), Some(1));
+    }
+
+    #[test]
+    fn a_device_that_was_named_in_vain_is_told() {
+        let signs = Signs { used: Some(1), named: Some(0), ..Signs::default() };
+        let expected =
+            "`join()` was called with device 0: this rank takes part on `cuda:1`, on which it has called collectives";
+        assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
+        let signs = Signs { named: Some(4), ..Signs::default() };
+        let expected =
+            "`join()` was called with device 4: this rank takes part on `cuda:0`, since there is no such device";
+        assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
+        for signs in [Signs { named: Some(1), used: Some(1), ..signs }, Signs { named: None, used: Some(1), ..signs }] {
+            assert_eq!(signs.warning(signs.choose(2)), None);
+        }
+        // On CPUs it means nothing.
+        assert_eq!(signs.warning(signs.choose(0)), None);
     }
 }

@@ -146,7 +146,7 @@ impl Drop for Pending {
 
 fn join(rank: &Rank) -> Result<Option<usize>> {
     let (sender, receiver) = channel();
-    rank.negotiator.join(None, Box::new(move |result| drop(sender.send(result))));
+    rank.negotiator.join(None, None, Box::new(move |result| drop(sender.send(result))));
     receiver.recv_timeout(TIMEOUT).expect("it ends")
 }
 

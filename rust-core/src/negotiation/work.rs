@@ -16,7 +16,7 @@ use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
-use super::supply::{Loan, Supply};
+use super::supply::{Loan, Signs, Supply};
 use super::timeline::{self, Traced, Traces};
 use super::tree::Tree;
 use super::tune::{self, Tuner};
@@ -201,10 +201,14 @@ impl Work {
                     Err(error) => done(Err(error)),
                 }
             }
-            Call::Join { device, since: called, done } => match self.machine.join(device.is_some(), since(called)) {
-                Ok(()) => (self.device, self.joining) = (device, Some(done)),
-                Err(error) => done(Err(error)),
-            },
+            Call::Join { signs, since: called, done } => {
+                let used = self.communicator.device_in_use(signs.used);
+                let device = Signs { used, ..signs }.device();
+                match self.machine.join(device.is_some(), since(called)) {
+                    Ok(()) => (self.device, self.joining) = (device, Some(done)),
+                    Err(error) => done(Err(error)),
+                }
+            }
         }
     }
 

@@ -171,6 +171,11 @@ impl Cuda {
         Flying::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
     }
 
+    /// Where this member has parts, the newest last.
+    pub(super) fn devices(&self) -> Vec<u16> {
+        self.parts.read().iter().map(|part| part.comm.context().device()).collect()
+    }
+
     /// Whether an operation on the device of `requests` can be queued without a wait for other members.
     pub(super) fn has_part(&self, requests: &[Request]) -> bool {
         let device = place(requests).map(|(device, _)| device);
