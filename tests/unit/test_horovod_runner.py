@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from horovod.common import environment
+from horovod.common import driven, environment
 from horovod.common.basics import HorovodBasics
 from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
@@ -27,6 +27,7 @@ from horovod.runner.common.util import (
     tiny_shell_exec,
 )
 from horovod.runner.driver import driver_service
+from horovod.runner.elastic import worker
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
 from horovod.runner.util import network, streams, threads
@@ -201,6 +202,27 @@ def test_what_drives_an_elastic_function():
     manager.remove_listener(listener)
     manager.handle_hosts_updated(2.0, HostUpdateResult.removed)
     listener.on_hosts_updated.assert_called_once_with(1.0, 2)
+
+
+def test_a_driver_that_could_not_be_told_is_told_again(monkeypatch):
+    manager = WorkerNotificationManager()
+    with (
+        mock.patch.object(driven, "is_driven", return_value=True),
+        mock.patch.object(driven, "listen", side_effect=[OSError("the store does not answer"), None]) as listen,
+    ):
+        with pytest.raises(OSError, match="does not answer"):
+            manager.init()
+        manager.init()
+        manager.init()
+    assert listen.call_args_list == [mock.call(manager)] * 2
+    monkeypatch.setattr(driven, "_slot", ("here", "0"))
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    with mock.patch.object(worker, "WorkerNotificationService") as service:
+        service.return_value.addresses.return_value = {}
+        with pytest.raises(RuntimeError, match="needs the job's secret"):
+            driven.listen(manager)
+    service.return_value.shutdown.assert_called_once_with()
 
 
 def test_options_win_over_the_file(tmp_path, capsys):

@@ -138,4 +138,8 @@ def listen(manager: Any) -> None:
     service = WorkerNotificationService(secret.from_environment(), None, manager)
     addresses = json.dumps(service.addresses()).encode()
     address, port = os.environ[_STORE[0]], int(os.environ[_STORE[1]])
-    http_client.request("PUT", address, port, WORKER_ADDRESSES, f"{host}:{number}", addresses)
+    try:
+        http_client.request("PUT", address, port, WORKER_ADDRESSES, f"{host}:{number}", addresses)
+    except BaseException:
+        service.shutdown()
+        raise

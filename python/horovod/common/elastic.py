@@ -31,8 +31,9 @@ class WorkerNotificationManager:
     def init(self) -> None:
         """Begins to listen to the launcher, if it is one that tells; does nothing the second time."""
         if driven.is_driven() and not self._is_told:
-            self._is_told = True
             driven.listen(self)
+            # A driver that could not be told is told the next time.
+            self._is_told = True
         if self._thread is not None or not os.environ.get("SMD_WORKER"):
             return
         self._thread = threading.Thread(target=self._listen, name="horovod-hosts", daemon=True)
