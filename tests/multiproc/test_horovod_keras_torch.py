@@ -103,6 +103,13 @@ def optimizers():
     for build in (lambda each: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(each)),
                   lambda each: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(each))):  # fmt: skip
         optimizer = build(sgd(1.0))
+    # The caller may write to gradients between passes.
+    optimizer, variable = hvd.DistributedOptimizer(sgd(1.0), backward_passes_per_step=2), keras.Variable(np.zeros(1))
+    gradient = torch.zeros(1)
+    for factor in (1.0, 2.0):
+        optimizer.apply([gradient.fill_(factor * (rank + 1))], [variable])
+    assert gradient.item() == 2.0 * (rank + 1)
+    assert float(variable.numpy()[0]) == -3 * average
         scale = float(optimizer.initial_scale)
         assert updated(optimizer, gradient=scale * (rank + 1.0))[0][0] == -average
         # One rank's gradients are not finite: no rank takes the step.

@@ -6,7 +6,6 @@ pass, in ``apply``: Keras computes them all before it calls that.
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -65,13 +64,15 @@ class _Sums:
         self.count = 0
         self.sums: list[torch.Tensor | None] = []
 
+    @torch.no_grad()
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One more pass."""
+        """One more pass. The gradients stay the caller's, who may write to them afterwards."""
         self.count += 1
-        self.sums = [
-            one if other is None else other if one is None else other + one
-            for one, other in itertools.zip_longest(gradients, self.sums)
-        ]
+        self.sums += [None] * (len(gradients) - len(self.sums))
+        for place, gradient in enumerate(gradients):
+            total = self.sums[place]
+            if gradient is not None:
+                self.sums[place] = gradient.clone() if total is None else total.add_(gradient)
 
 
 # Of each distributed optimizer; not its own attribute, which Keras would track and save.
