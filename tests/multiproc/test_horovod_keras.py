@@ -346,7 +346,7 @@ def partial_and_custom():
 def mixed_precision():
     import numpy as np
 
-    _, keras, hvd, rank, size = start()
+    tf, keras, hvd, rank, size = start()
     x, y = data(rank)
     model = model_of(keras)
     optimizer = hvd.DistributedOptimizer(keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
@@ -355,6 +355,15 @@ def mixed_precision():
     model.fit(x, y, batch_size=32, epochs=1, verbose=0)
     weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
     assert size == 1 or np.ptp(hvd.allgather(weights[None]).numpy(), axis=0).max() < 1e-6
+    if size > 1 and os.environ["TF_USE_LEGACY_KERAS"] == "0":
+        # Ranks outside of the set step alone.
+        only = hvd.add_process_set([0])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=only)
+        optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=4.0)
+        variable = keras.Variable([0.0])
+        tf.function(lambda: optimizer.apply([tf.constant([4.0 * (rank + 1)])], [variable]))()
+        assert float(variable[0]) == -(rank + 1.0)
+        hvd.remove_process_set(only)
 
 
 PARTS = (values, optimizers, aggregation, fits, partial_and_custom, mixed_precision)

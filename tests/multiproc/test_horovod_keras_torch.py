@@ -99,6 +99,9 @@ def optimizers():
     assert updated(copy.deepcopy(hvd.DistributedOptimizer(sgd(1.0))))[0][0] == -average
     only = hvd.add_process_set([0])
     assert updated(hvd.DistributedOptimizer(sgd(1.0), process_set=only))[0][0] == -(rank + 1.0)
+    # Ranks outside of the set step alone.
+    optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd(1.0), process_set=only))
+    assert updated(optimizer, gradient=float(optimizer.initial_scale) * (rank + 1.0))[0][0] == -(rank + 1.0)
     hvd.remove_process_set(only)
     for build in (lambda each: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(each)),
                   lambda each: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(each))):  # fmt: skip

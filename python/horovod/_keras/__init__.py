@@ -19,6 +19,7 @@ from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from horovod.tensorflow.mpi_ops import Average, Sum
 from horovod.tensorflow.reduction import Reduction, are_reduced, layers_of, mark_reduced, resolve_groups
+from horovod.tensorflow.util import is_active
 from smdistributed.dataparallel.tensorflow import compat
 from smdistributed.dataparallel.tensorflow import optimizer as views
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
@@ -56,7 +57,10 @@ class _Methods(views.Methods):
         return _distributed, (views.given(self), self._smd_options)
 
     def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
+        """Whether it holds on all ranks that reduce gradients with this one."""
         process_set = self._smd_options.reduction.process_set
+        if not is_active(process_set):
+            return condition
         return collectives.allreduce(tf.cast(condition, tf.int32), op=mpi_ops.Min, process_set=process_set) > 0
 
     def register_local_var(self, var: Any) -> None:

@@ -129,7 +129,9 @@ class _Methods(keras3.Reducing):
         return list(zip(self._smd_reduce([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
     def _smd_all(self, condition: Any) -> bool:
-        """Whether it holds on all ranks that reduce gradients."""
+        """Whether it holds on all ranks that reduce gradients with this one."""
+        if not self._smd_is_shared():
+            return bool(condition)
         mine = torch.tensor([int(condition)])
         return bool(mpi_ops.allreduce(mine, op=mpi_ops.Min, process_set=self._smd_options.process_set).item())
 
@@ -137,7 +139,12 @@ class _Methods(keras3.Reducing):
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         options = self._smd_options
         results = list(gradients)
-        if not _reduces.get() or options.process_set.included() is False or options.process_set.size() == 1:
+        if not _reduces.get() or not self._smd_is_shared():
+    def _smd_is_shared(self) -> bool:
+        """Whether other ranks take part in what this one reduces."""
+        process_set = self._smd_options.process_set
+        return process_set.included() is not False and process_set.size() != 1
+
             return results
         present = [place for place, gradient in enumerate(results) if gradient is not None]
         places = [place for place in present if id(variables[place]) not in options.local]
