@@ -13,6 +13,61 @@ import pytest
 from support import Forked, run_ranks
 
 
+def _torch_sums(torch, hvd):
+    """Gradients that no step has taken are dropped: a rank that joins has none."""
+    rank, size = hvd.rank(), hvd.size()
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+    for again in (state.sync, state.restore):
+        state.sync()
+        start = model.weight.detach().clone()
+        if rank == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        again()
+        for _ in range(2):
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        optimizer.step()
+        assert torch.allclose(start - model.weight, torch.tensor(size + 1.0)), again
+
+
+def _keras_sums(tf, keras, hvd, hvd_tf):
+    """The same of sums of TensorFlow's, eager and in a graph."""
+    rank = hvd.rank()
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False)])
+    model.build((None, 2))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    step = tf.function(lambda: optimizer.apply([tf.ones([2, 1])], model.trainable_variables))
+    variable = tf.Variable(0.0)
+    for state in (hvd.elastic.KerasState(model, optimizer), hvd_tf.elastic.TensorFlowState([variable])):
+        for again in (state.sync, state.restore):
+            if rank == 0:
+                step()
+            hvd.allreduce(0.0)
+            again()
+            start = model.get_weights()[0]
+            step()
+            assert (model.get_weights()[0] == start).all(), again
+            step()
+            assert (model.get_weights()[0] == start - 2.0).all(), again
+            state.save()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("v", initializer=0.0, use_resource=True)
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+        optimizer = hvd_tf.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+        step = optimizer.minimize(variable * 1.0, var_list=[variable])
+        session.run([tf.compat.v1.global_variables_initializer(), tf.compat.v1.local_variables_initializer()])
+        state = hvd_tf.elastic.TensorFlowState(session=session)
+        for at, again in enumerate((state.sync, state.restore)):
+            session.run([step] if rank == 0 else [])
+            again()
+            session.run(step)
+            session.run(step)
+            assert session.run(variable) == -2.0 * (at + 1)
+            state.save()
+
+
 def _torch_states():
     import torch
 
@@ -72,6 +127,7 @@ def _torch_states():
         state.commit()
     found["skip"] = interrupt.value.skip_sync
     state.commit()
+    _torch_sums(torch, hvd)
     return found
 
 
@@ -131,6 +187,7 @@ def _keras_states():
     with pytest.raises(tf.errors.UnknownError, match="something else"):
         train(state)
     found["session"] = hvd.size()
+    _keras_sums(tf, keras, hvd, hvd_tf)
     return found
 
 

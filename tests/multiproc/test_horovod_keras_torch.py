@@ -103,9 +103,6 @@ def optimizers():
     optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd(1.0), process_set=only))
     assert updated(optimizer, gradient=float(optimizer.initial_scale) * (rank + 1.0))[0][0] == -(rank + 1.0)
     hvd.remove_process_set(only)
-    for build in (lambda each: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(each)),
-                  lambda each: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(each))):  # fmt: skip
-        optimizer = build(sgd(1.0))
     # The caller may write to gradients between passes.
     optimizer, variable = hvd.DistributedOptimizer(sgd(1.0), backward_passes_per_step=2), keras.Variable(np.zeros(1))
     gradient = torch.zeros(1)
@@ -113,6 +110,9 @@ def optimizers():
         optimizer.apply([gradient.fill_(factor * (rank + 1))], [variable])
     assert gradient.item() == 2.0 * (rank + 1)
     assert float(variable.numpy()[0]) == -3 * average
+    for build in (lambda each: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(each)),
+                  lambda each: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(each))):  # fmt: skip
+        optimizer = build(sgd(1.0))
         scale = float(optimizer.initial_scale)
         assert updated(optimizer, gradient=scale * (rank + 1.0))[0][0] == -average
         # One rank's gradients are not finite: no rank takes the step.
@@ -195,8 +195,8 @@ def fits():
 
 
 def states():
-    """What was committed comes back, and rank 0's goes to all."""
-    np, _, keras, hvd, rank, _ = start()
+    """What was committed comes back, rank 0's goes to all, and nobody keeps sums of passes that the others lack."""
+    np, torch, keras, hvd, rank, _ = start()
     model = model_of(keras)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
     state = hvd.elastic.KerasState(model, epoch=rank)
@@ -209,6 +209,18 @@ def states():
     state.restore()
     assert np.array_equal(model.get_weights()[0], kernel)
     assert int(model.optimizer.iterations) == 0
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    state = hvd.elastic.KerasState(model, optimizer)
+    for again in (state.sync, state.restore):
+        state.sync()
+        before = model.get_weights()[0]
+        gradients = [torch.ones_like(each.value) for each in model.trainable_variables]
+        for passes in ([] if rank else [1], [1, 1]):
+            for _ in passes:
+                optimizer.apply(gradients, model.trainable_variables)
+            if len(passes) < 2:
+                again()
+        assert np.array_equal(model.get_weights()[0], before - 2.0), again
 
 
 PARTS = (values, optimizers, fits, states)

@@ -79,6 +79,11 @@ class _Sums:
 _sums: weakref.WeakKeyDictionary[Any, _Sums] = weakref.WeakKeyDictionary()
 
 
+def forget_sums() -> None:
+    """All optimizers begin to sum anew: a rank that joins a job has no sums, and ranks must come to a step together."""
+    _sums.clear()
+
+
 class _Methods(keras3.Reducing):
     _smd_class: type
     _smd_options: _Options
@@ -135,16 +140,16 @@ class _Methods(keras3.Reducing):
         mine = torch.tensor([int(condition)])
         return bool(mpi_ops.allreduce(mine, op=mpi_ops.Min, process_set=self._smd_options.process_set).item())
 
-    @torch.no_grad()
-    def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        options = self._smd_options
-        results = list(gradients)
-        if not _reduces.get() or not self._smd_is_shared():
     def _smd_is_shared(self) -> bool:
         """Whether other ranks take part in what this one reduces."""
         process_set = self._smd_options.process_set
         return process_set.included() is not False and process_set.size() != 1
 
+    @torch.no_grad()
+    def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        options = self._smd_options
+        results = list(gradients)
+        if not _reduces.get() or not self._smd_is_shared():
             return results
         present = [place for place, gradient in enumerate(results) if gradient is not None]
         places = [place for place in present if id(variables[place]) not in options.local]

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from horovod._keras_torch import forget_sums
 from horovod._keras_torch.callbacks import Engine
 from horovod.common.elastic import ObjectState
 from horovod.torch.functions import broadcast_object
@@ -14,7 +15,8 @@ from horovod.torch.mpi_ops import rank
 
 
 class KerasState(ObjectState):
-    """The state of a training on a Keras model.
+    """The state of a training on a Keras model. Where it is restored or synchronised, distributed optimizers drop what they have
+    summed of ``backward_passes_per_step``: ranks begin the next step together.
 
     Args:
         model: Built.
@@ -47,6 +49,7 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         Engine.broadcast(self._variables(), 0)
+        forget_sums()
         self._save_model()
         super().sync()
 
@@ -65,6 +68,7 @@ class KerasState(ObjectState):
         self._values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in self._variables()]
 
     def _restore_model(self) -> None:
+        forget_sums()
         variables = self._variables()
         for variable, value in zip(variables, self._values, strict=False):
             variable.assign(value)

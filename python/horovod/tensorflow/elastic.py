@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object, broadcast_object_fn, broadcast_variables
+from horovod.tensorflow.gradient_aggregation import forget_sums
 from horovod.tensorflow.mpi_ops import init, rank, shutdown
 from smdistributed._common.errors import from_report
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
@@ -61,7 +62,8 @@ def _graph_broadcast(session: Any) -> Callable[..., Any]:
 
 
 class TensorFlowState(ObjectState):
-    """The state of a training on variables.
+    """The state of a training on variables. Where it is restored or synchronised, distributed optimizers drop what they have summed
+    of ``backward_passes_per_step``: ranks begin the next step together.
 
     Args:
         variables: All of them; in a graph of TensorFlow 1 its global variables by default.
@@ -91,6 +93,7 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        self._forget_sums()
         if tf.executing_eagerly():
             broadcast_variables(self.variables, root_rank=0)
         else:
@@ -117,7 +120,11 @@ class TensorFlowState(ObjectState):
         else:
             self._values = self._session().run(self.variables)
 
+    def _forget_sums(self) -> None:
+        forget_sums(None if tf.executing_eagerly() else self._session())
+
     def _restore_variables(self) -> None:
+        self._forget_sums()
         if tf.executing_eagerly():
             for variable, value in zip(self.variables, self._values, strict=True):
                 underlying(variable).assign(value)
@@ -131,7 +138,7 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(ObjectState):
-    """The state of a training on a Keras model.
+    """The state of a training on a Keras model. Sums of ``backward_passes_per_step`` are dropped as those of :class:`TensorFlowState`.
 
     Args:
         model: Built.
@@ -164,6 +171,7 @@ class TensorFlowKerasState(ObjectState):
         super().restore()
 
     def _restore_model(self) -> None:
+        forget_sums()
         variables = self._variables()
         for variable, value in zip(variables, self._values, strict=False):
             underlying(variable).assign(value)
@@ -180,6 +188,7 @@ class TensorFlowKerasState(ObjectState):
         super()._take(objects)
 
     def sync(self) -> None:
+        forget_sums()
         broadcast_variables(self._variables(), root_rank=0)
         self._save_model()
         super().sync()

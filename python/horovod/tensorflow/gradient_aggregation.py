@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+
+_helpers: weakref.WeakSet[LocalGradientAggregationHelper] = weakref.WeakSet()
+
+
+def forget_sums(session: Any = None) -> None:
+    """All helpers begin to sum anew: a rank that joins a job has no sums, and ranks must come to a step together.
+
+    Args:
+        session: In a graph of TensorFlow 1, whose helpers alone begin anew.
+    """
+    for helper in list(_helpers):
+        helper.forget(session)
 
 
 class LocalGradientAggregationHelper:
@@ -42,6 +55,9 @@ class LocalGradientAggregationHelper:
         self._sparse_as_dense = sparse_as_dense
         self._average = average_aggregated_gradients
         self._sums: list[tf.Variable | None] = []
+        # In a graph of TensorFlow 1.
+        self._forgetting: tf.Operation | None = None
+        _helpers.add(self)
 
     def _dense(self, gradient: Any) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
@@ -80,6 +96,26 @@ class LocalGradientAggregationHelper:
             for place in late:
                 zeros = tf.zeros(underlying(variables[place]).shape, gradients[place].dtype)
                 self._sums[place] = local(zeros, f"aggregated_gradient_{place}")
+            if late and not tf.executing_eagerly():
+                # Now: a session may finalize the graph.
+                self._forgetting = tf.group(*_operations(self._forget()))
+
+    def _forget(self) -> list[Any]:
+        sums = [total for total in self._sums if total is not None]
+        # Not by a product: what is not finite would stay.
+        return [each.assign(tf.zeros_like(each), read_value=False) for each in (self.counter, *sums)]
+
+    def forget(self, session: Any = None) -> None:
+        """Drops the sums.
+
+        Args:
+            session: For those in a graph of TensorFlow 1.
+        """
+        if self._forgetting is not None:
+            if session is not None and session.graph is self._forgetting.graph:
+                session.run(self._forgetting)
+        elif self.counter is not None and tf.executing_eagerly():
+            self._forget()
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds gradients to the sums.
@@ -105,9 +141,7 @@ class LocalGradientAggregationHelper:
                 totals = [total / tf.cast(self.backward_passes_per_step, total.dtype) for total in totals]
             reduced = self._reduce(totals, [variables[place] for place in places])
             with tf.control_dependencies(_operations(reduced)):
-                reset = [self.counter.assign(0, read_value=False)]
-                # Not by a product: what is not finite would stay.
-                reset += [total.assign(tf.zeros_like(total), read_value=False) for total in sums]
+                reset = self._forget()
             with tf.control_dependencies(_operations(reset)):
                 return [tf.identity(gradient) for gradient in reduced]
 

@@ -231,6 +231,14 @@ class _DistributedOptimizer:
         self._give_up()
         super().load_state_dict(*args, **kwargs)
 
+    def _forget(self) -> None:
+        """Drops gradients that no step has taken: a rank that joins a job has none, and ranks must come to a step together."""
+        for arrived in self._arrived.values():
+            # The others may lack them, and would not come.
+            arrived.clear()
+        self._give_up()
+        self.zero_grad()
+
     def _give_up(self) -> None:
         # What failed is not needed any more: after a failure elastic training restores a state.
         with suppress(HorovodInternalError):

@@ -11,6 +11,7 @@ from horovod.common.elastic import ObjectState
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from horovod.torch.mpi_ops import rank
+from horovod.torch.optimizer import _DistributedOptimizer
 
 
 class StateHandler:
@@ -73,7 +74,8 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Options and state of an optimizer, also of a distributed one."""
+    """Options and state of an optimizer, also of a distributed one, which drops gradients that no step has taken where it is restored
+    or synchronised."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -82,11 +84,18 @@ class OptimizerStateHandler(StateHandler):
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
 
+    def _forget(self) -> None:
+        # Of another optimizer they are the script's own.
+        if isinstance(self.value, _DistributedOptimizer):
+            self.value._forget()
+
     def restore(self) -> None:
+        self._forget()
         # Loading may keep the tensors, and a restored state may be restored again.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
+        self._forget()
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
