@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import horovod
+from horovod.runner import gloo_run
+from horovod.runner.common.util import safe_shell_exec, settings
 from horovod.runner.util.network import get_local_host_intfs
 from support import run_ranks
 
@@ -161,6 +163,30 @@ def test_a_function_on_all_ranks():
         horovod.run(fail, hosts="a:1", hostfile="b")
 
 
+def test_processes_that_the_script_starts(tmp_path):
+    """They meet through the launcher's store, twice."""
+    script = (
+        "from horovod.common.basics import HorovodBasics; import os, sys; hvd = HorovodBasics()\n"
+        "for _ in range(2): hvd.init(); hvd.shutdown()\n"
+        f"hvd.init(); open({str(tmp_path)!r} + f'/{{hvd.rank()}}', 'w').write(f'{{hvd.size()}} {{os.environ[\"A\"]}}')\n"
+        "sys.exit(3 * hvd.rank())"
+    )
+    asked = settings.Settings(hosts="a:1,b:1", num_proc=2)
+    seen = {}
+
+    def start(line, slot, events):
+        seen[slot.rank] = line, slot.hostname
+        return safe_shell_exec.execute(line, env=dict(os.environ)), time.time()
+
+    command = [sys.executable, "-W", "error", "-c", script]
+    with pytest.raises(RuntimeError, match="Process name: 1\nExit code: 3"):
+        gloo_run.launch_gloo(command, start, asked, ["lo"], {"A": "of all"}, "127.0.0.1")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2 of all"] * 2
+    assert [seen[rank][1] for rank in range(2)] == ["a", "b"]
+    assert "A='of all' HOROVOD_HOSTNAME=b HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=0 " in seen[1][0]
+    assert "SECRET" not in seen[1][0], "any user of the host can read a command line"
+
+
 def test_a_caller_that_is_killed_takes_the_job_along(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(
@@ -242,6 +268,7 @@ def _worlds(folder):
             with contextlib.suppress(json.JSONDecodeError):
                 events = json.loads(path.read_text())
                 found = {event.get("name") or event.get("args", {}).get("dtype") for event in events}
+                found |= {event.get("args", {}).get("shape") for event in events}
                 if wanted <= found:
                     break
             assert time.monotonic() < deadline, (wanted, path.read_text())
@@ -263,13 +290,17 @@ def _worlds(folder):
     hvd.start_timeline(str(Path(folder) / "nowhere" / "lost.json"))
     hvd.start_timeline(second)
     hvd.broadcast(torch.ones(4), 1, name="w")
+    hvd.allgather(torch.ones(hvd.rank() + 1, 4), name="w")
+    hvd.alltoall(torch.ones(3 * (hvd.rank() + 1), 5), name="w")
     hvd.stop_timeline()
     hvd.stop_timeline()
     # Others would be heard while it still runs.
     hvd.barrier()
     hvd.allreduce(torch.ones(4), name="later")
     if hvd.rank() == 0:
-        found["second"] = events(second, {"NEGOTIATE_BROADCAST", "BROADCAST", "SHM_BROADCAST"})
+        # Outputs are made when the numbers of all ranks' rows are known.
+        wanted = {"ALLOCATE_OUTPUT", "SHM_ALLGATHER", "[6, 4]", "SHM_ALLTOALL", "[6, 5]"}
+        found["second"] = events(second, {"NEGOTIATE_BROADCAST", "BROADCAST", "SHM_BROADCAST", *wanted})
     hvd.shutdown()
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.start_timeline(str(first))

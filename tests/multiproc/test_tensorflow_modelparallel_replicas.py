@@ -370,7 +370,9 @@ def _held_back():
     with mock.patch.object(gradients, "over_replicas", noted):
         for _ in range(_STEPS):
             means, _ = step(tf.random.normal([8, 512]))
-            optimizer.apply_gradients(zip([each.accumulate() for each in means], model.trainable_variables, strict=True))
+            optimizer.apply_gradients(
+                zip([each.accumulate() for each in means], model.trainable_variables, strict=True)
+            )
             reduced.clear()
     return found
 

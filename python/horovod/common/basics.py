@@ -86,6 +86,7 @@ class HorovodBasics:
                 if joins and driven.is_driven():
                     driven.join(patience)
                 elif joins:
+                    driven.meet()
                     lifecycle.init()
                 try:
                     self._start_world(ranks, sets, comm)

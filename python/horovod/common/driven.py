@@ -1,10 +1,13 @@
-"""Workers of a job that a script's own ``ElasticDriver`` drives: they ask its store for their places, session by session.
+"""Processes whose launcher has a store: workers of a job that a script's own ``ElasticDriver`` drives ask it for their places, session by
+session; others know theirs.
 
-The store knows nothing of how ranks meet: rank 0 leaves an address for the others there, in a scope that is emptied before each session.
+The store knows nothing of how ranks meet: rank 0 leaves an address for the others there, in a scope that is emptied before each session
+of an elastic job.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -12,17 +15,23 @@ import time
 from typing import Any
 
 from horovod.common.exceptions import may_pass
+from smdistributed import _core
 from smdistributed._common import lifecycle
 from smdistributed._common.errors import RemovedError
 
 _STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _SLOT = ("HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK")
+_PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE")
 # Where the address of rank 0 is, and how often others look.
 _SCOPE, _KEY = "global", "meeting"
 _LOOK_S = 0.05
 
 # As the driver has named this worker; its place may come to have another number.
 _slot: tuple[str, str] | None = None
+
+# Of ranks that know their places: all of them have met as often.
+_meetings = itertools.count()
+_is_met = False
 
 
 def is_driven() -> bool:
@@ -43,6 +52,35 @@ def slot() -> tuple[str, str]:
     if _slot is None:
         _slot = os.environ[_SLOT[0]], os.environ[_SLOT[1]]
     return _slot
+
+
+def meet() -> None:
+    """Finds out where the ranks of a job with fixed places meet, if its launcher has a store and says nothing else about that.
+
+    Raises:
+        RuntimeError: The store does not answer as it should.
+    """
+    from horovod.runner.common.util import secret
+    from horovod.runner.http import http_client
+
+    global _is_met
+    environ = os.environ
+    has_store = all(environ.get(name) for name in (*_STORE, *_PLACE, secret.HOROVOD_SECRET_KEY))
+    if not has_store or environ.get("SMD_RENDEZVOUS") or (environ.get("MASTER_ADDR") and not _is_met):
+        return
+    address, port = environ[_STORE[0]], int(environ[_STORE[1]])
+    key = f"{_KEY}.{next(_meetings)}"
+    try:
+        if environ[_PLACE[0]] == "0":
+            meeting = _own_address(address, port)
+            http_client.request("PUT", address, port, _SCOPE, key, json.dumps(meeting).encode())
+        else:
+            patience = float(_core.setting("SMD_INIT_TIMEOUT_SECONDS"))
+            meeting = _meeting(http_client.request, address, port, key, patience)
+    except OSError as error:
+        raise RuntimeError(f"the store at {address}:{port} does not answer: {error}") from None
+    environ.update(_at(meeting))
+    _is_met = True
 
 
 def join(patience: float) -> None:
@@ -70,7 +108,6 @@ def join(patience: float) -> None:
 
 def _enter(patience: float) -> None:
     """Waits for the next session, and sets the variables that say who this process is in it and where its ranks meet."""
-    from horovod.runner.common.util import secret
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http import http_client, http_server
 
@@ -85,10 +122,9 @@ def _enter(patience: float) -> None:
             meeting = _own_address(address, port)
             http_client.request("PUT", address, port, _SCOPE, _KEY, json.dumps(meeting).encode())
         else:
-            meeting = _meeting(http_client.request, address, port, patience)
+            meeting = _meeting(http_client.request, address, port, _KEY, patience)
     except OSError as error:
         raise RuntimeError(f"the store at {address}:{port} does not answer: {error}") from None
-    proof = secret.from_environment()
     found = {
         "HOROVOD_RANK": place.rank,
         "HOROVOD_SIZE": place.size,
@@ -96,12 +132,20 @@ def _enter(patience: float) -> None:
         "HOROVOD_LOCAL_SIZE": place.local_size,
         "HOROVOD_CROSS_RANK": place.cross_rank,
         "HOROVOD_CROSS_SIZE": place.cross_size,
-        "MASTER_ADDR": meeting[0],
-        "MASTER_PORT": meeting[1],
     }
+    os.environ.update({name: str(value) for name, value in found.items()} | _at(meeting))
+
+
+def _at(meeting: list[Any]) -> dict[str, str]:
+    """Variables that say where ranks meet, and prove to each other that they are of the job."""
+    from horovod.runner.common.util import secret
+
+    host, port = meeting
+    proof = secret.from_environment()
+    found = {"MASTER_ADDR": str(host), "MASTER_PORT": str(port)}
     if proof is not None:
-        found["SMD_SECRET"] = secret.compute_digest(proof, f"session at {meeting[0]}:{meeting[1]}").hex()
-    os.environ.update({name: str(value) for name, value in found.items()})
+        found["SMD_SECRET"] = secret.compute_digest(proof, f"session at {host}:{port}").hex()
+    return found
 
 
 def _own_address(store: str, port: int) -> list[Any]:
@@ -115,11 +159,11 @@ def _own_address(store: str, port: int) -> list[Any]:
         return [host, server.getsockname()[1]]
 
 
-def _meeting(request: Any, address: str, port: int, patience: float) -> list[Any]:
+def _meeting(request: Any, address: str, port: int, key: str, patience: float) -> list[Any]:
     deadline = time.monotonic() + patience
     while True:
         try:
-            return json.loads(request("GET", address, port, _SCOPE, _KEY))
+            return json.loads(request("GET", address, port, _SCOPE, key))
         except RuntimeError:
             # Not there yet.
             if time.monotonic() > deadline:

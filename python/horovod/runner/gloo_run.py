@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod.runner.common.util import safe_shell_exec
-from horovod.runner.common.util.hosts import SlotInfo, parse_hosts
+from horovod.common.util import env as environment
+from horovod.runner.common.util import codec, safe_shell_exec, secret
+from horovod.runner.common.util.env import is_exportable
+from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
 from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util.network import Interfaces
+from horovod.runner.util.threads import execute_function_multithreaded
 from smdistributed import _core
 
 FAILED = "Horovod detected that one or more processes exited with non-zero status"
@@ -124,29 +128,67 @@ def launch_gloo(
 
     Args:
         command: What each process runs.
-        exec_command: Not needed, nor are `nics` and `server_ip`: the core's launcher starts processes and finds ways.
+        exec_command: Runs a process to its end by other ways than ssh, in a thread of its own: gets a command for the shell, the process's
+            :class:`SlotInfo` and events, the first of which to be set asks it to end the process; returns the exit code and when that
+            came, in seconds since 1970. The process needs the job's secret, `settings.key` if there is one, in ``_HOROVOD_SECRET_KEY``;
+            this process has it there meanwhile. ``None``: the core's launcher starts processes, and needs neither `nics` nor `server_ip`.
         settings: Those of the job.
-        nics: See `exec_command`.
+        nics: Interfaces of the hosts.
         env: The processes' environment.
-        server_ip: See `exec_command`.
+        server_ip: This host's address for the processes.
 
     Raises:
         RuntimeError: A process failed.
     """
+    if exec_command is not None:
+        return _launch_by(exec_command, command, settings, nics, env, server_ip or "127.0.0.1")
     listed = parse_hosts(settings.hosts)
     words = ["-n", str(settings.num_proc), "--no-python", "--grace", "5", *_common(settings)]
     words += ["--hosts", ",".join(f"{host.hostname}:{host.slots}" for host in listed)]
     code, reason = _reasoned(words, command, env, settings)
     if code == 0:
-        return
+        return None
     if reason is None:
         raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: it ended with status code {code}")
     rank, code = reason.split()
+    raise _first_failure(rank, code)
+
+
+def _first_failure(rank: Any, code: Any) -> RuntimeError:
     print(f"Process {rank} exit with status code {code}.", file=sys.stderr)
-    raise RuntimeError(
+    return RuntimeError(
         f"{FAILED}, thus causing the job to be terminated. The first process to do so was:\n"
         f"Process name: {rank}\nExit code: {code}\n"
     )
+
+
+def _launch_by(
+    exec_command: Any, command: Sequence[str], settings: Any, nics: Any, env: dict[str, str], server_ip: str
+) -> None:
+    """Has all processes started, which meet through a store here."""
+    slots = get_host_assignments(parse_hosts(settings.hosts), settings.num_proc, settings.num_proc)
+    server, over = RendezvousServer(settings.verbose, settings.key), threading.Event()
+    port = server.start()
+    line = get_run_command(command, server_ip, nics, port)
+
+    def run(slot: SlotInfo) -> tuple[int, float]:
+        variables = {name: value for name, value in env.items() if is_exportable(name)} | create_slot_env_vars(slot)
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        code, at = exec_command(" ".join([*words, line]), slot, [over])
+        if code != 0:
+            over.set()
+        return code, at
+
+    try:
+        server.init(slots)
+        with environment(**{secret.HOROVOD_SECRET_KEY: codec.dumps_base64(server.key)}):
+            ends = execute_function_multithreaded(run, [[slot] for slot in slots])
+    finally:
+        server.stop()
+    failures = [(at, rank, code) for rank, (code, at) in ends.items() if code != 0]
+    if failures:
+        _, rank, code = min(failures)
+        raise _first_failure(rank, code)
 
 
 def gloo_run_elastic(settings: Any, env: dict[str, str], command: Sequence[str]) -> None:

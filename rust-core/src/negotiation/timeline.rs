@@ -11,6 +11,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime};
 
@@ -18,7 +19,8 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::description::Description;
-use crate::collectives::{Phase, Watch};
+use crate::buffer::TensorView;
+use crate::collectives::{MakeOutputs, Phase, Request, Watch};
 use crate::error::{Error, Result};
 
 static ENABLED: AtomicBool = AtomicBool::new(false);
@@ -40,18 +42,18 @@ pub(super) struct Traced {
     pub(super) name: String,
     operation: String,
     dtype: &'static str,
-    shape: String,
+    /// Of rows whose number follows from all ranks': without it.
+    shape: Vec<u64>,
 }
 
 impl Traced {
     /// None while there is no timeline.
     pub(super) fn new(name: &str, description: &Description) -> Option<Self> {
-        let shape = || description.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
         enabled().then(|| Self {
             name: name.to_owned(),
             operation: description.kind.capitals(),
             dtype: description.dtype.name(),
-            shape: format!("[{}]", shape()),
+            shape: description.shape.clone(),
         })
     }
 }
@@ -190,15 +192,37 @@ pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
 pub(super) struct Traces {
     /// What carries it: `SHM`.
     carrier: &'static str,
-    names: Vec<Trace>,
+    names: Vec<Arc<Trace>>,
 }
 
 /// A name, and which of the operation's collectives are its.
+#[derive(Debug)]
 struct Trace {
     traced: Traced,
     places: Range<usize>,
+    /// What it does when its collectives run.
+    runs: String,
     /// An activity has begun, and not ended.
     is_active: AtomicBool,
+    /// Of its first output, if that is made when all ranks' rows are known.
+    rows: OnceLock<u64>,
+}
+
+/// Tells of outputs when they are made.
+#[derive(Debug)]
+struct Allocates {
+    trace: Arc<Trace>,
+    outputs: Arc<dyn MakeOutputs>,
+}
+
+impl MakeOutputs for Allocates {
+    fn make(&self, rows: &[usize]) -> Result<Vec<TensorView>> {
+        self.trace.turns_to(Some("ALLOCATE_OUTPUT"));
+        let made = self.outputs.make(rows);
+        self.trace.rows.get_or_init(|| rows.iter().sum::<usize>() as u64);
+        self.trace.turns_to(Some(&self.trace.runs));
+        made
+    }
 }
 
 impl Traces {
@@ -206,18 +230,22 @@ impl Traces {
         Self { carrier, names: Vec::new() }
     }
 
-    /// All members agree on this one. On the CPU it waits for its turn now; a device does not tell when it begins.
-    pub(super) fn add(&mut self, traced: Traced, places: Range<usize>, on_device: bool) {
+    /// All members agree on this one, whose collectives are `requests`. On the CPU it waits for its turn now; a device does
+    /// not tell when it begins.
+    pub(super) fn add(&mut self, traced: Traced, places: Range<usize>, on_device: bool, requests: &mut [Request]) {
         with(&traced.name, |_, pid, ts| {
             vec![
                 json!({"ph": "E", "ts": ts, "pid": pid}),
                 json!({"ph": "B", "name": traced.operation, "ts": ts, "pid": pid}),
             ]
         });
-        let trace = Trace { traced, places, is_active: AtomicBool::new(false) };
-        match on_device {
-            true => trace.turns_to(Some(&format!("{}_{}", self.carrier, trace.traced.operation))),
-            false => trace.turns_to(Some("QUEUE")),
+        let runs = format!("{}_{}", self.carrier, traced.operation);
+        let trace = Arc::new(Trace { traced, places, runs, is_active: false.into(), rows: OnceLock::new() });
+        trace.turns_to(Some(if on_device { &trace.runs } else { "QUEUE" }));
+        for request in requests {
+            if let Request::AllGatherRows { outputs, .. } | Request::AllToAllRows { outputs, .. } = request {
+                *outputs = Arc::new(Allocates { trace: Arc::clone(&trace), outputs: Arc::clone(outputs) });
+            }
         }
         self.names.push(trace);
     }
@@ -227,6 +255,8 @@ impl Traces {
         for trace in &self.names {
             trace.turns_to(None);
             let Traced { name, dtype, shape, .. } = &trace.traced;
+            let shape: Vec<String> = trace.rows.get().into_iter().chain(shape).map(u64::to_string).collect();
+            let shape = format!("[{}]", shape.join(", "));
             with(name, |_, pid, ts| {
                 vec![json!({"ph": "E", "ts": ts, "pid": pid, "args": {"dtype": dtype, "shape": shape}})]
             });
@@ -248,11 +278,11 @@ impl Trace {
 
 impl Watch for Traces {
     fn enters(&self, phase: Phase, places: &Range<usize>) {
-        let concerned = |trace: &&Trace| trace.places.start < places.end && places.start < trace.places.end;
+        let concerned = |trace: &&Arc<Trace>| trace.places.start < places.end && places.start < trace.places.end;
         for trace in self.names.iter().filter(concerned) {
             match phase {
                 Phase::CopyIn => trace.turns_to(Some("MEMCPY_IN_FUSION_BUFFER")),
-                Phase::Run => trace.turns_to(Some(&format!("{}_{}", self.carrier, trace.traced.operation))),
+                Phase::Run => trace.turns_to(Some(&trace.runs)),
                 Phase::CopyOut => trace.turns_to(Some("MEMCPY_OUT_FUSION_BUFFER")),
                 Phase::Over => trace.turns_to(None),
             }
@@ -285,16 +315,12 @@ mod tests {
         let path = folder.to_str().unwrap().to_owned();
         let read = || serde_json::from_str::<Vec<Value>>(&std::fs::read_to_string(&path).unwrap()).unwrap();
         start(&path, true).unwrap();
-        let traced = Traced {
-            name: "allreduce.w".into(),
-            operation: "ALLREDUCE".into(),
-            dtype: "float32",
-            shape: "[2, 3]".into(),
-        };
+        let traced =
+            Traced { name: "allreduce.w".into(), operation: "ALLREDUCE".into(), dtype: "float32", shape: vec![2, 3] };
         negotiates(&traced, 0);
         heard("allreduce.w", 1..3, &[0, 4, 5]);
         let mut traces = Traces::new("SHM");
-        traces.add(traced, 0..2, false);
+        traces.add(traced, 0..2, false, &mut []);
         read();
         for phase in [Phase::CopyIn, Phase::Run, Phase::CopyOut, Phase::Over] {
             traces.enters(phase, &(1..2));

@@ -316,14 +316,14 @@ impl Work {
         for part in parts {
             match part {
                 Part::Own(ticket) => {
-                    let Some(open) = self.open.remove(&ticket) else { continue };
+                    let Some(mut open) = self.open.remove(&ticket) else { continue };
                     bytes += open.bytes;
                     after.calls.push(open.done);
                     if let Some(traced) = open.traced {
                         let on_device = open.requests.iter().any(Description::is_on_device);
                         let places = requests.len()..requests.len() + open.requests.len();
                         let traces = traces.get_or_insert_with(|| Traces::new(self.carrier(on_device)));
-                        traces.add(traced, places, on_device);
+                        traces.add(traced, places, on_device, &mut open.requests);
                     }
                     for request in open.requests {
                         let scaled = open.factors.apply(request, size)?;

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 #: From SIGTERM to SIGKILL, in seconds.
 GRACEFUL_TERMINATION_TIME_S = 5
@@ -141,12 +141,13 @@ def execute(
         start_new_session=True,
     )
     os.close(lifeline)
+
+    def pass_on(source: IO[bytes], target: TextIO, name: str) -> None:
+        with source:
+            prefix_connection(source, target, name, index, prefix_output_with_timestamp)
+
     pumps = [
-        threading.Thread(
-            target=prefix_connection,
-            args=(source, target or default, name, index, prefix_output_with_timestamp),
-            daemon=True,
-        )
+        threading.Thread(target=pass_on, args=(source, target or default, name), daemon=True)
         for source, target, default, name in (
             (process.stdout, stdout, sys.stdout, "stdout"),
             (process.stderr, stderr, sys.stderr, "stderr"),
