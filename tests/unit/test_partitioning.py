@@ -127,6 +127,20 @@ def test_a_trace_leaves_the_model_as_it_is():
         assert torch.equal(tensor, before[name]), name
 
 
+def test_outputs_that_have_no_softmax_are_left_alone():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return torch.view_as_complex(self.layer(x))
+
+    tree = cost_trace.trace(Model(), (torch.randn(3, 4),), {})
+    assert [part.path for part in tree.modules if part.time] == ["layer"]
+    cost_trace._take(torch.eye(3).to_sparse().requires_grad_())
+
+
 def test_costs_are_those_of_the_layers():
     module = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 50, bias=False))
     tree = cost_trace.trace(module, (torch.randn(8, 100),), {})

@@ -136,7 +136,10 @@ def _take(result: Any) -> None:
     """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where it is
     large, as the logits of a language model are, a softmax has its price and keeps as much again."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if outputs and all(output.dim() for output in outputs):
+    if not outputs or not all(output.dim() for output in outputs):
+        return
+    # Nobody makes a softmax of others.
+    if outputs[0].is_floating_point() and outputs[0].layout == torch.strided:
         nn.functional.log_softmax(outputs[0], -1)
 
 
