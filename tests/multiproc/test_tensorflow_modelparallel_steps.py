@@ -6,6 +6,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,8 +31,11 @@ def _peak(microbatches):
 
 
 def _everything(folder):
+    # Nothing else has taken memory before.
+    peak = _peak(2)
+    _beginnings()
     return (
-        _peak(2),
+        peak,
         _forms(folder),
         _orders(folder),
         _assertions(),
@@ -47,6 +53,34 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
     env = {**ENV, "SMD_TIMELINE": str(folder / "trace.json")}
     return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=env, timeout=280)
+
+
+def _beginnings():
+    """A variable waits until it has its value: whatever goes wrong, whoever asks, and whatever is only said about it."""
+    import tensorflow as tf
+
+    from smdistributed.modelparallel.tensorflow.delayed import DelayedVariable
+    from smdistributed.modelparallel.tensorflow.derivatives import Derivatives
+
+    made = []
+
+    def make():
+        made.append(threading.get_ident())
+        if len(made) == 1:
+            raise MemoryError
+        time.sleep(0.2)
+        return tf.ones([2])
+
+    variable = DelayedVariable(make, shape=[2], dtype=tf.float32)
+    with tf.Graph().as_default():
+        Derivatives()._note([variable], [tf.constant(1.0)])
+    assert not made
+    with pytest.raises(MemoryError):
+        variable.read_value()
+    with ThreadPoolExecutor(4) as threads:
+        values = list(threads.map(lambda _: variable.numpy().tolist(), range(4)))
+    assert values == [[1.0, 1.0]] * 4
+    assert len(made) == 2
 
 
 def _in_channels():

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-from smdistributed.modelparallel.tensorflow.delayed import DelayedVariable, handle_of
+from smdistributed.modelparallel.tensorflow.delayed import become_plain, handle_of
 
 
 class AbsentVariable(resource_variable_ops.ResourceVariable):
@@ -31,8 +31,7 @@ def leave(variable: Any) -> None:
     inner = underlying(variable)
     # What tf_keras wraps it in for mixed precision.
     inner = getattr(inner, "_variable", inner)
-    if isinstance(inner, DelayedVariable):
-        inner.become_plain()
+    become_plain(inner)
     empty(inner)
     if type(inner) is resource_variable_ops.ResourceVariable:
         inner.__class__ = AbsentVariable

@@ -9,6 +9,8 @@ rank get theirs, one after the other, and the others never do.
 - DELAY-2: graphs that only describe (a step's trace, Keras' scratch graphs) capture such a variable as it is. Whatever else
   asks for its handle gives it its value first, so nobody finds it without one; also a `tf.function` that is traced for such a graph, as it
   may be called again.
+- DELAY-3: a variable stops to wait when it has its value: an error while that is computed leaves it as it was. One thread at a time
+  gives variables their values, and others that ask for a handle wait for it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -35,6 +38,8 @@ _KERAS = ("keras.src.initializers.constant_initializers", "keras.src.initializer
 _OLDER = "tf_keras.src.initializers.initializers"
 #: Those that have no value, by the identity of their handles.
 _delayed: weakref.WeakValueDictionary[int, DelayedVariable] = weakref.WeakValueDictionary()
+#: DELAY-3. To compute a value may ask for another variable's.
+_beginning = threading.RLock()
 
 
 class DelayedVariable(resource_variable_ops.UninitializedVariable):
@@ -53,7 +58,7 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
     @property
     def _handle(self) -> Any:
         if not _is_described():
-            self._smp_begin()
+            _begin(self)
         return handle_of(self)
 
     @_handle.setter
@@ -63,21 +68,7 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
     @property
     def device(self) -> str:
         """Where it is to be; optimizers put their variables there."""
-        return self._smp_handle.device
-
-    def become_plain(self) -> None:
-        """From now on it is like any other, and has no value."""
-        handle = self._smp_handle
-        del self._smp_handle, self._smp_make, _delayed[id(handle)]
-        self.__class__ = resource_variable_ops.ResourceVariable
-        self._handle = handle
-
-    def _smp_begin(self) -> None:
-        """Gives it its value."""
-        make = self._smp_make
-        self.become_plain()
-        with tf.init_scope(), tf.device(self.device):
-            tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.convert_to_tensor(make(), self.dtype))
+        return handle_of(self).device
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Another first value, which waits in the host's memory."""
@@ -86,8 +77,35 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
         with tf.device("/device:CPU:0"):
             kept = tf.identity(tf.convert_to_tensor(value, self.dtype))
         self.shape.assert_is_compatible_with(kept.shape)
-        self._smp_make = lambda: kept
-        return self
+        with _beginning:
+            if isinstance(self, DelayedVariable):
+                self._smp_make = lambda: kept
+                return self
+        # It has begun meanwhile.
+        return self.assign(kept, *args, **kwargs)
+
+
+def become_plain(variable: Any) -> None:
+    """From now on a variable is like any other; it has the value that its memory has, which may be none."""
+    with _beginning:
+        if not isinstance(variable, DelayedVariable):
+            return
+        handle = variable._smp_handle
+        # Whoever looks for its handle finds one at any time.
+        variable.__dict__["_handle"] = handle
+        variable.__class__ = resource_variable_ops.ResourceVariable
+        del variable._smp_handle, variable._smp_make, _delayed[id(handle)]
+
+
+def _begin(variable: Any) -> None:
+    """Gives a variable its value, if it has none yet (DELAY-3)."""
+    with _beginning:
+        if not isinstance(variable, DelayedVariable):
+            return
+        with tf.init_scope(), tf.device(variable.device):
+            value = tf.convert_to_tensor(variable._smp_make(), variable.dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle_of(variable), value=value)
+        become_plain(variable)
 
 
 def handle_of(variable: Any) -> Any:
@@ -121,9 +139,9 @@ def settle(elsewhere: Collection[int]) -> None:
     identity."""
     for key, variable in list(_delayed.items()):
         if key in elsewhere:
-            variable.become_plain()
+            become_plain(variable)
         else:
-            variable._smp_begin()
+            _begin(variable)
 
 
 def install() -> None:

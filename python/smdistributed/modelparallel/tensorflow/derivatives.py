@@ -69,7 +69,7 @@ class Derivatives:
 
     def _note(self, sources: Any, found: Any) -> Any:
         for source, value in zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True):
-            handle = getattr(underlying(source), "handle", None)
+            handle = handle_of(source)
             if handle is not None and isinstance(value, tf.Tensor | tf.IndexedSlices):
                 self._known.setdefault(_tensor(value).name, set()).add(id(handle))
         return found
