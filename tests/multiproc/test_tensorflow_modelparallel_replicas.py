@@ -131,6 +131,8 @@ def _other_forms():
             tf.norm(found[0], axis=1),
             tf.reduce_max(found[0][:, :1], 1),
             tf.cast(found[1] > 0, tf.int32),
+            # Beside a gradient, and none of it.
+            tf.identity_n([found[0], tf.range(5.0)])[1],
         ]
     )(x)
     assert len(row) == len(exact) == len(model.trainable_variables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +38,12 @@ _SUMS = {
     *("BatchMatMulV2", "Conv2D", "Einsum", "MatMul"),
     *("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"),
 }
+
+
+def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """What ``tensor`` is made of: several may pass an operation beside each other."""
+    op = tensor.op
+    return [op.inputs[tensor.value_index]] if op.type == "IdentityN" else op.inputs
 
 
 class Derivatives:
@@ -79,9 +84,7 @@ class Derivatives:
         """Whether gradients of variables have been computed."""
         return bool(self._known)
 
-    def variables_of(
-        self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = operator.attrgetter("op.inputs")
-    ) -> set[int]:
+    def variables_of(self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = _inputs) -> set[int]:
         """Handles, by identity, of the variables whose gradients ``value`` comes from.
 
         Args:
@@ -151,12 +154,12 @@ def _of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Inputs that may become ``tensor`` number by number, as a gradient that is scaled by a norm of all of them does: what that was
     made of has another shape."""
     rank, shape = tensor.shape.rank, tensor.shape
-    return [each for each in tensor.op.inputs if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
+    return [each for each in _inputs(tensor) if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
 
 
 def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Inputs whose numbers ``tensor`` has, in whatever shape."""
-    inputs = [each for each in tensor.op.inputs if _has_numbers(each)]
+    inputs = [each for each in _inputs(tensor) if _has_numbers(each)]
     if tensor.op.type in _MOVES:
         return inputs
     if tensor.op.type in _SUMS:
