@@ -18,6 +18,13 @@ class Shape:
     heads: int = 16
     vocabulary: int = 50_304
     context: int = 1024
+    #: Whether attention and feed-forward network of a block are modules of their own, so that it can be cut between them, too.
+    halves: bool = False
+
+    @property
+    def middle(self) -> int:
+        """Modules between the embedding and the head."""
+        return self.blocks * (2 if self.halves else 1)
 
 
 class Embedding(nn.Module):
@@ -36,24 +43,45 @@ class Embedding(nn.Module):
         return self.tokens(tokens_BT) + self.positions[: tokens_BT.shape[1]]
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, each added to what came in."""
+class Attention(nn.Module):
+    """Causal attention, added to what came in."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         width = shape.width
         self.heads = shape.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         batch, length, width = x_BTC.shape
-        heads = self.attention(self.norm_1(x_BTC)).view(batch, length, 3, self.heads, width // self.heads)
+        heads = self.attention(self.norm(x_BTC)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x_BTC = x_BTC + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x_BTC + self.down(functional.gelu(self.up(self.norm_2(x_BTC)), approximate="tanh"))
+        return x_BTC + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Module):
+    """A feed-forward network, added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.width)
+        self.up, self.down = nn.Linear(shape.width, 4 * shape.width), nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return x_BTC + self.down(functional.gelu(self.up(self.norm(x_BTC)), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Both, one after the other."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return self.feed_forward(self.attention(x_BTC))
 
 
 class Head(nn.Module):
@@ -76,7 +104,9 @@ def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
 def build(shape: Shape, device: str | torch.device = "cpu") -> nn.Sequential:
     """Embedding, blocks, head; parameters follow torch's seed."""
     with torch.device(device):
-        model = nn.Sequential(Embedding(shape), *(Block(shape) for _ in range(shape.blocks)), Head(shape))
+        kinds = [Attention, FeedForward] if shape.halves else [Block]
+        middle = [kind(shape) for _ in range(shape.blocks) for kind in kinds]
+        model = nn.Sequential(Embedding(shape), *middle, Head(shape))
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -85,5 +115,5 @@ def build(shape: Shape, device: str | torch.device = "cpu") -> nn.Sequential:
 
 def chunk_of(place: int, shape: Shape, chunks: int) -> int:
     """Which of ``chunks`` equal pieces the model's module at ``place`` belongs to."""
-    block = min(max(place - 1, 0), shape.blocks - 1)
-    return block * chunks // shape.blocks
+    module = min(max(place - 1, 0), shape.middle - 1)
+    return module * chunks // shape.middle

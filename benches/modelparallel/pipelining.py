@@ -5,7 +5,7 @@
 One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
 machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
 lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says, or
-(``auto``) what `auto_partition` gives it, which is printed. ``ZB2`` is zero bubble with twice as many active microbatches as ranks.
+(``auto``) what `auto_partition` gives it, which is printed; with ``--halves`` the units are halves of blocks. ``ZB2`` is zero bubble with twice as many active microbatches as ranks.
 
 ``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
 """
@@ -92,18 +92,25 @@ class Bench:
         self.device = torch.device(
             arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None
         )
-        self.shape = Shape(arguments.width, arguments.blocks, arguments.heads, arguments.vocabulary, arguments.sequence)
+        self.shape = Shape(
+            arguments.width,
+            arguments.blocks,
+            arguments.heads,
+            arguments.vocabulary,
+            arguments.sequence,
+            arguments.halves,
+        )
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.contexts: dict[str, dict[str, Any]] = {}
 
     def chunks(self, way: Way) -> list[int]:
         """The piece of each module: the embedding goes with the first block, the head with the last."""
         if not way.cut:
-            return [chunk_of(place, self.shape, way.pieces * self.ranks) for place in range(self.shape.blocks + 2)]
+            return [chunk_of(place, self.shape, way.pieces * self.ranks) for place in range(self.shape.middle + 2)]
         blocks = self.arguments.cut if way.pieces == 1 else self.arguments.cut_there_and_back
         cuts = [piece for piece, count in enumerate(blocks) for _ in range(count)]
-        if len(cuts) != self.shape.blocks or len(blocks) != way.pieces * self.ranks:
-            raise SystemExit(f"{blocks} are not {self.shape.blocks} blocks in {way.pieces * self.ranks} pieces")
+        if len(cuts) != self.shape.middle or len(blocks) != way.pieces * self.ranks:
+            raise SystemExit(f"{blocks} are not {self.shape.middle} modules in {way.pieces * self.ranks} pieces")
         return [*cuts[:1], *cuts, *cuts[-1:]]
 
     def ours(self, name: str) -> Trained:
@@ -161,7 +168,7 @@ class Bench:
                 found[rank].append(str(place))
         if smp.rank() == 0:
             each = [f"{names[0]} to {names[-1]} ({len(names)})" for names in found]
-            print(f"of {self.shape.blocks + 2} modules each rank has {', '.join(each)}", flush=True)
+            print(f"of {self.shape.middle + 2} modules each rank has {', '.join(each)}", flush=True)
 
     def theirs(self, name: str) -> Trained:
         """One of theirs."""
@@ -253,6 +260,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     for name, value in (("width", 2048), ("blocks", 32), ("heads", 16), ("vocabulary", 50_304), ("sequence", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--halves", action="store_true", help="cut blocks between attention and feed-forward network, too"
+    )
     parser.add_argument("--cut", type=int, nargs="+", default=[9, 9, 8, 6], help="blocks of each rank, for `cut`")
     parser.add_argument(
         "--cut-there-and-back",
@@ -296,7 +306,9 @@ def main() -> None:
         bench.barrier()
         if rank == ranks - 1:
             print(f"{name}: ready after {time.perf_counter() - start:.1f} s, loss {losses[name]:.5f}", flush=True)
+    # What the pipelines keep is not looked through again by a collection that falls into one of the rounds.
     gc.collect()
+    gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in trained}
     peaks: dict[str, int] = dict.fromkeys(trained, 0)
     for _ in range(arguments.rounds):
