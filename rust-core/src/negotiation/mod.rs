@@ -62,6 +62,9 @@ pub(crate) use tune::{VOTE, VOTE_END};
 pub trait Elsewhere: Send + Sync {
     /// What has been waited for for a while; the same text on all ranks that wait for the same.
     fn waits(&self) -> Vec<String>;
+    /// Whether some of it has waited for long on a device that has nothing to do. Then this process can do nothing else, whatever its
+    /// processor does: libraries of devices poll.
+    fn is_at_rest(&self) -> bool;
     /// Ends all of it. Called on the negotiator's thread, which must not wait.
     fn end(&self, end: End);
 }

@@ -399,7 +399,9 @@ impl Work {
         let elsewhere = shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
         let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
         self.waits_for_steps = !steps.is_empty();
-        let idle = self.processor.is_idle() && (waiting || elsewhere || self.waits_for_steps) && !on_device();
+        let at_rest = || shared.elsewhere.as_ref().is_some_and(|elsewhere| elsewhere.is_at_rest());
+        let computes_nothing = self.processor.is_idle() || (self.waits_for_steps && at_rest());
+        let idle = computes_nothing && (waiting || elsewhere || self.waits_for_steps) && !on_device();
         let now = shared.now();
         self.machine.tick(now, Waits { idle, elsewhere, steps }, &mut self.actions);
         self.perform(shared, by_caller)?;

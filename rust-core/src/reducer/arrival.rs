@@ -16,7 +16,7 @@
 //!   are answered when the device is done with their bucket, also in a step that was abandoned.
 //! - ARR-6: who waits in a step says so after a while ([`Arrivals::waits`]), since ranks whose steps differ would wait for ever.
 //!   On a device, reductions have a stream of their own, and that in which the gradients were made never waits for them:
-//!   when it is at rest, and so is the process, nothing more is to come.
+//!   when it is at rest, and so is the process (or it has been for long: libraries of devices poll), nothing more is to come.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};

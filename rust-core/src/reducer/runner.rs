@@ -117,7 +117,7 @@ impl Reducer {
     }
 
     /// Whether gradients are on a CUDA device.
-    pub(super) fn is_on_device(&self) -> bool {
+    pub fn is_on_device(&self) -> bool {
         self.state.lock().options.on_device
     }
 

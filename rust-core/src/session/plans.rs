@@ -17,6 +17,8 @@ use crate::reducer::{ParamSpec, Reducer, SlotLease, blueprint};
 
 /// A step without news for so long is one that waits.
 const WAITS_AFTER: Duration = Duration::from_millis(500);
+/// One that has waited for so long on a device that has nothing to do waits for others, whatever the processor does.
+const RESTS_AFTER: Duration = Duration::from_secs(8);
 /// How long a rank may take to tell which gradients it waits for, once it knows that others wait for others.
 const TELLING: Duration = Duration::from_secs(2);
 
@@ -45,18 +47,26 @@ impl Steps {
     pub fn of(session: &Arc<Session>) -> Self {
         Self(Arc::downgrade(session))
     }
+
+    /// Those of all ranks. Where not all reduce, these may wait while others wait for something else, and all is well.
+    fn of_all_ranks(&self) -> Vec<Arc<Arrivals>> {
+        let Some(session) = self.0.upgrade() else { return Vec::new() };
+        let is_for_all = |number: usize| blueprint::get(number).is_ok_and(|blueprint| blueprint.ranks.is_none());
+        let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
+        open.into_iter().filter(|(number, _)| is_for_all(*number)).map(|(_, arrivals)| arrivals).collect()
+    }
 }
 
 impl Elsewhere for Steps {
     fn waits(&self) -> Vec<String> {
-        let Some(session) = self.0.upgrade() else { return Vec::new() };
-        // Where not all ranks reduce, these may wait while others wait for something else, and all is well.
-        let is_for_all = |number: usize| blueprint::get(number).is_ok_and(|blueprint| blueprint.ranks.is_none());
-        let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
-        let open = open.iter().filter(|(number, _)| is_for_all(*number));
-        let mut waits: Vec<_> = open.filter_map(|(_, arrivals)| arrivals.waits(WAITS_AFTER)).collect();
+        let mut waits: Vec<_> = self.of_all_ranks().iter().filter_map(|arrivals| arrivals.waits(WAITS_AFTER)).collect();
         waits.sort();
         waits
+    }
+
+    fn is_at_rest(&self) -> bool {
+        let on_device = |arrivals: &Arrivals| arrivals.reducer().is_some_and(|reducer| reducer.is_on_device());
+        self.of_all_ranks().iter().any(|arrivals| on_device(arrivals) && arrivals.waits(RESTS_AFTER).is_some())
     }
 
     fn end(&self, end: End) {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: Begins the only line of a rank that could not trace its step.
 _FAILURE = "failed: "
+_HOST = "/device:CPU:0"
 #: What a rank has in the place of a digest that could not trace its step.
 _FAILED = -1
 #: How long it waits for the others to ask: they may be elsewhere, and wait for this rank.
@@ -39,8 +40,11 @@ def compare(lines: Sequence[str], group: int, kind: CommGroup, differ: str, name
         names: What ranks are called, in the group's order.
     """
     digest = _digest(lines)
-    everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
-    is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
+    # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first message
+    # may run already until the next one, which compares first, takes it.
+    with tf.device(_HOST):
+        everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
+        is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
 
     def tell(_: Any) -> NoReturn:
         raise SMPMismatchError(f"{_told(lines, kind, differ, names)} [smd:mismatch]")
@@ -100,7 +104,7 @@ def _digest(lines: Sequence[str]) -> int:
 
 
 def _gather(digest: int, group: int) -> list[int]:
-    with tf.init_scope(), tf.device("/device:CPU:0"):
+    with tf.init_scope(), tf.device(_HOST):
         return (
             call(core_ops.smd_all_gather, tensor=tf.constant([digest], tf.int64), group=group).output.numpy().tolist()
         )

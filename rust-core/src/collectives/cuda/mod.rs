@@ -274,16 +274,19 @@ impl Cuda {
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let seed = self.seed.lock().take();
         let fits = seed.as_ref().is_some_and(|seed| seed.context().device() == context.device());
-        let id = self.meet(number, context, fits, &wait)?;
+        let id = self.meet(number, context, fits, &wait);
         let (me, size) = (self.members.me, self.members.size());
         let comm = match (id, seed) {
-            (None, Some(seed)) => seed,
-            (None, None) => return Err(Error::Internal("members agreed on a communicator that is not there".into())),
-            (Some(id), seed) => {
+            (Ok(None), Some(seed)) => Some(seed),
+            (id, seed) => {
                 seed.iter().for_each(Comm::abort);
-                self.joined(move || Comm::init(context, id, me, size), &wait, first)?
+                match id? {
+                    Some(id) => self.joined(move || Comm::init(context, id, me, size).map(Some), &wait, first)?,
+                    None => None,
+                }
             }
         };
+        let comm = comm.ok_or_else(|| Error::Internal("members agreed on a communicator that is not there".into()))?;
         tracing::debug!(
             "group {} has a CUDA part on `cuda:{}` after {:.1?}",
             self.id,
@@ -320,22 +323,31 @@ impl Cuda {
     }
 
     /// What `join` gives, which waits for the members inside of NCCL: that wait has no limit and no way out, so it happens
-    /// elsewhere.
-    fn joined<T: Send + 'static>(
+    /// elsewhere. What comes when nobody waits any more ends.
+    fn joined(
         &self,
-        join: impl FnOnce() -> Result<T> + Send + 'static,
+        join: impl FnOnce() -> Result<Option<Comm>> + Send + 'static,
         wait: &Wait<'_>,
         during: &dyn Fn() -> String,
-    ) -> Result<T> {
+    ) -> Result<Option<Comm>> {
         let (sender, receiver) = mpsc::channel();
+        let work = move || {
+            if let Err(mpsc::SendError(Ok(Some(comm)))) = sender.send(join()) {
+                comm.abort();
+            }
+        };
         std::thread::Builder::new()
             .name("smd-cuda-join".into())
-            .spawn(move || sender.send(join()))
+            .spawn(work)
             .map_err(|error| Error::io("starting a thread for NCCL", error))?;
         loop {
             match receiver.recv_timeout(NAP) {
                 Ok(outcome) => return outcome.map_err(|error| self.explain(error, during)),
-                Err(mpsc::RecvTimeoutError::Timeout) => wait.check(|| self.others())?,
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    // A member may have noted that it cannot come.
+                    self.check(during)?;
+                    wait.check(|| self.others())?;
+                }
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
                 }

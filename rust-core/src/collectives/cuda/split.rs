@@ -5,11 +5,11 @@
 //!   ([`split_group`](crate::session::Session::split_group)).
 //! - SPL-2: whether the parent was used on devices is known on every member alike, and if it was not, nobody says anything.
 //!   If it was, the members agree between their CPUs before they call NCCL, and then on how it went: all members of the new
-//!   groups have a seed, or none has.
+//!   groups have a seed, or none has. If one fails while others stay inside of NCCL, the parent's operations on devices end.
 //! - SPL-3: a seed becomes the communicator of the new group's first part if all its members use the devices that they used in
 //!   the parent. Otherwise it ends, and they make one anew.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::{Cuda, Part};
@@ -19,6 +19,8 @@ use crate::error::{Error, Result};
 
 /// How often a look is taken at what is under way.
 const LOOK: Duration = Duration::from_millis(1);
+/// How long members may stay inside of NCCL after one of them has failed there.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// What a member of the parent does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +58,10 @@ impl Cuda {
         let Some(part) = part.filter(|_| agreed) else { return Ok(None) };
         let start = Instant::now();
         let outcome = self.split_part(part, side, start);
-        let all_well = agree(if outcome.is_ok() { 0 } else { -1 });
+        let all_well = match &outcome {
+            Ok(_) => agree(0),
+            Err(error) => self.or_end(error, || agree(-1)),
+        };
         match outcome {
             Ok(seed) if matches!(all_well, Ok(true)) => {
                 tracing::debug!("group {} was divided on devices after {:.1?}", self.id, start.elapsed());
@@ -71,6 +76,22 @@ impl Cuda {
                 all_well.map(|_| None)
             }
         }
+    }
+
+    /// What `agree` gives. Members that wait inside of NCCL for this one, which failed with `error`, would never come: they end.
+    fn or_end<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
+        let (agreed, over) = mpsc::channel::<()>();
+        let (own, error) = (self.clone(), error.clone());
+        let watch = move || {
+            if over.recv_timeout(GRACE) == Err(mpsc::RecvTimeoutError::Timeout) {
+                own.end(error);
+            }
+        };
+        // Without the thread, they wait for as long as an operation may take.
+        let _watch = std::thread::Builder::new().name("smd-cuda-split".into()).spawn(watch);
+        let outcome = agree();
+        drop(agreed);
+        outcome
     }
 
     fn split_part(self: &Arc<Self>, part: Arc<Part>, side: Side, start: Instant) -> Result<Option<Comm>> {
@@ -98,7 +119,11 @@ impl Cuda {
 
     /// What the first part is to begin with (SPL-3).
     pub(in crate::collectives) fn plant(&self, seed: Comm) {
-        let before = self.seed.lock().replace(seed);
-        before.iter().for_each(Comm::abort);
+        let mut planted = self.seed.lock();
+        planted.replace(seed).iter().for_each(Comm::abort);
+        if self.closed.get().is_some() {
+            // Nobody looks for it any more.
+            planted.take().iter().for_each(Comm::abort);
+        }
     }
 }
