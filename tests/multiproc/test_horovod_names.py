@@ -143,6 +143,9 @@ prefix_connection GRACEFUL_TERMINATION_TIME_S
     "horovod.runner.util.streams": "Pipe",
     "horovod.runner.util.remote": "get_ssh_command get_remote_command",
     "horovod.runner.util.lsf": "LSFUtils",
+    "horovod.runner.js_run": """
+js_run(settings, nics, env, command, stdout=None, stderr=None) is_jsrun_installed() generate_jsrun_rankfile(settings, path=None)
+""",
     "horovod.runner.gloo_run": """
 gloo_run(settings, nics, env, server_ip, command) launch_gloo launch_gloo_elastic create_slot_env_vars create_run_env_vars
 get_run_command register_shutdown_event _get_min_start_hosts
@@ -150,7 +153,6 @@ get_run_command register_shutdown_event _get_min_start_hosts
     "horovod.runner.mpi_run": """
 mpi_available(env=None) mpi_run(settings, nics, env, command, stdout=None, stderr=None) _get_mpi_implementation(env=None)
 """,
-    "horovod.runner.js_run": "js_run(settings, nics, env, command, stdout=None, stderr=None)",
     "horovod.runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
     "horovod.runner.elastic.worker": "HostUpdateResult WorkerNotificationManager",
     "horovod.runner.elastic.settings": "ElasticSettings",

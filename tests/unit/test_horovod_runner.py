@@ -14,7 +14,7 @@ from horovod.common import driven, environment
 from horovod.common.basics import HorovodBasics
 from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
-from horovod.runner import _HorovodArgs, gloo_run, launch, mpi_run, run
+from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run, run
 from horovod.runner.common.util import (
     codec,
     config_parser,
@@ -30,7 +30,7 @@ from horovod.runner.driver import driver_service
 from horovod.runner.elastic import worker
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
-from horovod.runner.util import network, streams, threads
+from horovod.runner.util import lsf, network, streams, threads
 
 
 def parsed(line):
@@ -368,6 +368,54 @@ def test_mpirun_that_fails_or_is_missing():
             if expected in ("Unknown", "Missing"):
                 with pytest.raises(Exception, match="does not find an installed MPI"):
                     mpi_run.mpi_run(asked, None, {}, ["true"])
+
+
+def test_jobs_of_lsf(monkeypatch, tmp_path):
+    told = {
+        "mpirun": "Open MPI",
+        "nvidia-smi -L": "GPU 0: one\nGPU 1: two\n",
+        "lscpu": "Thread(s) per core: 4\nCore(s) per socket:  3\nSocket(s): 2",
+    }
+    answer = lambda command, env=None: (next(text for name, text in told.items() if name in command), 0)  # noqa: E731
+    monkeypatch.setattr(tiny_shell_exec, "execute", answer)
+    monkeypatch.setattr(js_run, "_get_mpi_implementation_flags", lambda tcp, env=None: (["-tcp"], [], None))
+    monkeypatch.setattr(js_run, "is_jsrun_installed", lambda: True)
+    monkeypatch.setenv("LSB_JOBID", "7")
+    monkeypatch.setenv("LSB_MCPU_HOSTS", "batch 1 host1 42 host2 42")
+    assert lsf.LSFUtils.get_compute_hosts() == ["host1", "host2"]
+    assert lsf.LSFUtils.get_num_processes() == 4
+    asked = settings.Settings(hosts="host1:2,host2:2", num_proc=3, verbose=0, run_func_mode=True)
+    file = tmp_path / "ranks"
+    assert js_run.generate_jsrun_rankfile(asked, str(file)) == str(file)
+    assert file.read_text() == (
+        "overlapping_rs: allow\ncpu_index_using: logical\n\n"
+        "rank: 0: { hostname: host1; cpu: {0-11} ; gpu: * ; mem: * }\n"
+        "rank: 1: { hostname: host1; cpu: {12-23} ; gpu: * ; mem: * }\n\n"
+        "rank: 2: { hostname: host2; cpu: {0-11} ; gpu: * ; mem: * }\n"
+    )
+    for hosts_of_job, text in (
+        ("host1:3", "greater than number of GPUs per host '2'"),
+        ("host1:2", "Not enough slots"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            js_run.generate_jsrun_rankfile(settings.Settings(hosts=hosts_of_job, num_proc=3))
+    monkeypatch.setattr(js_run, "generate_jsrun_rankfile", lambda settings: "/ranks")
+    asked.output_filename, asked.extra_mpi_args = "a folder", "-x"
+    with mock.patch.object(safe_shell_exec, "execute", side_effect=[0, 3]) as execute:
+        js_run.js_run(asked, None, {"A": "1"}, ["python", "a b.py"])
+        assert execute.call_args.args[0] == (
+            "jsrun --erf_input /ranks --stdio_stderr 'a folder' --stdio_stdout 'a folder' --smpiargs '-tcp -x' python 'a b.py'"
+        )
+        with pytest.raises(RuntimeError, match="jsrun failed with exit code 3"):
+            js_run.js_run(asked, None, {}, ["true"])
+    # All of the job's hosts and GPUs where the line says nothing else.
+    monkeypatch.setattr(launch, "_check_all_hosts_ssh_successful", lambda *args, **kwargs: True)
+    with mock.patch.object(launch, "js_run") as started:
+        launch._run(launch.parse_args(["--jsrun", "python", "train.py"]))
+    assert (started.call_args.args[0].hosts, started.call_args.args[0].num_proc) == ("host1:2,host2:2", 4)
+    monkeypatch.undo()
+    with pytest.raises(Exception, match="does not find the jsrun command"):
+        js_run.js_run(asked, None, {}, ["true"])
 
 
 def test_commands_in_a_shell():

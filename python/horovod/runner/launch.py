@@ -360,6 +360,10 @@ def _run_static(args: argparse.Namespace) -> None:
     listed = args.hosts
     if args.hostfile:
         listed = hosts.parse_host_files(args.hostfile)
+    if not listed and lsf.LSFUtils.using_lsf():
+        gpus = lsf.LSFUtils.get_num_gpus()
+        listed = ",".join(f"{host}:{gpus}" for host in lsf.LSFUtils.get_compute_hosts())
+    args.num_proc = args.num_proc or lsf.LSFUtils.get_num_processes()
     listed = listed or f"localhost:{args.num_proc}"
     names, _ = hosts.parse_hosts_and_slots(listed)
     hosts.get_host_assignments(hosts.parse_hosts(listed), args.num_proc)

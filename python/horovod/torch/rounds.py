@@ -70,7 +70,11 @@ class Rounds:
         self._order: list[int] = []
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A gradient of the optimizer is complete: the first one begins a round."""
+        """A gradient of the optimizer is complete: the first one begins a round.
+
+        Gradients on GPUs are in none, and go by name, where what is ready runs together. On a device a bucket is queued by autograd's
+        thread when it is full: it cannot wait for the verdict, and what is queued cannot be taken back.
+        """
         if self._begun or not self._votes:
             return
         self._begun = True
