@@ -15,6 +15,7 @@ there, and with steps that average nothing: what a step takes longer than those 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import statistics
 import time
@@ -99,24 +100,33 @@ def held(model: Any) -> float:
     return here / sum(each.shape.num_elements() for each in inner)
 
 
-def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int) -> tuple[float, int]:
-    """Which part of the variables this rank has, and by how many bytes its process has grown at most, after three steps."""
+def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int) -> tuple[float, int, int | None]:
+    """Of this rank, after three steps: which part of the variables it has, by how many bytes its process has grown at most, and how many bytes
+    tensors took at most in a step but the first. Those TensorFlow's allocator for CPUs counts with oneDNN only; else it is ``None``."""
     smp.shutdown()
     gc.collect()
     base = resident("VmRSS")
     smp.init({"partitions": partitions, "microbatches": microbatches})
     model, train = trainer(smp.DistributedModel, layers, width, rows, microbatches)
-    for _ in range(3):
+    counts = tf.config.experimental
+    train()
+    with contextlib.suppress(ValueError):
+        counts.reset_memory_stats("CPU:0")
+    for _ in range(2):
         train()
-    return held(model), resident("VmHWM") - base
+    tensors = None
+    with contextlib.suppress(ValueError):
+        tensors = counts.get_memory_info("CPU:0")["peak"]
+    return held(model), resident("VmHWM") - base, tensors
 
 
 def memory(arguments: argparse.Namespace) -> None:
     """See the module's text. TensorFlow keeps memory that was used, so each number of microbatches needs processes of its own."""
-    part, grown = peak(smp.size(), arguments.microbatches, arguments.layers, arguments.width, arguments.rows)
+    part, grown, tensors = peak(smp.size(), arguments.microbatches, arguments.layers, arguments.width, arguments.rows)
+    taken = "" if tensors is None else f", of which tensors took {tensors / 2**20:.1f}"
     print(
         f"rank {smp.rank()}: {part:.3f} of the variables; larger by at most {grown / 2**20:.0f} MiB in steps of "
-        f"{arguments.microbatches} microbatches",
+        f"{arguments.microbatches} microbatches{taken}",
         flush=True,
     )
 

@@ -21,13 +21,15 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 _BENCHES = Path(__file__).parents[2] / "benches" / "modelparallel"
+#: Of the model whose memory is measured; each layer has 1 MiB.
+_LAYERS, _WIDTH = 32, 512
 
 
 def _peak(microbatches):
     sys.path.insert(0, str(_BENCHES))
     import keras_steps
 
-    return keras_steps.peak(2, microbatches, layers=4, width=2048, rows=8)
+    return keras_steps.peak(2, microbatches, layers=_LAYERS, width=_WIDTH, rows=8)
 
 
 def _everything(folder):
@@ -101,16 +103,22 @@ def test_tensors_in_channels_come_in_the_order_in_which_they_are_made():
 
 
 def test_each_rank_has_its_part(ranks):
-    for (part, _), *_ in ranks[1]:
-        assert part == 0.5
+    parts = [part for (part, *_), *_ in ranks[1]]
+    assert sum(parts) == 1
+    assert max(parts) < 0.6
 
 
 def test_gradients_of_more_microbatches_take_no_more_memory(ranks):
     many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=ENV, timeout=280)
-    for ((_, few), *_), (_, more) in zip(ranks[1], many, strict=True):
-        # Far more than the variables' 32 MiB and their gradients', and 14 gradients too many would be 450 MiB.
-        assert few > 64 * 2**20, (few, more)
-        assert more <= 1.2 * few, (few, more)
+    for ((part, *few), *_), (_, *more) in zip(ranks[1], many, strict=True):
+        (grown, tensors), (grown_more, tensors_more) = few, more
+        if tensors is None:
+            assert grown_more <= 1.2 * grown, (few, more)
+            continue
+        assert tensors_more <= 1.2 * tensors, (few, more)
+        # The variables, the sums of their gradients, and those that are not added yet: not one of each.
+        variables = part * _LAYERS * _WIDTH**2 * 4
+        assert all(2 * variables < each < 2.5 * variables for each in (tensors, tensors_more)), (few, more)
 
 
 def _born():

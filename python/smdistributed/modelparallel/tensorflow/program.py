@@ -7,8 +7,10 @@
   next one begins: where one thread runs all operations, it would take the longer one first.
 - PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
   again when the last call that takes it has ended. PROG-6 is the exception.
-- PROG-4: gradients are added up as they come, and the next backward waits for that: two of a variable are held at a
-  time, however many microbatches there are. What else is returned of them is held if somebody takes it.
+- PROG-4: gradients are added up as they come, in variables that are there while the step runs: beside the sums, a call holds those
+  that it has not added yet, which is one at a time where operations run one after the other. What a body makes of gradients outside of the
+  schedule is added up when its call has ended, and the next backward waits for that. What else is returned of a microbatch is held
+  if somebody takes it.
 - PROG-5: a call comes after those whose effects its operations wait for, and after those for the microbatch before
   that read or change a variable which it changes or reads (SEG-3 in the core). Other ranks are told of effects by a
   message.
@@ -20,7 +22,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +35,7 @@ from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
 from smdistributed.modelparallel.tensorflow.messages import Messages
 from smdistributed.modelparallel.tensorflow.operations import has_effect, waited_for
+from smdistributed.modelparallel.tensorflow.sums import Sum
 from smdistributed.modelparallel.tensorflow.tracing import Trace
 
 #: Attributes of operations that name others of their graph.
@@ -80,7 +83,8 @@ class Program:
         layout: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
         groups: The pipeline.
-        to_sum: Names of tensors that the step returns here, whose sums over the microbatches are wanted.
+        to_sum: Tensors that the step returns here, whose sums over the microbatches are wanted, by name, each with the device that
+            its sum is for.
         early: Names of tensors that the step returns here, each of which is wanted as soon as it is there.
 
     Attributes:
@@ -93,7 +97,7 @@ class Program:
         layout: Layout,
         given: Sequence[Sequence[tf.Tensor]],
         groups: TensorFlowGroups,
-        to_sum: Collection[str],
+        to_sum: Mapping[str, str],
         early: Collection[str],
     ) -> None:
         self.sums: dict[str, tf.Tensor] = {}
@@ -119,7 +123,14 @@ class Program:
         self._idle: list[tf.Operation] = []
         # What the next anchored call waits for: that messages have begun, and, with a timeline, that clocks were read.
         self._begun: list[tf.Operation] = []
-        self._to_sum = set(to_sum)
+        self._to_sum = to_sum
+        # PROG-4: by the name of what they are sums of.
+        self._in_variables: dict[str, Sum] = {}
+        if self._microbatches > 1:
+            for segment in dict.fromkeys(segment for segment, _ in layout.order):
+                for tensor in segment.gives:
+                    if tensor.name in to_sum and Sum.fits(tensor):
+                        self._in_variables[tensor.name] = Sum(tensor, to_sum[tensor.name])
         self._split = self._to_split(early)
         # Additions of the last anchored call.
         self._adding: list[tf.Operation] = []
@@ -144,7 +155,7 @@ class Program:
             rows = [
                 {tensor.name: self._value(tensor, mb) for tensor in layout.wanted} for mb in range(self._microbatches)
             ]
-            for name in sorted(self._to_sum - set(self.sums)):
+            for name in sorted(set(self._to_sum) - set(self.sums)):
                 # No call has made it here.
                 for row in rows:
                     self._add(name, row[name])
@@ -217,6 +228,8 @@ class Program:
         if segment.anchored:
             here = [each.op for each in arguments if getattr(each, "graph", None) is self._graph]
             ready = self._clock.read([*before, *here])
+            if mb == 0:
+                before += self._begin_sums(segment, [*before, *here])
         with tf.control_dependencies([*before, *ready]):
             if (segment, mb) in self._split:
                 call, results = self._call_split(segment, arguments)
@@ -231,9 +244,13 @@ class Program:
             self._begun += self._clock.note(timeline.PHASES[segment.phase], segment.stage, mb, ready, [call])
             self._idle = self._clock.read([call])
             self._begun += self._idle
+            if mb == self._microbatches - 1:
+                for name in self._summed(segment):
+                    if name not in self.sums:
+                        self._end_sum(name, call)
         for tensor, value in zip(segment.gives, results, strict=True):
             self._values[mb][tensor.name] = value
-            if tensor.name in self._to_sum:
+            if tensor.name in self._to_sum and tensor.name not in self._in_variables:
                 self._adding += self._add(tensor.name, value)
         if segment.alone:
             transfers = self._layout.transfers
@@ -243,6 +260,24 @@ class Program:
                 self._send(segment, tensor, self._values[mb][tensor.name], mb)
         if segment.alone and segment in self._layout.signals:
             self._messages.signal(segment, mb, call)
+
+    # PROG-4.
+
+    def _summed(self, segment: Segment) -> dict[str, Sum]:
+        """What its calls add up by themselves."""
+        names = [tensor.name for tensor in segment.gives if tensor.name in self._in_variables]
+        return {name: self._in_variables[name] for name in names}
+
+    def _begin_sums(self, segment: Segment, after: Sequence[Any]) -> list[tf.Operation]:
+        made = [op for each in self._summed(segment).values() for op in each.begin(after)]
+        for op in made:
+            self._runs_by_itself(op)
+        return made
+
+    def _end_sum(self, name: str, after: tf.Operation) -> None:
+        self.sums[name], freed = self._in_variables[name].end([after])
+        for op in (self.sums[name].op, freed):
+            self._runs_by_itself(op)
 
     def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
         """Adds a microbatch's value; returns the operation, if there is one."""
@@ -264,6 +299,8 @@ class Program:
 
         def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
             values, _ = self._compute(segment, arguments)
+            for name, each in self._summed(segment).items():
+                each.add(values[name])
             return [tf.constant(0), *(values[tensor.name] for tensor in segment.gives)]
 
         body.__name__ = f"smp_{segment.name}"
@@ -304,6 +341,9 @@ class Program:
         """What stands for a call, and its results."""
         with tf.control_dependencies([tf.no_op()]):
             values, made = self._compute(segment, arguments)
+        for name, each in self._summed(segment).items():
+            made.append(each.add(values[name]))
+            self._end_sum(name, made[-1])
         for op in made:
             if auto_control_deps.op_is_stateful(op):
                 self._runs_by_itself(op)

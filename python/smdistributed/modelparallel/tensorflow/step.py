@@ -149,7 +149,9 @@ class StepFunction:
         model._smp_call_hooks()
         found = _gradients(template[rank])
         early = {part.name for each in found for part in _parts(each)} if reduces else set()
-        to_sum = {each.value.name for each in found if isinstance(each.value, tf.Tensor)}
+        to_sum = {
+            each.value.name: handle_of(each.variable).device for each in found if isinstance(each.value, tf.Tensor)
+        }
         program = Program(traced, layout, rows, groups, to_sum, early)
         results = program.build()
         totals = {id(each): program.sums[each.value.name] for each in found if isinstance(each.value, tf.Tensor)}
