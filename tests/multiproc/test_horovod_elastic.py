@@ -312,52 +312,51 @@ print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_a_driver_of_the_scripts_own(tmp_path):
-    """`hvd.init()` asks the store of an `ElasticDriver` for its place. A host appears: its news reach the workers, and the next session
-    has it. Its worker dies, and the others go on."""
+    """The script starts workers, and `hvd.init()` asks the store of an `ElasticDriver` for its place. A host appears: its news reach the
+    workers, and the next session has it. Its worker dies, and the others go on."""
     from horovod.runner import gloo_run
-    from horovod.runner.common.util import codec, secret
     from horovod.runner.elastic.discovery import HostDiscovery
-    from horovod.runner.elastic.driver import ElasticDriver
-    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
-    from horovod.runner.http.http_server import RendezvousServer
-
-    script, key = tmp_path / "train.py", secret.make_secret_key()
-    script.write_text(_DRIVEN)
-    server = RendezvousServer(key=key)
+    from horovod.runner.elastic.settings import ElasticSettings
 
     class Hosts(HostDiscovery):
         def find_available_hosts_and_slots(self):
             return {"a": 2, "b": 1} if (tmp_path / "trains").exists() else {"a": 2}
 
-    driver = ElasticDriver(server, Hosts(), 1, None, timeout=60)
-    port = server.start(create_rendezvous_handler(driver))
-    said = []
+    (tmp_path / "train.py").write_text(_DRIVEN)
+    said, codes = [], {}
 
-    def work(slot, events):
-        env = os.environ | gloo_run.create_run_env_vars("127.0.0.1", [], port, elastic=True)
-        env |= {
-            "HOROVOD_HOSTNAME": slot.hostname,
-            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-            secret.HOROVOD_SECRET_KEY: codec.dumps_base64(key),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [sys.executable, str(script), str(tmp_path)]
-        worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def start(line, slot, events):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        worker = subprocess.Popen(
+            ["sh", "-c", f"exec env {line}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         while worker.poll() is None:
             if any(event.wait(0.05) for event in events):
                 worker.kill()
         said.append(worker.communicate()[0])
+        codes[f"{slot.hostname}[{slot.local_rank}]"] = worker.returncode
         return worker.returncode, time.time()
 
+    settings = ElasticSettings(
+        discovery=Hosts(),
+        min_num_proc=1,
+        max_num_proc=None,
+        elastic_timeout=60,
+        reset_limit=None,
+        num_proc=2,
+        nics=["lo"],
+    )
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path)]
     try:
-        driver.start(2, work)
-        results = driver.get_results()
-    finally:
-        driver.stop()
-        server.stop()
-    assert results.error_message is None, said
-    assert {name: code for name, (code, _) in results.worker_results.items()} == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, said
+        gloo_run.launch_gloo_elastic(command, start, settings, {}, None, None, None)
+    except RuntimeError as error:
+        pytest.fail("\n".join([str(error), *said]))
+    assert codes == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, said
+    assert not any("Warning" in text for text in said), said
     for number in (0, 1):
         host, rank, (sizes, epochs) = json.loads((tmp_path / f"a{number}.json").read_text())
         before = sizes.index(3)

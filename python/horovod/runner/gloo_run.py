@@ -17,8 +17,10 @@ from horovod.runner.common.util import codec, safe_shell_exec, secret
 from horovod.runner.common.util.env import is_exportable
 from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
 from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.elastic.driver import ElasticDriver
+from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.http.http_server import RendezvousServer
-from horovod.runner.util.network import Interfaces
+from horovod.runner.util.network import Interfaces, get_driver_ip
 from horovod.runner.util.threads import execute_function_multithreaded
 from smdistributed import _core
 
@@ -141,13 +143,14 @@ def launch_gloo(
         RuntimeError: A process failed.
     """
     if exec_command is not None:
-        return _launch_by(exec_command, command, settings, nics, env, server_ip or "127.0.0.1")
+        _launch_by(exec_command, command, settings, nics, env, server_ip or "127.0.0.1")
+        return
     listed = parse_hosts(settings.hosts)
     words = ["-n", str(settings.num_proc), "--no-python", "--grace", "5", *_common(settings)]
     words += ["--hosts", ",".join(f"{host.hostname}:{host.slots}" for host in listed)]
     code, reason = _reasoned(words, command, env, settings)
     if code == 0:
-        return None
+        return
     if reason is None:
         raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: it ended with status code {code}")
     rank, code = reason.split()
@@ -172,9 +175,7 @@ def _launch_by(
     line = get_run_command(command, server_ip, nics, port)
 
     def run(slot: SlotInfo) -> tuple[int, float]:
-        variables = {name: value for name, value in env.items() if is_exportable(name)} | create_slot_env_vars(slot)
-        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        code, at = exec_command(" ".join([*words, line]), slot, [over])
+        code, at = exec_command(_with_place(line, slot, env), slot, [over])
         if code != 0:
             over.set()
         return code, at
@@ -209,16 +210,20 @@ def launch_gloo_elastic(
 
     Args:
         command: What each process runs.
-        exec_command: Not needed, nor are the last three: the core's launcher starts processes and is where they meet.
+        exec_command: See :func:`launch_gloo`; ``None``: the core's launcher starts processes, and needs none of the last three.
         settings: Those of the job.
         env: The processes' environment.
-        get_common_interfaces: See `exec_command`.
-        rendezvous: See `exec_command`.
-        executable: See `exec_command`.
+        get_common_interfaces: Interfaces of the hosts, from the job's :class:`~horovod.runner.elastic.driver.ElasticDriver`.
+        rendezvous: The store that processes ask for their places; a new one by default.
+        executable: Accepted.
 
     Raises:
         RuntimeError: It could not go on.
     """
+    if exec_command is not None:
+        rendezvous = rendezvous or RendezvousServer(settings.verbose, settings.key)
+        _launch_elastic_by(exec_command, command, settings, env, get_common_interfaces, rendezvous)
+        return
     words = ["elastic", "-n", str(settings.num_proc or settings.min_num_proc), *_common(settings)]
     options = {
         "--min-np": settings.min_num_proc,
@@ -240,7 +245,51 @@ def launch_gloo_elastic(
     code, reason = _reasoned(words, command, env, settings)
     if code == 0:
         return
-    why = reason or f"it ended with status code {code}"
+    raise _elastic_failure(reason or f"it ended with status code {code}")
+
+
+def _elastic_failure(why: str) -> RuntimeError:
     if "number of resets" in why or "unable to broadcast" in why or "timed out" in why:
-        raise RuntimeError(f"{why}. {FAILED}")
-    raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: {why}")
+        return RuntimeError(f"{why}. {FAILED}")
+    return RuntimeError(f"{FAILED}, thus causing the job to be terminated: {why}")
+
+
+def _launch_elastic_by(
+    exec_command: Any,
+    command: Sequence[str],
+    settings: Any,
+    env: dict[str, str],
+    get_common_interfaces: Any,
+    rendezvous: RendezvousServer,
+) -> None:
+    """Has all processes started, which ask a driver here for their places."""
+    driver = ElasticDriver(
+        rendezvous,
+        settings.discovery,
+        settings.min_num_proc,
+        settings.max_num_proc,
+        timeout=settings.elastic_timeout,
+        reset_limit=settings.reset_limit,
+        cooldown_range=settings.cooldown_range,
+        verbose=settings.verbose,
+    )
+    port = rendezvous.start(create_rendezvous_handler(driver))
+    first = settings.num_proc or settings.min_num_proc
+    try:
+        driver.wait_for_available_slots(first)
+        nics = get_common_interfaces(driver) if get_common_interfaces else settings.nics
+        line = get_run_command(command, get_driver_ip(nics), nics, port, elastic=True)
+        with environment(**{secret.HOROVOD_SECRET_KEY: codec.dumps_base64(rendezvous.key)}):
+            driver.start(first, lambda slot, events: exec_command(_with_place(line, slot, env), slot, events))
+            results = driver.get_results()
+    finally:
+        driver.stop()
+        rendezvous.stop()
+    if results.error_message is not None:
+        raise _elastic_failure(results.error_message)
+
+
+def _with_place(line: str, slot: SlotInfo, env: dict[str, str]) -> str:
+    """The command line of one process."""
+    variables = {name: value for name, value in env.items() if is_exportable(name)} | create_slot_env_vars(slot)
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), line])
