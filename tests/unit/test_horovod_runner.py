@@ -75,6 +75,8 @@ def test_options_become_variables():
     args = launch.parse_args(["-np", "2"])
     with pytest.raises(ValueError, match="the command to run is missing"):
         launch._run(args)
+    with pytest.raises(ValueError, match="the number of processes is 0: expected at least one"):
+        launch._run(parsed("-np 0"))
     assert parsed("-np 2 --network-interface a --network-interfaces b,c").nics == {"a", "b", "c"}
 
 

@@ -363,7 +363,10 @@ def _run_static(args: argparse.Namespace) -> None:
     if not listed and lsf.LSFUtils.using_lsf():
         gpus = lsf.LSFUtils.get_num_gpus()
         listed = ",".join(f"{host}:{gpus}" for host in lsf.LSFUtils.get_compute_hosts())
-    args.num_proc = args.num_proc or lsf.LSFUtils.get_num_processes()
+    if args.num_proc is None:
+        args.num_proc = lsf.LSFUtils.get_num_processes()
+    if args.num_proc < 1:
+        raise ValueError(f"the number of processes is {args.num_proc}: expected at least one")
     listed = listed or f"localhost:{args.num_proc}"
     names, _ = hosts.parse_hosts_and_slots(listed)
     hosts.get_host_assignments(hosts.parse_hosts(listed), args.num_proc)
