@@ -102,6 +102,8 @@ def _torch_states():
     found["padded"] = len(sampler), list(sampler)
     state.model = torch.nn.Linear(2, 1)
     state.restore()
+    without = hvd.elastic.TorchState(model=state.model, optimizer=None)
+    assert (without.model, without.optimizer) == (state.model, None)
 
     calls = []
 

@@ -155,6 +155,9 @@ class TorchState(ObjectState):
         **kwargs: More modules, optimizers and samplers, and plain objects such as ``epoch=0``. All become attributes.
     """
 
+    model: Any = None
+    optimizer: Any = None
+
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
