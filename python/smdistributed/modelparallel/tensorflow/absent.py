@@ -33,7 +33,8 @@ def leave(variable: Any) -> None:
     inner = getattr(inner, "_variable", inner)
     become_plain(inner)
     empty(inner)
-    if type(inner) is resource_variable_ops.ResourceVariable:
+    if isinstance(inner, resource_variable_ops.BaseResourceVariable):
+        # Also what is made while a `tf.function` is traced.
         inner.__class__ = AbsentVariable
 
 

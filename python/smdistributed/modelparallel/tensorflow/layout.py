@@ -75,7 +75,13 @@ class Layout:
     """
 
     def __init__(
-        self, operations: Operations, placement: Any, wanted: Sequence[Sequence[tf.Tensor]], rank: int, config: Config
+        self,
+        operations: Operations,
+        placement: Any,
+        wanted: Sequence[Sequence[tf.Tensor]],
+        rank: int,
+        microbatches: int,
+        config: Config,
     ) -> None:
         """``wanted``: for each rank, the tensors that the step returns there.
 
@@ -86,7 +92,7 @@ class Layout:
             segments, order, transfers, messages, signals, self.lines = placement.cut(
                 [[operations.output(tensor) for tensor in tensors] for tensors in wanted],
                 rank,
-                microbatches=config.microbatches,
+                microbatches=microbatches,
                 schedule=config.pipeline,
                 active_microbatches=config.active_microbatches,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.util import nest
@@ -17,6 +17,7 @@ from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsuppo
 from smdistributed.modelparallel.objects import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow import absent, communication, delayed, layers, slots
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
+from smdistributed.modelparallel.tensorflow.fit import Fitted
 from smdistributed.modelparallel.tensorflow.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -25,7 +26,7 @@ _Model = tf.keras.Model
 layers.install()
 
 
-class DistributedModel(_Model):
+class DistributedModel(Fitted, _Model):
     """A Keras model to subclass: its layers are divided over the ranks when it is called in a ``smp.step`` function for
     the first time.
 
@@ -52,7 +53,9 @@ class DistributedModel(_Model):
         if trace is None or not trace.is_current():
             if self._smp_is_gathered:
                 return super().__call__(*args, **kwargs)
-            raise SMPUsageError("a `smp.DistributedModel` is called in the body of a `smp.step` function only")
+            raise SMPUsageError(
+                "a `smp.DistributedModel` is called in the body of a `smp.step` function only, also in a `train_step` of one's own"
+            )
         if state.model is None:
             state.model = self
         elif state.model is not self:
@@ -314,20 +317,6 @@ def _value(variable: tf.Variable) -> Any:
         return variable.numpy()
     except tf.errors.OpError as error:
         return RuntimeError(f"`{variable.name}` cannot be read: {error.message}")
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: DistributedModel, *_: Any, **__: Any) -> NoReturn:
-        raise SMPUnsupportedError(
-            f"`{name}` would call the model outside of a `smp.step` function: write the loop over batches with one"
-        )
-
-    refuse.__name__, refuse.__doc__ = name, "Refused: a ``smp.step`` function in a loop does it."
-    return refuse
-
-
-for _name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-    setattr(DistributedModel, _name, _refusing(_name))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.exceptions import SMPValidationError
 
 
-def split(value: Any, name: str, microbatches: int, axis: int, keep: bool) -> list[Any]:
+def split(value: Any, name: str, microbatches: int, axis: int, keep: bool, uneven: bool = False) -> list[Any]:
     """``value`` for each microbatch: tensors in it are cut along ``axis`` unless ``keep``.
 
     Args:
@@ -19,6 +19,7 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool) -> li
         microbatches: How many pieces.
         axis: The batch's.
         keep: Whether every microbatch gets the whole.
+        uneven: Whether the first pieces may have a row more than the others.
 
     Raises:
         SMPValidationError: it cannot be cut into equal pieces. Where that shows when the step runs only, TensorFlow's
@@ -31,21 +32,21 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool) -> li
             raise SMPValidationError(
                 f"`{name}` is a {type(value).__name__}: expected a tensor, or a name in `non_split_inputs`"
             )
-        return _pieces(value, name, microbatches, axis)
+        return _pieces(value, name, microbatches, axis, uneven)
     if hasattr(value, "smp_slice"):
         return [value.smp_slice(microbatches, index, axis) for index in range(microbatches)]
     if isinstance(value, dict):
-        parts = {key: split(item, f"{name}[{key!r}]", microbatches, axis, False) for key, item in value.items()}
+        parts = {key: split(item, f"{name}[{key!r}]", microbatches, axis, False, uneven) for key, item in value.items()}
         rows = [{key: part[index] for key, part in parts.items()} for index in range(microbatches)]
         return rows if type(value) is dict else [_made(type(value), row) for row in rows]
     if isinstance(value, tuple | list):
-        items = [split(item, f"{name}[{place}]", microbatches, axis, False) for place, item in enumerate(value)]
+        items = [split(item, f"{name}[{place}]", microbatches, axis, False, uneven) for place, item in enumerate(value)]
         rows = [[item[index] for item in items] for index in range(microbatches)]
         if hasattr(value, "_fields"):
             return [type(value)(*row) for row in rows]
         return [tuple(row) if isinstance(value, tuple) else row for row in rows]
     if isinstance(value, set | frozenset):
-        items = [split(item, name, microbatches, axis, False) for item in value]
+        items = [split(item, name, microbatches, axis, False, uneven) for item in value]
         return [type(value)(item[index] for item in items) for index in range(microbatches)]
     return [value] * microbatches
 
@@ -57,7 +58,7 @@ def _made(kind: type, items: dict[Any, Any]) -> Any:
         return items
 
 
-def _pieces(tensor: tf.Tensor, name: str, microbatches: int, axis: int) -> list[tf.Tensor]:
+def _pieces(tensor: tf.Tensor, name: str, microbatches: int, axis: int, uneven: bool) -> list[tf.Tensor]:
     if tensor.shape.rank is None:
         raise SMPValidationError(f"`{name}` has no known number of axes: give it one by `input_signature`")
     if tensor.shape.rank == 0:
@@ -70,6 +71,8 @@ def _pieces(tensor: tf.Tensor, name: str, microbatches: int, axis: int) -> list[
     said = f"along axis {axis}, which {microbatches} microbatches cannot divide evenly"
     if size is not None:
         if size % microbatches:
+            if uneven and size > microbatches:
+                return tf.split(tensor, [len(range(place, size, microbatches)) for place in range(microbatches)], axis)
             raise SMPValidationError(f"`{name}` has {size} rows {said}")
         return tf.split(tensor, microbatches, axis)
     rows = tf.shape(tensor)[axis]

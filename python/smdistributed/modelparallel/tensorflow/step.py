@@ -35,6 +35,8 @@ class StepFunction:
         non_split_inputs: Names of parameters that every microbatch gets whole.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
         options: Arguments of ``tf.function``.
+        uneven: Whether it takes a batch that the microbatches do not divide, and of a batch with fewer rows than microbatches
+            makes one for each row. Only for a body that weighs what it returns by rows.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class StepFunction:
         non_split_inputs: Sequence[str],
         input_split_axes: Mapping[str, int],
         options: Mapping[str, Any],
+        uneven: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self._signature = inspect.signature(function)
-        self._whole, self._axes = set(non_split_inputs), dict(input_split_axes)
+        self._whole, self._axes, self._uneven = set(non_split_inputs), dict(input_split_axes), uneven
         check_names(self._whole, self._signature.parameters, "non_split_inputs")
         check_names(self._axes, self._signature.parameters, "input_split_axes")
         options = dict(options)
@@ -121,6 +124,7 @@ class StepFunction:
         cfg, groups = state.cfg, state.groups
         rank, size = groups.rank_in("pp"), len(groups.members["pp"])
         calls = self._calls(args, kwargs, cfg.microbatches)
+        microbatches = len(calls)
         model = state.model
         traced, rows = trace_calls(self._body, calls, model is not None and self._model is model)
         if not traced.called:
@@ -137,7 +141,7 @@ class StepFunction:
         reduces = cfg.ddp and groups.data is not None
         template, wanted = self._wanted(traced, homes, size, reduces)
         _check_dependence(traced, wanted)
-        layout = Layout(operations, places, wanted, rank, cfg)
+        layout = Layout(operations, places, wanted, rank, microbatches, cfg)
         if is_first:
             if groups.pipe is not None:
                 # No rank divides the model by itself.
@@ -166,9 +170,12 @@ class StepFunction:
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         bound = self._signature.bind(*args, **kwargs)
+        if self._uneven:
+            microbatches = min([microbatches, *_rows(dict(bound.arguments))])
         pieces: dict[str, list[Any]] = {}
         for name, value in bound.arguments.items():
-            pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
+            axis, keep = self._axes.get(name, 0), name in self._whole
+            pieces[name] = split(value, name, microbatches, axis, keep, self._uneven)
         calls = []
         for index in range(microbatches):
             each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})  # type: ignore[arg-type]
@@ -221,6 +228,12 @@ class _Method:
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As the function's."""
         return self._step.get_concrete_function(self.__self__, *args, **kwargs)
+
+
+def _rows(value: Any) -> list[int]:
+    """How many rows tensors have, where that is known and not none."""
+    tensors = [each for each in tf.nest.flatten(value) if isinstance(each, tf.Tensor)]
+    return [each.shape[0] for each in tensors if each.shape.rank and each.shape[0]]
 
 
 def _tell(error: Exception) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -176,24 +176,29 @@ class Trace:
 
 
 def trace(
-    body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool = False
-) -> tuple[Trace, list[tf.Tensor]]:
+    body: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    shapes: Sequence[tf.TensorShape],
+    again: bool = False,
+) -> Trace:
     """Traces ``body``.
 
     Args:
         body: Converted by AutoGraph already, if it is to be.
         args, kwargs: Those of one microbatch.
+        shapes: Of the tensors in them, such that they are those of all microbatches.
         again: Whether it has been traced before, and so has made its variables.
 
     Returns:
-        The trace, and the tensors of ``args`` and ``kwargs`` that the inputs of its graph stand for, in their order.
+        The trace, whose inputs stand for the tensors of ``args`` and ``kwargs`` in their order.
 
     Raises:
         ValueError: it makes variables again.
     """
     found = Trace()
     before, state.trace = state.trace, found
-    given: list[tf.Tensor] = []
+    shapes_left = iter(shapes)
     try:
         # Operations with effects keep the order of the script, as in any `tf.function`.
         ordered = auto_control_deps.AutomaticControlDependencies()
@@ -202,8 +207,7 @@ def trace(
             def placeholder(value: Any) -> Any:
                 if not isinstance(value, tf.Tensor):
                     return value
-                given.append(value)
-                inside = tf.compat.v1.placeholder(value.dtype, value.shape)
+                inside = tf.compat.v1.placeholder(value.dtype, next(shapes_left))
                 if hasattr(value, "_keras_mask"):
                     inside._keras_mask = value._keras_mask
                 return inside
@@ -216,7 +220,7 @@ def trace(
             found.returned = tf.nest.map_structure(_as_tensor, found.returned)
     finally:
         state.trace = before
-    return found, given
+    return found
 
 
 def trace_calls(
@@ -240,12 +244,14 @@ def trace_calls(
         ValueError: it makes variables again.
     """
     hidden = any(_hide_tensors(calls[0], call) for call in calls[1:])
-    with _small_tensors_captured() if hidden else nullcontext():
-        found, given = trace(body, *calls[0], again)
-        others = [found, *(trace(body, *call, again)[0] for call in calls[1:] if hidden)]
-    rows = [given, *([each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls[1:])]
+    rows = [[each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls]
     if not hidden:
-        return found, rows
+        return trace(body, *calls[0], [_shape_of_all(column) for column in zip(*rows, strict=True)], again), rows
+    with _small_tensors_captured():
+        others = [
+            trace(body, *call, [each.shape for each in row], again) for call, row in zip(calls, rows, strict=True)
+        ]
+    found = others[0]
     first = _lines(found)
     for number, other in enumerate(others):
         for ours, theirs in itertools.zip_longest(first, _lines(other), fillvalue="nothing"):
@@ -279,6 +285,11 @@ def _small_tensors_captured() -> Iterator[None]:
 def _flat(call: tuple[Sequence[Any], dict[str, Any]]) -> list[Any]:
     args, kwargs = call
     return tf.nest.flatten((list(args), dict(kwargs)))
+
+
+def _shape_of_all(tensors: Sequence[tf.Tensor]) -> tf.TensorShape:
+    """The most that is known of the shapes of all of them."""
+    return functools.reduce(tf.TensorShape.most_specific_compatible_shape, (each.shape for each in tensors))
 
 
 def _hide_tensors(first: Any, other: Any) -> bool:

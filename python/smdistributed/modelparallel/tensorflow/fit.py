@@ -1,0 +1,356 @@
+"""``fit``, ``evaluate``, ``predict`` and their calls for one batch: Keras' own, with steps over microbatches in them.
+
+Keras makes batches, calls callbacks and keeps metrics. Of it all, what computes with a batch is another: ``train_step``, ``test_step`` and
+``predict_step`` call a step, and the functions around them are made here.
+
+- FIT-1: batches are those of the pipeline's first rank (``feeding.py``).
+- FIT-2: a function is traced for each number of rows that a batch has, so a step knows its microbatches: as many as the configuration says, of
+  which some have a row more than others where they do not divide the batch, or one for each row of a batch that has fewer.
+- FIT-3: gradients and losses are sums over the microbatches, each of which counts by its part of the batch (``losses.py``); metrics are updated
+  with the outputs of all, after the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
+from smdistributed.modelparallel.tensorflow import feeding, losses
+from smdistributed.modelparallel.tensorflow.output import StepOutput
+from smdistributed.modelparallel.tensorflow.state import state
+from smdistributed.modelparallel.tensorflow.step import StepFunction
+
+#: The Keras that `tf.keras` stands for is the older one, which has AutoGraph convert what a script gives it.
+_IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
+
+
+def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
+    """AutoGraph leaves ``function`` alone, as it does Keras' own; what that calls of a script it converts where Keras' would have it so."""
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        converting = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED) if _IS_OLDER else contextlib.nullcontext()
+        with converting:
+            return function(*args, **kwargs)
+
+    return called
+
+
+class Fitted:
+    """What a distributed model does with batches; before Keras' own model among the bases of a class."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras'. All ranks call it, those of a pipeline with data of one length: batches are those of the pipeline's first rank.
+
+        Raises:
+            SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
+            SMPUnsupportedError: the loss of a batch does not come of those of its microbatches; see the documentation.
+        """
+        history = super().fit(*args, **kwargs)  # type: ignore[misc]
+        feeding.leave("fit")
+        return history
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras'. All ranks call it, as :meth:`fit`."""
+        found = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        feeding.leave("evaluate")
+        return found
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras'. All ranks call it, as :meth:`fit`, and all get the outputs."""
+        outputs = super().predict(*args, **kwargs)  # type: ignore[misc]
+        feeding.leave("predict")
+        return outputs
+
+    def reset_metrics(self) -> None:
+        """As Keras', which does so when an epoch or an evaluation begins."""
+        super().reset_metrics()  # type: ignore[misc]
+        self.__dict__["_smp_batches"] = 0
+
+    # What a subclass may override, as in Keras.
+
+    @_as_keras
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """One update by a batch ``(x, y, sample_weight)``, as Keras'; returns the metrics."""
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        steps = self._smp_steps
+        found = steps.train(x, y, sample_weight, _rows(x))
+        gradients, tracked = _of_batch(found)
+        if gradients is None:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        else:
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        steps.track(tracked, x, True)
+        return self.compute_metrics(x, y, _merged(found), sample_weight)
+
+    @_as_keras
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Losses and metrics of a batch, as Keras'."""
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        steps = self._smp_steps
+        found = steps.test(x, y, sample_weight, _rows(x))
+        _, tracked = _of_batch(found)
+        steps.track(tracked, x, False)
+        return self.compute_metrics(x, y, _merged(found), sample_weight)
+
+    @_as_keras
+    def predict_step(self, data: Any) -> Any:
+        """Outputs for a batch, as Keras'."""
+        x, _, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+        return _merged(self._smp_steps.predict(x))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As Keras'. A step is not one piece, so ``jit_compile`` is ignored."""
+        if kwargs.get("jit_compile") not in (None, False, "auto"):
+            warnings.warn("`jit_compile` is ignored: a step over microbatches is not one piece", stacklevel=2)
+        if "jit_compile" in kwargs:
+            kwargs["jit_compile"] = False
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__.pop("_smp_made_steps", None)
+
+    @property
+    def _smp_steps(self) -> _Steps:
+        if "_smp_made_steps" not in self.__dict__:
+            self.__dict__["_smp_made_steps"] = _Steps(self)
+        return self.__dict__["_smp_made_steps"]
+
+    # What Keras calls for each execution.
+
+    def make_train_function(self, force: bool = False) -> Callable[..., Any]:
+        """Of an iterator over batches, what updates the model by ``steps_per_execution`` of them."""
+        if self.train_function is None or force:
+            self.train_function = self._smp_function("fit", self.train_step, "_train_counter")
+        return self.train_function
+
+    def make_test_function(self, force: bool = False) -> Callable[..., Any]:
+        """Of an iterator over batches, what evaluates ``steps_per_execution`` of them."""
+        if self.test_function is None or force:
+            self.test_function = self._smp_function("evaluate", self.test_step, "_test_counter")
+        return self.test_function
+
+    def make_predict_function(self, force: bool = False) -> Callable[..., Any]:
+        """Of an iterator over batches, or of a list of them, what gives the outputs for ``steps_per_execution`` of them."""
+        if self.predict_function is None or force:
+            predict = self._smp_function("predict", self.predict_step, "_predict_counter", _joined)
+            self.predict_function = predict
+        return self.predict_function
+
+    def _smp_function(
+        self, activity: str, step: Callable[[Any], Any], counter: str, joined: Callable[[list[Any]], Any] | None = None
+    ) -> Callable[..., Any]:
+        functions: dict[Any, Callable[[Any], Any]] = {}
+
+        def compute(batch: Any) -> Any:
+            if self.run_eagerly:
+                return step(batch)
+            rows = _rows(batch)
+            if rows not in functions:
+                # Each counts as a function of its own, as TensorFlow warns of one that is traced often.
+                functions[rows] = tf.function(functools.partial(step), autograph=_IS_OLDER, reduce_retracing=True)
+            return functions[rows](batch)
+
+        def execute(batches: Any) -> Any:
+            count = len(batches) if isinstance(batches, list) else _number(self.steps_per_execution)
+            batches, found = iter(batches), []
+            while len(found) < count:
+                try:
+                    number = self.__dict__["_smp_batches"] = self.__dict__.get("_smp_batches", 0) + 1
+                    batch = feeding.next_batch(f"batch {number} of `{activity}`", lambda: next(batches))
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if found and not _IS_OLDER:
+                        break
+                    raise
+                found.append(compute(batch))
+                if hasattr(self, counter):
+                    getattr(self, counter).assign_add(1)
+            return found[-1] if joined is None else joined(found)
+
+        return execute
+
+
+class _Steps:
+    """The steps of a model as it has been compiled.
+
+    Args:
+        model: A distributed one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        options, rows = {"autograph": False}, ["rows"]
+        self.train = StepFunction(_as_keras(self._train), rows, {}, options, uneven=True)
+        self.test = StepFunction(_as_keras(self._test), rows, {}, options, uneven=True)
+        self.predict = StepFunction(_as_keras(self._predict), [], {}, options, uneven=True)
+        # For training and for evaluation: metrics that Keras updates where it computes losses, and whether it weighs a batch by its rows.
+        self._trackers: dict[bool, list[tuple[Any, bool]]] = {}
+
+    def track(self, values: Sequence[tf.Tensor], x: Any, training: bool) -> None:
+        """Updates metrics by the losses of a batch."""
+        rows = _rows(x)
+        rows = tf.shape(_first(x))[0] if rows is None else rows
+        for (metric, weighs), value in zip(self._trackers[training], values, strict=True):
+            metric.update_state(value, sample_weight=rows if weighs else None)
+
+    # Bodies.
+
+    def _train(self, x: Any, y: Any, sample_weight: Any, rows: int | None) -> dict[str, Any]:
+        model = self._model
+        outputs = model(x, training=True)
+        loss, found = self._losses(x, y, outputs, sample_weight, rows, True)
+        variables = model.trainable_variables
+        gradients = model.optimizer.get_gradients(loss, variables) if variables else None
+        return {"gradients": gradients, **found, **_with_masks(outputs)}
+
+    def _test(self, x: Any, y: Any, sample_weight: Any, rows: int | None) -> dict[str, Any]:
+        outputs = self._model(x, training=False)
+        _, found = self._losses(x, y, outputs, sample_weight, rows, False)
+        return {"gradients": None, **found, **_with_masks(outputs)}
+
+    def _predict(self, x: Any) -> dict[str, Any]:
+        return _with_masks(self._model(x, training=False))
+
+    def _losses(
+        self, x: Any, y: Any, outputs: Any, sample_weight: Any, rows: int | None, training: bool
+    ) -> tuple[tf.Tensor | None, dict[str, Any]]:
+        """What a microbatch adds to the batch's loss; also to each that Keras has a metric for, and what these are to be divided by."""
+        model = self._model
+        with losses.of_microbatch(_share(x, rows)) as terms:
+            if _IS_OLDER:
+                loss, told = _loss_of_older(model, x, y, outputs, sample_weight)
+                if training:
+                    model._validate_target_and_loss(y, loss)
+            else:
+                loss, told = _loss(model, x, y, outputs, sample_weight, training)
+        weight, count = (1.0, None) if loss is None else terms.weight(loss, model)
+        self._trackers[training] = [(metric, weighs) for metric, _, weighs in told]
+        tracked = [value * tf.cast(weight, value.dtype) for _, value, _ in told]
+        whole = None if loss is None else loss * tf.cast(weight, loss.dtype)
+        return whole, {"tracked": tracked, "count": count}
+
+
+def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tuple[Any, list[Any]]:
+    """The loss, and what metrics are to be updated by instead of in each microbatch: metric, value, whether it is weighed by rows."""
+    told: list[Any] = []
+    mean = tf.keras.metrics.Mean
+    plain = mean.update_state
+
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> None:
+        container = model._compile_loss
+        if container is not None and any(metric is each for each in container.metrics):
+            told.append((metric, values, True))
+        else:
+            plain(metric, values, sample_weight)
+
+    mean.update_state = update_state
+    try:
+        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training)
+    finally:
+        mean.update_state = plain
+    return loss, [(model._loss_tracker, loss, True), *told]
+
+
+def _loss_of_older(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
+    """As :func:`_loss`; metrics of single outputs are updated in each microbatch, by its rows."""
+    told: list[Any] = []
+    container = model.compiled_loss
+    tracker = container._total_loss_mean
+
+    class Listener:
+        def update_state(self, value: Any, sample_weight: Any = None) -> None:
+            told.append((tracker, value, sample_weight is not None))
+
+    container._total_loss_mean = Listener()
+    try:
+        return model.compute_loss(x, y, outputs, sample_weight), told
+    finally:
+        container._total_loss_mean = tracker
+
+
+def _first(values: Any) -> tf.Tensor | None:
+    return next((each for each in tf.nest.flatten(values) if isinstance(each, tf.Tensor)), None)
+
+
+def _rows(values: Any) -> int | None:
+    """How many rows the first tensor among ``values`` has, if that is known."""
+    first = _first(values)
+    return first.shape[0] if first is not None and first.shape.rank else None
+
+
+def _share(x: Any, rows: int | None) -> tf.Tensor:
+    """What part of a batch's rows a microbatch has; all have the same where nobody knows how many there are."""
+    if rows is None:
+        return tf.constant(1 / state.cfg.microbatches, tf.float64)
+    here = tf.shape(_first(x))[0] if _rows(x) is None else _rows(x)
+    return tf.cast(here, tf.float64) / rows
+
+
+def _number(value: Any) -> int:
+    """Of a variable, as in tf_keras, or of what is one already."""
+    return 1 if value is None else int(value)
+
+
+def _with_masks(outputs: Any) -> dict[str, Any]:
+    """Outputs of the model as a step returns them, which would lose masks of Keras."""
+    return {"outputs": outputs, "masks": [getattr(each, "_keras_mask", None) for each in tf.nest.flatten(outputs)]}
+
+
+def _merged(found: Mapping[str, Any]) -> Any:
+    """The outputs for a batch, of those for its microbatches."""
+    masks = iter(found["masks"])
+
+    def merged(value: Any) -> Any:
+        if isinstance(value, dict):
+            items = {key: merged(value[key]) for key in sorted(value)}
+            return type(value)((key, items[key]) for key in value)
+        if isinstance(value, tuple | list):
+            parts = [merged(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        mask = next(masks)
+        if not isinstance(value, StepOutput):
+            return value
+        whole = value.merge()
+        if mask is not None:
+            whole._keras_mask = mask.merge()
+        return whole
+
+    return merged(found["outputs"])
+
+
+def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tensor]]:
+    """Gradients and tracked losses of a batch."""
+    tracked = [each.reduce_sum() for each in found["tracked"]]
+    gradients, count = found["gradients"], found["count"]
+    if gradients is not None:
+        gradients = [None if each is None else each.reduce_sum() for each in gradients]
+    if count is None:
+        return gradients, tracked
+    whole = count.reduce_sum()
+    if gradients is not None:
+        groups, by = state.groups, whole
+        if state.cfg.ddp and groups.data is not None:
+            # Gradients are means over replicas, which differ in how much is left of their batches.
+            everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.data)
+            by = everywhere / len(groups.members["dp"])
+        gradients = [None if each is None else _divided(each, by) for each in gradients]
+    return gradients, [_divided(each, whole) for each in tracked]
+
+
+def _divided(value: Any, by: tf.Tensor) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(value.values, by), value.indices, value.dense_shape)
+    return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs for several batches as for one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

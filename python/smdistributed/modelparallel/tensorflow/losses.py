@@ -1,0 +1,168 @@
+"""Losses of microbatches, such that their sum is what Keras computes of the whole batch.
+
+- LOSS-1: a loss of Keras is a mean over the rows of what it gets, so that of a microbatch counts by its share of the batch's rows. So does what
+  nobody knows more of: losses of layers (``add_loss``, regularizers), and a function that makes one number of a batch by itself.
+- LOSS-2: one that sums (``reduction="sum"``) counts whole.
+- LOSS-3: a mean over what a mask leaves, or by weights (``"mean_with_sample_weight"``), counts by how much of that is in the microbatch. How
+  much there is in the batch is known when all microbatches have been computed, so everything is divided by it then. That is right if such a
+  mean is the only thing there is, but for what is the same for all rows, such as regularizers of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: How the two packages name means over what they get.
+_MEANS = ("mean", "sum_over_batch_size", "auto")
+_current: Terms | None = None
+
+
+class Terms:
+    """The losses that were computed of a microbatch.
+
+    Args:
+        share: Of the batch's rows.
+    """
+
+    def __init__(self, share: tf.Tensor) -> None:
+        self._share = share
+        self._counts: list[tf.Tensor | None] = []
+
+    def add(self, value: tf.Tensor, reduction: str | None, count: tf.Tensor | None) -> tf.Tensor:
+        """A loss as it is to be added to others; ``count`` is what it is a mean over, if not over its rows."""
+        if value.shape.rank != 0:
+            return value
+        if reduction == "sum":
+            self._counts.append(None)
+            return value / tf.cast(self._share, value.dtype)
+        self._counts.append(count)
+        return value
+
+    def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """By what losses of the microbatch are multiplied, and its part of what their sums over the batch are divided by, if they are.
+
+        Args:
+            loss: All of it.
+            model: Whose layers may have losses of their own.
+
+        Raises:
+            SMPUnsupportedError: it is not one number, or a case that LOSS-3 leaves out.
+        """
+        if loss.shape.rank != 0:
+            raise SMPUnsupportedError(
+                f"the loss has the shape {loss.shape}: microbatches need one number, so take a `reduction` other than None, or compute the "
+                "mean in the function"
+            )
+        counts = [count for count in self._counts if count is not None]
+        if not counts:
+            return self._share, None
+        if len(self._counts) > 1 or any(map(_is_of_rows, model.losses)):
+            raise SMPUnsupportedError(
+                "a loss is a mean over what a mask or weights leave of a batch, and there are other losses beside it: how much is left of the "
+                "other microbatches is not known yet; take `reduction='sum'`, or a `tf.reduce_sum` of the masked losses by a number"
+            )
+        (count,) = counts
+        return count, count
+
+
+def _is_of_rows(loss: Any) -> bool:
+    """Whether a loss follows from what the microbatch brings; that of weights does not."""
+    inputs = {each.op.name for each in state.trace.inputs}
+    pending, seen = [loss.op], set()
+    while pending:
+        op = pending.pop()
+        if op.name in inputs:
+            return True
+        if op.name not in seen:
+            seen.add(op.name)
+            pending += [tensor.op for tensor in op.inputs]
+    return False
+
+
+@contextlib.contextmanager
+def of_microbatch(share: tf.Tensor) -> Iterator[Terms]:
+    """Around Keras' computation of a microbatch's loss."""
+    global _current
+    _install()
+    before, _current = _current, Terms(share)
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def _install() -> None:
+    """Puts ours around what reduces losses in the Keras packages that this process has imported; does nothing the second time."""
+    if "keras" in sys.modules:
+        _adapt_keras()
+    if "tf_keras" in sys.modules:
+        _adapt_older()
+
+
+@functools.cache
+def _adapt_keras() -> None:
+    from keras.src.losses import loss as module
+
+    plain = module.reduce_weighted_values
+
+    @functools.wraps(plain)
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        result = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        if _current is None or len(values.shape) == 0:
+            return result
+        count = None
+        if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+            weights = module.apply_mask(sample_weight, mask, dtype=result.dtype, reduction=reduction)
+            count = tf.reduce_sum(tf.convert_to_tensor(weights))
+        elif reduction in _MEANS and mask is not None:
+            count = tf.reduce_sum(tf.cast(mask, result.dtype))
+        return _current.add(result, reduction, count)
+
+    module.reduce_weighted_values = reduce_weighted_values
+
+
+@functools.cache
+def _adapt_older() -> None:
+    from tf_keras.src.utils import losses_utils as module
+
+    counts: list[tf.Tensor] = []
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
+            if _current is not None and mask is not None and reduction in _MEANS:
+                counts[:] = [tf.reduce_sum(tf.cast(mask, losses.dtype))]
+            return plain(losses, sw, mask, reduction)
+
+        return apply_valid_mask
+
+    def adding(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def compute_weighted_loss(
+            losses: Any, sample_weight: Any = None, reduction: Any = "auto", name: Any = None
+        ) -> Any:
+            count = counts.pop() if counts else None
+            result = plain(losses, sample_weight, reduction, name)
+            if _current is None or losses.shape.rank == 0:
+                return result
+            return _current.add(result, reduction, count)
+
+        return compute_weighted_loss
+
+    module.apply_valid_mask = noting(module.apply_valid_mask)
+    module.compute_weighted_loss = adding(module.compute_weighted_loss)

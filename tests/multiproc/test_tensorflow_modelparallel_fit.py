@@ -1,0 +1,192 @@
+"""`fit`, `evaluate` and `predict` of a model on several partitions do what they do in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from support import Forked, run_ranks
+from support.tf_env import ENV
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.timeout(300),
+]
+
+
+def _everything(folder, names):
+    import tensorflow as tf
+
+    from support import keras_fits
+
+    tf.keras.backend.set_floatx("float64")
+    _fed()
+    return [keras_fits.compare(name, Path(folder)) for name in names]
+
+
+def _line(base):
+    """A class of models of two layers that give what they get."""
+    import tensorflow as tf
+
+    class Line(base):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (tf.keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2))
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    return Line
+
+
+def _compiled(kind, loss="mse", **options):
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    model = kind()
+    model.compile(tf.keras.optimizers.SGD(0.1), loss, **options)
+    return model
+
+
+def _rows():
+    import numpy as np
+
+    return np.linspace(-1, 1, 20)[:, None]
+
+
+def _fed():
+    """Arrays that each rank shuffles in an order of its own, and generators that differ; also without graphs of Keras'."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2})
+    x, model = _rows(), _compiled(_line(smp.DistributedModel))
+    tf.random.set_seed(smp.rank())
+    history = model.fit(x, 3 * x, batch_size=10, epochs=12, verbose=0).history["loss"]
+    assert history[-1] < 1e-3 < history[0], history
+    assert len(set(smp.allgather(history[-1]))) == 1
+
+    def batches():
+        for _ in range(40):
+            # What the second rank has is of no use.
+            yield x[:10] * (1 - smp.rank()), 5 * x[:10] * (1 - smp.rank())
+
+    model.compile(tf.keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    model.fit(batches(), epochs=1, verbose=0, steps_per_epoch=40)
+    np.testing.assert_allclose(model.predict(x, verbose=0), 5 * x, atol=0.2)
+
+
+def _refused():
+    """What errors say; and a `train_step` of one's own."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras, found, x = tf.keras, {}, _rows().astype("float32")
+    smp.init({"partitions": 2, "microbatches": 2})
+    line = _line(smp.DistributedModel)
+
+    class Plain(line):
+        def train_step(self, data):
+            with tf.GradientTape():
+                self(data[0], training=True)
+
+    class Stepping(line):
+        def train_step(self, data):
+            gradients, loss = self.learn(*data)
+            gradients = [each.accumulate() for each in gradients]
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"of mine": loss.reduce_mean()}
+
+        @smp.step
+        def learn(self, x, y):
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+            return self.optimizer.get_gradients(loss, self.trainable_variables), loss
+
+    class Masked(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = keras.layers.Embedding(3, 2, mask_zero=True), keras.layers.Dense(1)
+
+        def call(self, x):
+            y = self.two(self.one(x))
+            return {"one": y, "two": y}
+
+    def refused(name, call):
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+
+    def failing():
+        for number in range(5):
+            if number == 4 and smp.rank():
+                raise KeyError("no such file")
+            yield x[:10], x[:10]
+
+    model = _compiled(Stepping)
+    history = model.fit(x, 3 * x, batch_size=10, epochs=12, verbose=0, shuffle=False).history
+    assert list(history) == ["of mine"]
+    assert history["of mine"][-1] < 1e-3
+    short = x[: 20 - 10 * smp.rank()]
+    refused("lengths", lambda: model.fit(short, short, batch_size=10, verbose=0))
+    refused("calls", lambda: (model.evaluate if smp.rank() else model.train_on_batch)(x, x))
+    refused("batch", lambda: model.fit(failing(), verbose=0, steps_per_epoch=5))
+    refused("no step", lambda: _compiled(Plain).fit(x, x, verbose=0))
+    none = keras.losses.MeanSquaredError(reduction="none")
+    refused("reduction", lambda: _compiled(line, none).fit(x, x, verbose=0))
+    words = np.ones((4, 2), "int32")
+    both = {"one": words[..., None], "two": words[..., None]}
+    refused("masks", lambda: _compiled(Masked, {"one": "mse", "two": "mse"}).fit(words, both, verbose=0))
+    with pytest.warns(UserWarning, match="jit_compile"):
+        _compiled(line, jit_compile=True)
+    return found
+
+
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_models_learn_as_in_one_process(keras, tmp_path):
+    older = keras == "tf_keras"
+    env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
+    names = ("regression", "words") if older else ("regression", "classes", "words", "several")
+    for differences in run_ranks(_everything, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
+        assert max(differences) < 1e-12, differences
+
+
+def test_what_is_wrong_is_an_error_on_every_rank():
+    first, second = run_ranks(_refused, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    says = {
+        "lengths": ("SMPMismatchError", "partition 0 batch 2 of `fit` is", "partition 1 `fit` has ended"),
+        "calls": ("SMPMismatchError", "partition 0 batch 1 of `fit` is", "partition 1 batch 1 of `evaluate` is"),
+        "no step": ("SMPUsageError", "in the body of a `smp.step` function only, also in a `train_step`"),
+        "reduction": ("SMPUnsupportedError", "take a `reduction` other than None"),
+        "masks": ("SMPUnsupportedError", "there are other losses beside it"),
+    }
+    for name, (kind, *texts) in says.items():
+        for found in (first, second):
+            assert found[name][0] == kind, (name, found[name])
+            assert all(text in found[name][1] for text in texts), (name, found[name])
+    for found, of_others in ((first, True), (second, False)):
+        assert "no such file" in found["batch"][1], found["batch"]
+        assert (found["batch"][0] == "SMPMismatchError") == of_others, found["batch"]
+
+
+def _replicas():
+    from support import keras_fits
+
+    return [
+        keras_fits.compare_replicas(*case)
+        for case in (("words", "ddp"), ("regression", "ddp"), ("regression", "horovod"))
+    ]
+
+
+def test_replicas_learn_as_one_process():
+    for differences in run_ranks(_replicas, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
+        assert max(differences) < 1e-9, differences
