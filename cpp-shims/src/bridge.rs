@@ -3,9 +3,9 @@
 pub use ffi::*;
 
 use crate::calls::{
-    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank,
-    group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run,
-    run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
+    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, give_up,
+    group_rank, group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank,
+    roll_call, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -366,6 +366,9 @@ mod ffi {
         /// For an operation that cannot be described: the other members' next operation of `group` fails with
         /// `message` instead of waiting for this one (`smd_core::collectives::Communicator::fail_next`).
         fn fail_next(group: u64, message: &str) -> Result<()>;
+
+        /// `smd_core::session::Session::give_up`; does nothing without a session.
+        fn give_up(message: &str, reason: &str) -> Result<()>;
 
         /// `smd_core::collectives::Communicator::roll_call`.
         fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<()>;

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from support import Forked, start_ranks
+from support.rank_main import announce
+from support.tf_env import ENV
+
 _spec = importlib.util.spec_from_file_location(
     "end_tensorflow_steps", Path(__file__).with_name("end_tensorflow_steps.py")
 )
@@ -26,3 +30,61 @@ pytestmark = [
 def test_what_ends_a_step_is_told_to_all(partitions, replicas, victim, kind):
     # It takes milliseconds; a machine that does much else needs longer for anything.
     end_tensorflow_steps.run(partitions, victim, kind, 0.03, limit=30.0, replicas=replicas)
+
+
+def _train_in_a_function(kind):
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (tf.keras.layers.Dense(32, "tanh") for _ in range(2))
+
+        def call(self, x):
+            with tf.control_dependencies([tf.debugging.assert_less(x, 2.0, message="too much")]):
+                x = self.one(tf.identity(x))
+            with smp.partition(1):
+                return self.two(x)
+
+    model = Model()
+
+    @smp.step
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    @tf.function
+    def train(x):
+        gradients, loss = step(x)
+        return [each.accumulate() for each in gradients], loss.reduce_mean()
+
+    x = tf.ones([8, 32])
+    for _ in range(3):
+        train(x)
+    announce("training")
+    if kind == "fails":
+        train(3 * x)
+    while True:
+        train(x)
+
+
+@pytest.mark.parametrize(("kind", "victim"), [("dies", 1), ("fails", 0)])
+def test_steps_of_a_function_that_was_traced_before_end_with_a_name(kind, victim):
+    """TensorFlow's errors then, as no Python of the step's runs."""
+    with start_ranks(_train_in_a_function, 2, kind, launcher=Forked("tensorflow"), env=ENV, timeout=100) as job:
+        job.wait_for("training")
+        began = job.kill(victim) if kind == "dies" else None
+        outcome = job.wait()
+    assert not outcome.timed_out, outcome.describe()
+    if kind == "fails":
+        assert outcome.ranks[victim].error_types[:1] == ("InvalidArgumentError",), outcome.describe()
+        assert "too much" in outcome.ranks[victim].error
+    other = outcome.ranks[1 - victim]
+    assert f"rank {victim} " in other.error, outcome.describe()
+    # It takes milliseconds, or three seconds; a machine that does much else needs longer for anything.
+    assert began is None or other.ended_at - began < 30.0, outcome.describe()

@@ -394,8 +394,12 @@ impl Session {
     }
     /// Ends every wait of this process, whose user has asked for its end; the others hear that it failed.
     pub fn interrupt(&self) {
-        self.report_failure("interrupted");
-        let reason = "the process was interrupted";
+        self.give_up("interrupted", "the process was interrupted");
+    }
+
+    /// Ends every wait of this process with `reason`, and its part in the job; the others hear that it failed with `message`.
+    pub fn give_up(&self, message: &str, reason: &str) {
+        self.report_failure(message);
         self.monitor.close(reason);
         self.groups.close(reason);
     }
