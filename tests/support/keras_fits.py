@@ -188,6 +188,7 @@ def compare_replicas(name: str, key: str) -> float:
         tf.keras.utils.set_random_seed(3)
         model = _models(base)[name]()
         x, y = data(name, 2 * BATCH)
+        callbacks: list[Any] = []
         if base is tf.keras.Model:
             _compiled(model, name)
             rows = slice(None)
@@ -196,10 +197,14 @@ def compare_replicas(name: str, key: str) -> float:
                 import horovod.tensorflow.keras as hvd
 
                 _compiled(model, name, hvd.DistributedOptimizer)
+                callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
             else:
                 _compiled(model, name)
             rows = slice(smp.dp_rank() * BATCH, (smp.dp_rank() + 1) * BATCH)
-        model.fit(x[rows], y[rows], batch_size=2 * BATCH, epochs=3, verbose=0, shuffle=False)
+        options = {"batch_size": 2 * BATCH, "epochs": 3, "verbose": 0, "shuffle": False}
+        history = model.fit(x[rows], y[rows], callbacks=callbacks, **options).history["loss"]
+        if callbacks:
+            assert len(set(smp.allgather(history[-1]))) == 1
         found.append(_weights(base, model))
     ours, theirs = found
     return float(max(np.max(np.abs(value - theirs[place])) for place, value in ours.items()))

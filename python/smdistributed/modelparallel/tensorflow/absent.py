@@ -10,15 +10,20 @@ from tensorflow.python.ops import resource_variable_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.delayed import become_plain, handle_of
 
+#: The shape of what it holds.
+_EMPTY = (0,)
+
 
 class AbsentVariable(resource_variable_ops.ResourceVariable):
     """A variable of another partition. What gives all variables of the model values gives it one, too, which it does not take."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares shapes; in a graph, which the rank that has it runs, an assignment."""
+        """Compares shapes, unless it gets back what it is read as; in a graph, which the rank that has it runs, an assignment."""
         if not tf.executing_eagerly():
             return super().assign(value, *args, **kwargs)
-        self.shape.assert_is_compatible_with(tf.convert_to_tensor(value).shape)
+        shape = tf.convert_to_tensor(value).shape
+        if shape != _EMPTY:
+            self.shape.assert_is_compatible_with(shape)
         return self
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
@@ -41,4 +46,4 @@ def leave(variable: Any) -> None:
 def empty(variable: Any) -> None:
     """Frees a variable's memory; TensorFlow's own ways would refuse another shape."""
     with tf.init_scope():
-        tf.raw_ops.AssignVariableOp(resource=handle_of(variable), value=tf.zeros([0], underlying(variable).dtype))
+        tf.raw_ops.AssignVariableOp(resource=handle_of(variable), value=tf.zeros(_EMPTY, underlying(variable).dtype))
