@@ -74,6 +74,16 @@ def test_framework_errors_become_ours():
     with pytest.raises(MyPeerFailedError) as raised:
         fail(RuntimeError("rank 1 died while rank 0 was in barrier [smd:peer_failed]\nframework's trace"))
     assert str(raised.value) == "rank 1 died while rank 0 was in barrier"
+    made = 'defined at (most recent call last):\n  File "train.py", line 26, in <module>\n\n  File "train.py", line 2, in f\n\n'
+    report = "rank 1 died [smd:peer_failed]\n\t [[{{node SmdRecv}}]] [Op:__inference_step_232]"
+    for origins in (
+        "",
+        f"Detected at node SmdRecv {made}",
+        f"Detected at node SmdRecv {made}Detected at node f {made}",
+    ):
+        with pytest.raises(MyPeerFailedError) as raised:
+            fail(RuntimeError(f"Graph execution error:\n\n{origins}{report}"))
+        assert str(raised.value) == "rank 1 died"
     with pytest.raises(MyPeerFailedError):
         fail(errors.PeerFailedError("rank 1 died"))
     with pytest.raises(errors.ConfigError, match="bad"):

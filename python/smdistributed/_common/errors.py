@@ -150,8 +150,13 @@ CLASSES: dict[str, type[SmdistributedError]] = {
     )
 }
 
-# Frameworks may put the name of a node before the text and a trace of their own after it.
-_REPORT = re.compile(r"(?:\{\{.*?\}\} )?(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]", re.DOTALL)
+# Frameworks may put the name of a node before the text and a trace of their own after it. TensorFlow also says before it where
+# each node that failed was made.
+_ORIGIN = r"Detected at node [^\n]* defined at \([^\n]*\):\n(?:(?:  [^\n]*|<[^\n]*>)?\n)*"
+_REPORT = re.compile(
+    rf"(?:Graph execution error:\n+(?:{_ORIGIN})*)?(?:\{{\{{.*?\}}\}} )?(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]",
+    re.DOTALL,
+)
 
 
 def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLASSES) -> SmdistributedError | None:
