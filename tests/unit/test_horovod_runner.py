@@ -420,6 +420,31 @@ def test_jobs_of_lsf(monkeypatch, tmp_path):
         js_run.js_run(asked, None, {}, ["true"])
 
 
+@pytest.mark.parametrize(
+    ("allotted", "gpus", "options", "expected"),
+    [
+        ("a 8 b 8", 0, "-np 16", ("a:8,b:8", 16)),
+        ("a 8 b 4", 0, "", ("a:8,b:4", 12)),
+        ("a 8 b 8", 2, "", ("a:2,b:2", 4)),
+        ("launch 1 a 8 b 8", 0, "-np 9", ("a:8,b:8", 9)),
+        ("launch 1 a 8", 4, "", ("a:4", 4)),
+        ("a 1 b 1", 0, "", ("a:1,b:1", 2)),
+        ("a 1", 0, "", ("a:1", 1)),
+    ],
+)
+def test_hosts_of_lsf(monkeypatch, allotted, gpus, options, expected):
+    """Nothing but LSF says where the processes go."""
+    answer = ("".join(f"GPU {number}: one\n" for number in range(gpus)), 0) if gpus else None
+    monkeypatch.setattr(tiny_shell_exec, "execute", lambda command, env=None: answer)
+    monkeypatch.setattr(launch, "_check_all_hosts_ssh_successful", lambda *args, **kwargs: True)
+    monkeypatch.setattr(launch, "_common_interfaces", lambda *args: [])
+    monkeypatch.setenv("LSB_JOBID", "7")
+    monkeypatch.setenv("LSB_MCPU_HOSTS", allotted)
+    with mock.patch.object(launch, "gloo_run") as started:
+        launch._run(launch.parse_args([*options.split(), "--disable-cache", "python", "train.py"]))
+    assert (started.call_args.args[0].hosts, started.call_args.args[0].num_proc) == expected
+
+
 def test_commands_in_a_shell():
     out, err = io.StringIO(), io.StringIO()
     code = safe_shell_exec.execute("echo a; printf b >&2; printf 'c\\rd'; exit 3", stdout=out, stderr=err, index=4)

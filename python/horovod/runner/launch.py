@@ -361,8 +361,7 @@ def _run_static(args: argparse.Namespace) -> None:
     if args.hostfile:
         listed = hosts.parse_host_files(args.hostfile)
     if not listed and lsf.LSFUtils.using_lsf():
-        gpus = lsf.LSFUtils.get_num_gpus()
-        listed = ",".join(f"{host}:{gpus}" for host in lsf.LSFUtils.get_compute_hosts())
+        listed = ",".join(f"{host}:{slots}" for host, slots in lsf.LSFUtils.get_slots().items())
     if args.num_proc is None:
         args.num_proc = lsf.LSFUtils.get_num_processes()
     if args.num_proc < 1:

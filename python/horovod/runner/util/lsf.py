@@ -17,10 +17,14 @@ class LSFUtils:
 
     @staticmethod
     def get_compute_hosts() -> list[str]:
-        """Hosts of the job, without the one where its script runs, if that is not the only one."""
-        # Names and numbers of slots in turn.
-        names = os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]
-        return names[1:] or names
+        """Hosts of the job that compute: not one that only starts it."""
+        return list(LSFUtils._allotted())
+
+    @staticmethod
+    def get_slots() -> dict[str, int]:
+        """Processes that each host takes: one for each GPU, or without GPUs, as many as LSF gives it slots."""
+        gpus = LSFUtils.get_num_gpus()
+        return {host: gpus or slots for host, slots in LSFUtils._allotted().items()}
 
     @staticmethod
     def get_num_gpus() -> int:
@@ -30,8 +34,8 @@ class LSFUtils:
 
     @staticmethod
     def get_num_processes() -> int:
-        """Processes of a job with one for each GPU."""
-        return len(LSFUtils.get_compute_hosts()) * LSFUtils.get_num_gpus()
+        """Processes of a job that takes all that its hosts have."""
+        return sum(LSFUtils.get_slots().values())
 
     @staticmethod
     def get_num_cores() -> int:
@@ -42,6 +46,18 @@ class LSFUtils:
     def get_num_threads() -> int:
         """Threads of a core."""
         return LSFUtils._processors("Thread(s) per core")
+
+    @staticmethod
+    def _allotted() -> dict[str, int]:
+        """Hosts that compute, and how many slots LSF gives the job on each."""
+        # Names and numbers in turn.
+        words = os.environ.get("LSB_MCPU_HOSTS", "").split()
+        slots = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        first, *others = slots or [""]
+        # Clusters with a node of its own for scripts give a job one slot there, ahead of those of the hosts that compute.
+        if others and slots[first] == 1 and all(slots[other] > 1 for other in others):
+            del slots[first]
+        return slots
 
     @staticmethod
     def _processors(what: str) -> int:
