@@ -3,6 +3,8 @@
 import io
 import os
 import pickle
+import queue
+import signal
 import threading
 import time
 import warnings
@@ -443,6 +445,27 @@ def test_hosts_of_lsf(monkeypatch, allotted, gpus, options, expected):
     with mock.patch.object(launch, "gloo_run") as started:
         launch._run(launch.parse_args([*options.split(), "--disable-cache", "python", "train.py"]))
     assert (started.call_args.args[0].hosts, started.call_args.args[0].num_proc) == expected
+
+
+@pytest.mark.parametrize("expected", [KeyError, KeyboardInterrupt])
+def test_processes_end_with_the_wait_for_them(expected):
+    """The caller's function fails for one of them, or the user interrupts the job."""
+    running, told = threading.Barrier(3), queue.SimpleQueue()
+
+    def start(line, slot, events):
+        running.wait(30)
+        if slot.rank == 0 and expected is KeyError:
+            raise KeyError("lost")
+        if slot.rank == 0:
+            # A signal that comes as Python begins to wait for a thread is seen when that ends.
+            time.sleep(0.5)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        told.put(events[0].wait(8))
+        return 143, time.time()
+
+    with pytest.raises(expected):
+        gloo_run.launch_gloo(["true"], start, settings.Settings(hosts="a:3", num_proc=3), ["lo"], {}, "127.0.0.1")
+    assert all(told.get(timeout=30) for _ in range(2))
 
 
 def test_commands_in_a_shell():

@@ -141,6 +141,7 @@ def launch_gloo(
 
     Raises:
         RuntimeError: A process failed.
+        Exception: What `exec_command` raised, once it has ended the other processes.
     """
     if exec_command is not None:
         _launch_by(exec_command, command, settings, nics, env, server_ip or "127.0.0.1")
@@ -175,7 +176,11 @@ def _launch_by(
     line = get_run_command(command, server_ip, nics, port)
 
     def run(slot: SlotInfo) -> tuple[int, float]:
-        code, at = exec_command(_with_place(line, slot, env), slot, [over])
+        try:
+            code, at = exec_command(_with_place(line, slot, env), slot, [over])
+        except BaseException:
+            over.set()
+            raise
         if code != 0:
             over.set()
         return code, at
@@ -185,6 +190,8 @@ def _launch_by(
         with environment(**{secret.HOROVOD_SECRET_KEY: codec.dumps_base64(server.key)}):
             ends = execute_function_multithreaded(run, [[slot] for slot in slots])
     finally:
+        # Where the wait for the processes is interrupted, they still run.
+        over.set()
         server.stop()
     failures = [(at, rank, code) for rank, (code, at) in ends.items() if code != 0]
     if failures:
