@@ -15,7 +15,7 @@ import pytest
 from horovod.common import driven, environment
 from horovod.common.basics import HorovodBasics
 from horovod.common.elastic import run_fn
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError, at_submission
 from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run, run
 from horovod.runner.common.util import (
     codec,
@@ -466,6 +466,35 @@ def test_processes_end_with_the_wait_for_them(expected):
     with pytest.raises(expected):
         gloo_run.launch_gloo(["true"], start, settings.Settings(hosts="a:3", num_proc=3), ["lo"], {}, "127.0.0.1")
     assert all(told.get(timeout=30) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), HorovodInternalError),
+        (RuntimeError("CUDA driver error: device not ready"), HorovodInternalError),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), HorovodInternalError),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            HorovodInternalError,
+        ),
+        (RuntimeError("NCCL Error 2: unhandled system error"), HorovodInternalError),
+        (
+            RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            ),
+            ValueError,
+        ),
+        (
+            NotImplementedError("Could not run 'smd::all_reduce' with arguments from the 'SparseCUDA' backend"),
+            ValueError,
+        ),
+        (RuntimeError("`a` of 3 elements, expected 2 as NCCL does [smd:invalid_argument]"), ValueError),
+    ],
+)
+def test_what_the_framework_raises(error, expected):
+    """Elastic training goes back to the last commit where a device failed, and not where an argument is refused."""
+    assert type(at_submission(error)) is expected
 
 
 def test_commands_in_a_shell():

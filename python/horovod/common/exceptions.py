@@ -59,6 +59,11 @@ def _described(error: BaseException) -> tuple[str, str]:
     return (str(described), described.code) if described else (str(error), "")
 
 
+def _is_of_device(text: str) -> bool:
+    """Whether the framework tells of a device or its libraries that fail. It has a class for a few of these errors only."""
+    return any(name in text for name in ("CUDA error", "CUDA driver error", "CUDNN", "CUBLAS", "NCCL"))
+
+
 def _text(text: str, code: str) -> str:
     if code == "not_initialized":
         return NOT_INITIALIZED
@@ -79,8 +84,9 @@ def at_submission(error: BaseException) -> Exception:
         return NotImplementedError(text)
     if isinstance(error, TypeError):
         return ValueError(f"{text}: this type is not supported")
-    # Of the framework: what it cannot work on.
-    refused = isinstance(error, ValueError) or (not code and type(error) in (RuntimeError, NotImplementedError))
+    # Of the framework: what it cannot work on, unless the device is why.
+    is_plain = not code and type(error) in (RuntimeError, NotImplementedError)
+    refused = isinstance(error, ValueError) or (is_plain and not _is_of_device(text))
     if refused or code in ("invalid_argument", "config"):
         return ValueError(text)
     return HorovodInternalError(_text(text, code))
