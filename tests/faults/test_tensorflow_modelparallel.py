@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,47 @@ def test_steps_of_a_function_that_was_traced_before_end_with_a_name(kind, victim
     assert f"rank {victim} " in other.error, outcome.describe()
     # It takes milliseconds, or three seconds; a machine that does much else needs longer for anything.
     assert began is None or other.ended_at - began < 30.0, outcome.describe()
+
+
+def _fit_and_catch():
+    """What the rank of the last partition catches, that of the first one hears of, though no message is under way."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (tf.keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2))
+
+        def call(self, x):
+            x = self.one(x)
+            with smp.partition(1), tf.control_dependencies([tf.debugging.assert_less(x, 2.0, message="too much")]):
+                return self.two(tf.identity(x))
+
+    model = Model()
+    model.compile("sgd", "mse")
+    x = np.ones((4, 1), "float32")
+    model.fit(x, x, batch_size=4, epochs=2, verbose=0)
+    announce("fitted")
+    # The last microbatch's, so nothing is still to be received.
+    x[-1] = 30.0
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too much") if smp.rank() else contextlib.nullcontext():
+        model.fit(x, x, batch_size=4, verbose=0)
+    smp.barrier()
+    raise AssertionError("what failed is told to nobody")
+
+
+def test_an_operation_that_fails_in_fit_is_told_to_all_though_it_was_caught():
+    with start_ranks(_fit_and_catch, 2, launcher=Forked("tensorflow"), env=ENV, timeout=60) as job:
+        job.wait_for("fitted")
+        began = time.monotonic()
+        outcome = job.wait()
+    assert not outcome.timed_out, outcome.describe()
+    assert "rank 1 " in outcome.ranks[0].error, outcome.describe()
+    # Long before what is waited for would be given up.
+    assert outcome.ranks[0].ended_at - began < 25.0, outcome.describe()
+    assert "told to nobody" not in outcome.ranks[1].error, outcome.describe()

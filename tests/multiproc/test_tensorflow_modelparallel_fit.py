@@ -155,7 +155,7 @@ def _refused():
 def test_models_learn_as_in_one_process(keras, tmp_path):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
-    names = ("regression", "words") if older else ("regression", "classes", "words", "several")
+    names = ("regression", "classes", "words", "several")
     for differences in run_ranks(_everything, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
         assert max(differences) < 1e-12, differences
 

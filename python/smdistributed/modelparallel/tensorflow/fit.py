@@ -25,7 +25,7 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.tensorflow import feeding, losses
 from smdistributed.modelparallel.tensorflow.output import StepOutput
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.step import StepFunction
+from smdistributed.modelparallel.tensorflow.step import StepFunction, reported
 
 #: The Keras that `tf.keras` stands for is the older one, which has AutoGraph convert what a script gives it.
 _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
@@ -149,13 +149,12 @@ class Fitted:
         functions: dict[Any, Callable[[Any], Any]] = {}
 
         def compute(batch: Any) -> Any:
-            if self.run_eagerly:
-                return step(batch)
             rows = _rows(batch)
             if rows not in functions:
                 # Each counts as a function of its own, as TensorFlow warns of one that is traced often.
                 functions[rows] = tf.function(functools.partial(step), autograph=_IS_OLDER, reduce_retracing=True)
-            return functions[rows](batch)
+            with reported():
+                return step(batch) if self.run_eagerly else functions[rows](batch)
 
         def execute(batches: Any) -> Any:
             count = len(batches) if isinstance(batches, list) else _number(self.steps_per_execution)

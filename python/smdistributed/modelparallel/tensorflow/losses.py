@@ -3,9 +3,10 @@
 - LOSS-1: a loss of Keras is a mean over the rows of what it gets, so that of a microbatch counts by its share of the batch's rows. So does what
   nobody knows more of: losses of layers (``add_loss``, regularizers), and a function that makes one number of a batch by itself.
 - LOSS-2: one that sums (``reduction="sum"``) counts whole.
-- LOSS-3: a mean over what a mask leaves, or by weights (``"mean_with_sample_weight"``), counts by how much of that is in the microbatch. How
-  much there is in the batch is known when all microbatches have been computed, so everything is divided by it then. That is right if such a
-  mean is the only thing there is, but for what is the same for all rows, such as regularizers of weights.
+- LOSS-3: a mean over what a mask leaves, or by weights (``"mean_with_sample_weight"``), counts by its share of the rows and the part of its
+  elements that is left. What part of the batch is left is known when all microbatches have been computed, so everything is divided by it
+  then. That is right if such a mean is the only thing there is, but for what is the same for all rows, such as regularizers of weights. No
+  factor is a number of elements: gradients of narrow types would overflow.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class Terms:
 
     def __init__(self, share: tf.Tensor) -> None:
         self._share = share
-        self._counts: list[tf.Tensor | None] = []
+        self._left: list[tf.Tensor | None] = []
 
-    def add(self, value: tf.Tensor, reduction: str | None, count: tf.Tensor | None) -> tf.Tensor:
-        """A loss as it is to be added to others; ``count`` is what it is a mean over, if not over its rows."""
+    def add(self, value: tf.Tensor, reduction: str | None, left: tf.Tensor | None) -> tf.Tensor:
+        """A loss as it is to be added to others; ``left`` is the part of its elements that it is a mean over, if not over all."""
         if value.shape.rank != 0:
             return value
         if reduction == "sum":
-            self._counts.append(None)
+            self._left.append(None)
             return value / tf.cast(self._share, value.dtype)
-        self._counts.append(count)
+        self._left.append(left)
         return value
 
     def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -62,16 +63,16 @@ class Terms:
                 f"the loss has the shape {loss.shape}: microbatches need one number, so take a `reduction` other than None, or compute the "
                 "mean in the function"
             )
-        counts = [count for count in self._counts if count is not None]
-        if not counts:
+        parts = [left for left in self._left if left is not None]
+        if not parts:
             return self._share, None
-        if len(self._counts) > 1 or any(map(_is_of_rows, model.losses)):
+        if len(self._left) > 1 or any(map(_is_of_rows, model.losses)):
             raise SMPUnsupportedError(
                 "a loss is a mean over what a mask or weights leave of a batch, and there are other losses beside it: how much is left of the "
                 "other microbatches is not known yet; take `reduction='sum'`, or a `tf.reduce_sum` of the masked losses by a number"
             )
-        (count,) = counts
-        return count, count
+        weight = self._share * parts[0]
+        return weight, weight
 
 
 def _is_of_rows(loss: Any) -> bool:
@@ -125,13 +126,12 @@ def _adapt_keras() -> None:
         result = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         if _current is None or len(values.shape) == 0:
             return result
-        count = None
+        left = None
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
-            weights = module.apply_mask(sample_weight, mask, dtype=result.dtype, reduction=reduction)
-            count = tf.reduce_sum(tf.convert_to_tensor(weights))
+            left = _mean(module.apply_mask(sample_weight, mask, dtype=result.dtype, reduction=reduction))
         elif reduction in _MEANS and mask is not None:
-            count = tf.reduce_sum(tf.cast(mask, result.dtype))
-        return _current.add(result, reduction, count)
+            left = _mean(mask)
+        return _current.add(result, reduction, left)
 
     module.reduce_weighted_values = reduce_weighted_values
 
@@ -140,14 +140,17 @@ def _adapt_keras() -> None:
 def _adapt_older() -> None:
     from tf_keras.src.utils import losses_utils as module
 
-    counts: list[tf.Tensor] = []
+    parts: list[tf.Tensor] = []
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
-            if _current is not None and mask is not None and reduction in _MEANS:
-                counts[:] = [tf.reduce_sum(tf.cast(mask, losses.dtype))]
-            return plain(losses, sw, mask, reduction)
+            if _current is None or mask is None or reduction not in _MEANS:
+                return plain(losses, sw, mask, reduction)
+            parts[:] = [_mean(mask)]
+            # Theirs divides by what is left, also if that is nothing, as it may be in a microbatch.
+            mask = tf.cast(mask, losses.dtype)
+            return module.apply_mask(losses, sw, tf.math.divide_no_nan(mask, tf.reduce_mean(mask)))
 
         return apply_valid_mask
 
@@ -156,13 +159,18 @@ def _adapt_older() -> None:
         def compute_weighted_loss(
             losses: Any, sample_weight: Any = None, reduction: Any = "auto", name: Any = None
         ) -> Any:
-            count = counts.pop() if counts else None
+            left = parts.pop() if parts else None
             result = plain(losses, sample_weight, reduction, name)
             if _current is None or losses.shape.rank == 0:
                 return result
-            return _current.add(result, reduction, count)
+            return _current.add(result, reduction, left)
 
         return compute_weighted_loss
 
     module.apply_valid_mask = noting(module.apply_valid_mask)
     module.compute_weighted_loss = adding(module.compute_weighted_loss)
+
+
+def _mean(values: Any) -> tf.Tensor:
+    """In a type in which it is a weight of many rows."""
+    return tf.reduce_mean(tf.cast(tf.convert_to_tensor(values), tf.float64))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,25 @@ from smdistributed.modelparallel.tensorflow.program import Program
 from smdistributed.modelparallel.tensorflow.split import check_names, split
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import Trace, trace_calls
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Around what runs steps: what the core says has its class, and of an operation that fails on this rank alone all others hear."""
+    try:
+        with errors.translated(CLASSES):
+            yield
+    except RuntimeError as error:
+        interrupts.raise_what_replaced(error)
+        raise
+    except tf.errors.OpError as error:
+        translation = errors.from_report(error.message, CLASSES)
+        if translation is not None:
+            raise translation from None
+        if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1:
+            # The others wait for what this rank does in a step.
+            _core.report_failure(f"{type(error).__name__}: {error.message}")
+        raise
 
 
 class StepFunction:
@@ -94,20 +114,8 @@ class StepFunction:
         if state.trace is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         agreement.wait_until_told(state.groups)
-        try:
-            with errors.translated(CLASSES):
-                return function(*args, **kwargs)
-        except RuntimeError as error:
-            interrupts.raise_what_replaced(error)
-            raise
-        except tf.errors.OpError as error:
-            translation = errors.from_report(error.message, CLASSES)
-            if translation is not None:
-                raise translation from None
-            if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1:
-                # The others wait for what this rank does in a step.
-                _core.report_failure(f"{type(error).__name__}: {error.message}")
-            raise
+        with reported():
+            return function(*args, **kwargs)
 
     # While TensorFlow traces.
 
