@@ -340,19 +340,25 @@ impl Cuda {
             .name("smd-cuda-join".into())
             .spawn(work)
             .map_err(|error| Error::io("starting a thread for NCCL", error))?;
-        loop {
+        let abandoned = loop {
             match receiver.recv_timeout(NAP) {
                 Ok(outcome) => return outcome.map_err(|error| self.explain(error, during)),
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     // A member may have noted that it cannot come.
-                    self.check(during)?;
-                    wait.check(|| self.others())?;
+                    if let Err(error) = self.check(during).and_then(|()| wait.check(|| self.others())) {
+                        break error;
+                    }
                 }
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
                 }
             }
+        };
+        if let Ok(Ok(Some(comm))) = receiver.try_recv() {
+            // It came at the same time.
+            comm.abort();
         }
+        Err(abandoned)
     }
 
     /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a seed that fits.
