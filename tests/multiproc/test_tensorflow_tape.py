@@ -385,8 +385,8 @@ def an_error_of_one_rank(tf, sdp):
     close(step(tf.constant(True)), [2 * mean, mean])
 
 
-def steps_that_differ(tf, sdp):
-    """Ranks that have agreed on all of these once come with different ones at the same place."""
+def steps_that_differ(tf, sdp, in_functions=True):
+    """Ranks that have agreed on all of these once come with different ones at the same place; in functions, too, or eager ones alone."""
     rank, mean = sdp.rank(), (sdp.size() - 1) / 2
     odd = sdp.size() - 1
     weights = [tf.Variable(tf.ones(3), name="first"), tf.Variable(tf.ones(3), name="second")]
@@ -427,8 +427,10 @@ def steps_that_differ(tf, sdp):
 
     agree()
     missing = f"parameter `second (number 1)` has a gradient on rank 0 and none on rank {odd}"
-    for how in (step, graph):
+    for how in (step, graph) if in_functions else (step,):
         differ(lambda how=how: how(1 if rank == odd else 2), missing, f"rank {odd} waits for the gradients of `first")
+    if not in_functions:
+        return
     # One in a step, the others in something else.
     differ(
         lambda: graph(1) if rank == odd else sdp.oob_allreduce(tf.ones(3), name="loss"),
