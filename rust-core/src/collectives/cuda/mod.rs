@@ -24,6 +24,7 @@ mod part;
 mod queue;
 mod split;
 mod tune;
+mod unclaimed;
 mod watch;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -45,6 +46,7 @@ pub(crate) use landing::Flying;
 use p2p::Peers;
 use part::Part;
 pub(crate) use split::Side;
+use unclaimed::Unclaimed;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
 const COMPARED: usize = 64;
@@ -332,33 +334,28 @@ impl Cuda {
     ) -> Result<Option<Comm>> {
         let (sender, receiver) = mpsc::channel();
         let work = move || {
-            if let Err(mpsc::SendError(Ok(Some(comm)))) = sender.send(join()) {
-                comm.abort();
-            }
+            let joined = join().map(|comm| comm.map(|comm| Unclaimed::new(comm, Comm::abort)));
+            // Nobody waits any more if this fails.
+            let _ = sender.send(joined);
         };
         std::thread::Builder::new()
             .name("smd-cuda-join".into())
             .spawn(work)
             .map_err(|error| Error::io("starting a thread for NCCL", error))?;
-        let abandoned = loop {
+        loop {
             match receiver.recv_timeout(NAP) {
-                Ok(outcome) => return outcome.map_err(|error| self.explain(error, during)),
+                Ok(Ok(comm)) => return Ok(comm.map(Unclaimed::take)),
+                Ok(Err(error)) => return Err(self.explain(error, during)),
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     // A member may have noted that it cannot come.
-                    if let Err(error) = self.check(during).and_then(|()| wait.check(|| self.others())) {
-                        break error;
-                    }
+                    self.check(during)?;
+                    wait.check(|| self.others())?;
                 }
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
                 }
             }
-        };
-        if let Ok(Ok(Some(comm))) = receiver.try_recv() {
-            // It came at the same time.
-            comm.abort();
         }
-        Err(abandoned)
     }
 
     /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a seed that fits.
