@@ -3,7 +3,6 @@
 // A send is two operations, since a graph has to know when it began, which lets what is longer follow without delaying
 // the message, and when it ended: SmdSend begins it and gives what SmdSent waits for.
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -17,13 +16,9 @@
 #include "absl/synchronization/mutex.h"
 #include "adapter.h"
 #include "completion.h"
+#include "held.h"
 #include "status.h"
-#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/variant.h"
-#include "tensorflow/core/framework/variant_op_registry.h"
-#include "tensorflow/core/framework/variant_tensor_data.h"
-#include "tensorflow/core/platform/env.h"
 
 namespace smd::tf_ops {
 namespace {
@@ -38,6 +33,8 @@ using tensorflow::TensorShape;
 // How a message that was sent fares.
 class Delivery {
  public:
+  static constexpr char kTypeName[] = "smd::Delivery";
+
   using Listener = std::function<void(const absl::Status&)>;
 
   void end(const absl::Status& status) {
@@ -71,31 +68,11 @@ class Delivery {
   std::vector<Listener> listeners_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A delivery as the element of a tensor.
-struct Message {
-  std::shared_ptr<Delivery> delivery;
-
-  // For `Variant`, which asks for all of these: messages stay in their process.
-  static std::string TypeName() { return "smd::Message"; }
-  static std::string DebugString() { return "a message that was sent"; }
-  static void Encode(tensorflow::VariantTensorData*) {}
-  static bool Decode(const tensorflow::VariantTensorData&) { return false; }
-};
-
-// TensorFlow takes the elements of a variant to where its tensor is. A message stays here.
-absl::Status stays(const Message& from, Message* to,
-                   const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {
-  *to = from;
-  return absl::OkStatus();
-}
-
-// What the macro names.
+// What the macros name.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
-using Direction = tensorflow::VariantDeviceCopyDirection;
-INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(Message, Direction::HOST_TO_DEVICE, stays);
-INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(Message, Direction::DEVICE_TO_HOST, stays);
-INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(Message, Direction::DEVICE_TO_DEVICE, stays);
+using Message = Held<Delivery>;
+SMD_HELD_STAYS(Delivery);
 
 class DeliveryCompletion final : public Completion {
  public:
@@ -111,55 +88,6 @@ class DeliveryCompletion final : public Completion {
   std::shared_ptr<Delivery> delivery_;
   TensorOperation operation_;
 };
-
-// How long an operation that waits for a message goes on when another one of its step has failed.
-constexpr std::int64_t kPatienceMicros = 3'000'000;
-
-// Around a wait for other members: if another operation of the step fails here, they wait for what it would have
-// become, and this member for them, so that nobody would ever hear of it. Then this member gives up. It is left some
-// time: the others may all have failed alike, or have nothing to do with it.
-class Watch {
- public:
-  explicit Watch(OpKernelContext* context)
-      : state_(std::make_shared<State>()), cancellation_(context->cancellation_manager()) {
-    if (cancellation_ == nullptr) return;
-    token_ = cancellation_->get_cancellation_token();
-    const auto watch = [state = state_] { later(state); };
-    if (!cancellation_->RegisterCallback(token_, watch)) watch();
-  }
-
-  void end() const {
-    state_->ended.store(true);
-    // Not the call that waits: this may run inside the callback.
-    if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
-  }
-
- private:
-  struct State {
-    std::atomic<bool> ended{false};
-  };
-
-  static void later(const std::shared_ptr<State>& state) {
-    tensorflow::Env::Default()->SchedClosureAfter(kPatienceMicros, [state] {
-      if (state->ended.load()) return;
-      (void)checked([] {
-        give_up("an operation of its step failed",
-                "an operation of this step failed, and the others wait for what comes of it");
-      });
-    });
-  }
-
-  std::shared_ptr<State> state_;
-  tensorflow::CancellationManager* cancellation_;
-  tensorflow::CancellationToken token_ = tensorflow::CancellationManager::kInvalidToken;
-};
-
-AsyncOpKernel::DoneCallback watched(OpKernelContext* context, AsyncOpKernel::DoneCallback done) {
-  return [watch = Watch(context), done = std::move(done)] {
-    watch.end();
-    done();
-  };
-}
 
 // Who it is to or from, and under which tag.
 class Address {
@@ -218,13 +146,13 @@ class SentKernel final : public AsyncOpKernel {
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const auto wait = std::make_shared<Wait>(context, watched(context, std::move(done)));
+    const auto wait = std::make_shared<Wait>(context, std::move(done));
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
         wait->hear(to_status(absl::StrCat("`", name(), "`: input ", i, " is no message [smd:invalid_argument]")));
       } else {
-        message->delivery->when_ended([wait](const absl::Status& status) { wait->hear(status); });
+        message->value->when_ended([wait](const absl::Status& status) { wait->hear(status); });
       }
     }
   }
@@ -271,7 +199,7 @@ class RecvKernel final : public AsyncOpKernel {
     if (shape.num_elements() == 0) return done();
     TensorOperation call = address_.message(context, Collective::Recv);
     call.write(*output);
-    start(context, watched(context, std::move(done)), std::move(call));
+    start(context, std::move(done), std::move(call));
   }
 
  private:

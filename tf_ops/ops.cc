@@ -291,6 +291,20 @@ REGISTER_OP("SmdBarrier")
     .SetShapeFn(NoOutputs)
     .Doc("Completes when every member has called it.");
 
+// What the core hears of a step: with these around it, the others hear when it fails here alone.
+
+REGISTER_OP("SmdBeginStep").Output("step: variant").SetIsStateful().SetShapeFn(ScalarShape).Doc(R"(
+Before anything for which other ranks wait.
+
+step: What `SmdEndStep` takes, in the same step.
+)");
+
+REGISTER_OP("SmdEndStep")
+    .Input("step: variant")
+    .SetIsStateful()
+    .SetShapeFn(NoOutputs)
+    .Doc("After all of the step, or when all ranks know that there will be no more of it.");
+
 // Messages between two members. They have no order with collectives nor among themselves: what was sent to a member
 // under a tag is received under it, in order. Stateful, so that nothing removes one; graphs order them by values.
 

@@ -2,10 +2,11 @@
 
 pub use ffi::*;
 
+use crate::attempt::{Attempt, begin_step};
 use crate::calls::{
-    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, give_up,
-    group_rank, group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank,
-    roll_call, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
+    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank,
+    group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run,
+    run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
@@ -367,9 +368,6 @@ mod ffi {
         /// `message` instead of waiting for this one (`smd_core::collectives::Communicator::fail_next`).
         fn fail_next(group: u64, message: &str) -> Result<()>;
 
-        /// `smd_core::session::Session::give_up`; does nothing without a session.
-        fn give_up(message: &str, reason: &str) -> Result<()>;
-
         /// `smd_core::collectives::Communicator::roll_call`.
         fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
 
@@ -379,6 +377,19 @@ mod ffi {
         /// After an interrupted wait: the host language raises what the signal's handler raised as soon as this thread
         /// is back in it; false if it cannot (`smd_core::world::monitor::raise_later`).
         fn raise_later() -> bool;
+    }
+
+    // Steps of a pipeline that run here; `smd_core::session::attempt` says more.
+    extern "Rust" {
+        /// A step that has begun.
+        type Attempt;
+
+        /// A step begins; throws without a session.
+        fn begin_step() -> Result<Box<Attempt>>;
+        /// All that it had to do here is done, or all ranks know that it will not be.
+        fn end(self: &Attempt);
+        /// An operation of it failed, or it was cancelled.
+        fn fail(self: &Attempt);
     }
 
     // Process groups of a framework; `smd_core::session::membership` says more.

@@ -337,15 +337,6 @@ pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
     })
 }
 
-pub fn give_up(message: &str, reason: &str) -> Result<(), Report> {
-    guard(|| {
-        if let Ok(session) = session::current("give_up") {
-            session.give_up(message, reason);
-        }
-        Ok(())
-    })
-}
-
 pub fn raise_later() -> bool {
     monitor::raise_later()
 }

@@ -9,6 +9,7 @@
 //! The C++ half of the bridge is compiled twice: into the core's library, which calls completions, and into each
 //! shim, which calls the core. [`SOURCES`] carries all that a shim is built from.
 
+mod attempt;
 mod bridge;
 mod calls;
 mod guard;

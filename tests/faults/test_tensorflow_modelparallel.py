@@ -92,9 +92,8 @@ def test_steps_of_a_function_that_was_traced_before_end_with_a_name(kind, victim
     assert began is None or other.ended_at - began < 30.0, outcome.describe()
 
 
-def _fit_and_catch():
-    """What the rank of the last partition catches, that of the first one hears of, though no message is under way."""
-    import numpy as np
+def _model_that_asserts():
+    """Two partitions of one layer each; the second one's takes only what is less than 2."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -111,26 +110,61 @@ def _fit_and_catch():
             with smp.partition(1), tf.control_dependencies([tf.debugging.assert_less(x, 2.0, message="too much")]):
                 return self.two(tf.identity(x))
 
-    model = Model()
-    model.compile("sgd", "mse")
+    return Model()
+
+
+def _catch(kind):
+    """What the rank of the last partition catches, that of the first one hears of, though no message is under way."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = _model_that_asserts()
     x = np.ones((4, 1), "float32")
-    model.fit(x, x, batch_size=4, epochs=2, verbose=0)
-    announce("fitted")
+    if kind.startswith("fit"):
+        model.compile("sgd", "mse", run_eagerly=kind == "fit eagerly")
+
+        def run():
+            model.fit(x, x, batch_size=4, verbose=0)
+    else:
+        step = smp.step(lambda x: model(x))
+        train = tf.function(lambda x: step(x).merge())
+
+        def run():
+            # What follows a step may fail without ending the job; all ranks go on.
+            with pytest.raises(tf.errors.InvalidArgumentError, match="afterwards"):
+                checked(tf.constant(x))
+            train(tf.constant(x))
+
+        @tf.function
+        def checked(x):
+            with tf.control_dependencies([tf.debugging.assert_less(step(x).merge(), 0.0, message="afterwards")]):
+                return tf.identity(x)
+
+    run()
+    # Longer than a step that failed would be given.
+    time.sleep(1.5)
+    run()
+    announce("trained")
     # The last microbatch's, so nothing is still to be received.
     x[-1] = 30.0
     with pytest.raises(tf.errors.InvalidArgumentError, match="too much") if smp.rank() else contextlib.nullcontext():
-        model.fit(x, x, batch_size=4, verbose=0)
+        train(tf.constant(x)) if kind == "function" else run()
     smp.barrier()
     raise AssertionError("what failed is told to nobody")
 
 
-def test_an_operation_that_fails_in_fit_is_told_to_all_though_it_was_caught():
-    with start_ranks(_fit_and_catch, 2, launcher=Forked("tensorflow"), env=ENV, timeout=60) as job:
-        job.wait_for("fitted")
+@pytest.mark.parametrize("kind", ["function", "fit", "fit eagerly"])
+def test_an_operation_that_fails_is_told_to_all_though_it_was_caught(kind):
+    with start_ranks(_catch, 2, kind, launcher=Forked("tensorflow"), env=ENV, timeout=60) as job:
+        job.wait_for("trained")
         began = time.monotonic()
         outcome = job.wait()
     assert not outcome.timed_out, outcome.describe()
     assert "rank 1 " in outcome.ranks[0].error, outcome.describe()
+    if kind != "function":
+        assert outcome.ranks[0].error.count("too much") == 1, outcome.describe()
     # Long before what is waited for would be given up.
     assert outcome.ranks[0].ended_at - began < 25.0, outcome.describe()
     assert "told to nobody" not in outcome.ranks[1].error, outcome.describe()

@@ -9,6 +9,7 @@
 //! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
 //!   Members call in the same order, so they agree without a message; nobody else is involved.
 
+pub mod attempt;
 mod groups;
 mod hosts;
 pub(crate) mod log;
@@ -20,7 +21,7 @@ mod process_sets;
 mod serve;
 mod worker;
 
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,8 @@ pub struct Session {
     memberships: AtomicUsize,
     plans: Plans,
     process_sets: ProcessSets,
+    /// The job has been told that this rank failed.
+    reported: AtomicBool,
 }
 
 /// Where the members of the job meet.
@@ -249,6 +252,7 @@ impl Session {
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
+            reported: AtomicBool::new(false),
         }
     }
 
@@ -290,6 +294,7 @@ impl Session {
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
+            reported: AtomicBool::new(false),
         }
     }
 
@@ -404,11 +409,19 @@ impl Session {
         self.groups.close(reason);
     }
 
-    /// Tells the job that this rank failed with `message` (an uncaught exception); waits of others end with it.
+    /// Tells the job that this rank failed with `message` (an uncaught exception); waits of others end with it. The first failure
+    /// counts (MON-1), and no other is told.
     pub fn report_failure(&self, message: &str) {
         serve::note_failure();
-        if let Control::Connected(client) = &self.control {
+        if !self.reported.swap(true, Ordering::Relaxed)
+            && let Control::Connected(client) = &self.control
+        {
             client.fail(message);
         }
+    }
+
+    /// Whether it has been told that (see [`Session::report_failure`]).
+    fn has_reported(&self) -> bool {
+        self.reported.load(Ordering::Relaxed)
     }
 }

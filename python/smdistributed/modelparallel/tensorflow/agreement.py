@@ -18,6 +18,7 @@ from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication
 
 if TYPE_CHECKING:
+    from smdistributed.modelparallel.tensorflow.attempt import Attempt
     from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 
 #: Begins the only line of a rank that could not trace its step.
@@ -29,7 +30,14 @@ _FAILED = -1
 _SECONDS = 10.0
 
 
-def compare(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> tf.Operation:
+def compare(
+    lines: Sequence[str],
+    group: int,
+    kind: CommGroup,
+    differ: str,
+    names: Sequence[str],
+    attempt: Attempt | None = None,
+) -> tf.Operation:
     """An operation that fails unless all ranks of a group have the same lines.
 
     Args:
@@ -38,6 +46,7 @@ def compare(lines: Sequence[str], group: int, kind: CommGroup, differ: str, name
         kind: Which group that is.
         differ: What is wrong then.
         names: What ranks are called, in the group's order.
+        attempt: The step that none of them runs then.
     """
     digest = _digest(lines)
     # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first message
@@ -50,9 +59,11 @@ def compare(lines: Sequence[str], group: int, kind: CommGroup, differ: str, name
         raise SMPMismatchError(f"{_told(lines, kind, differ, names)} [smd:mismatch]")
 
     def fail() -> tf.Tensor:
-        return tf.numpy_function(tell, [everybody], tf.int64)
+        with tf.control_dependencies([] if attempt is None else [attempt.excuse()]):
+            return tf.numpy_function(tell, [everybody], tf.int64)
 
-    return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
+    with tf.device(_HOST):
+        return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
 
 
 def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
 from smdistributed.modelparallel.tensorflow import agreement, timeline
+from smdistributed.modelparallel.tensorflow.attempt import Attempt
 from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.layout import Layout, Segment
 from smdistributed.modelparallel.tensorflow.messages import Messages
@@ -117,6 +118,9 @@ class Program:
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
+        # What others wait for while it runs; and what runs by itself.
+        self._attempt: Attempt | None = None
+        self._by_themselves: list[tf.Operation] = []
         self._messages: Messages | None = None
         self._clock = timeline.Clock(self._runs_by_itself)
         # When the last anchored call ended.
@@ -141,7 +145,9 @@ class Program:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
         layout = self._layout
         if self._groups.pipe is not None:
-            start = agreement.compare(layout.lines, *agreement.of_pipeline(self._groups))
+            self._attempt = Attempt()
+            with tf.control_dependencies([self._attempt.began]):
+                start = agreement.compare(layout.lines, *agreement.of_pipeline(self._groups), attempt=self._attempt)
             self._start = [start]
             self._messages = Messages(layout, self._groups, self._microbatches, start, self._runs_by_itself)
         # A tape around the step has nothing to record in it.
@@ -160,6 +166,13 @@ class Program:
                 for row in rows:
                     self._add(name, row[name])
             return rows
+
+    def end(self, results: Any) -> Any:
+        """The step ends when ``results``, and all that has been made, are there; returns them as they are then."""
+        if self._attempt is None:
+            return results
+        with record.stop_recording():
+            return self._attempt.end(results, self._by_themselves)
 
     # Values.
 
@@ -202,6 +215,7 @@ class Program:
 
     def _runs_by_itself(self, op: tf.Operation) -> None:
         """It must run, but TensorFlow puts it into no order with others: what it has to wait for, it is told here."""
+        self._by_themselves.append(op)
         order = getattr(self._graph, "experimental_acd_manager", None)
         if order is not None:
             order.run_independently(op)

@@ -174,6 +174,7 @@ class StepFunction:
             with record.stop_recording():
                 reduced = gradients.over_replicas(sums, [each.variable for each in found], everywhere)
             totals = {id(each): mean for each, mean in zip(found, reduced, strict=True)}
+        results, totals = program.end((results, totals))
         return _filled(template[rank], results, totals, reduces)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -1,0 +1,86 @@
+// Steps of a pipeline from their beginning to their end. The core hears of both, and of a step that fails in between;
+// what follows from that, it decides (`smd_core::session::attempt`).
+
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "held.h"
+#include "smd/src/bridge.rs.h"
+#include "status.h"
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace smd::tf_ops {
+namespace {
+
+using tensorflow::CancellationManager;
+using tensorflow::CancellationToken;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelContext;
+
+// A step that TensorFlow runs; it tells of one that fails by cancelling it.
+class Run {
+ public:
+  static constexpr char kTypeName[] = "smd::Run";
+
+  Run(rust::Box<Attempt> attempt, CancellationManager* cancellation)
+      : attempt_(std::move(attempt)), cancellation_(cancellation) {}
+
+  static void watch(const std::shared_ptr<Run>& run) {
+    if (run->cancellation_ == nullptr) return;
+    run->token_ = run->cancellation_->get_cancellation_token();
+    const auto failed = [run] { run->attempt_->fail(); };
+    if (!run->cancellation_->RegisterCallback(run->token_, failed)) failed();
+  }
+
+  // While the step runs.
+  void end() const {
+    attempt_->end();
+    // Not the call that waits: this may run inside of the callback.
+    if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
+  }
+
+ private:
+  rust::Box<Attempt> attempt_;
+  CancellationManager* cancellation_;
+  CancellationToken token_ = CancellationManager::kInvalidToken;
+};
+
+// What the macros name.
+namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
+using tensorflow::TypeIndex;
+SMD_HELD_STAYS(Run);
+
+class BeginStepKernel final : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    tensorflow::Tensor* output = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({}), &output));
+    std::shared_ptr<Run> run;
+    OP_REQUIRES_OK(context,
+                   checked([&] { run = std::make_shared<Run>(begin_step(), context->cancellation_manager()); }));
+    Run::watch(run);
+    output->scalar<tensorflow::Variant>()() = Held<Run>{std::move(run)};
+  }
+};
+
+class EndStepKernel final : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto* held = context->input(0).scalar<tensorflow::Variant>()().get<Held<Run>>();
+    OP_REQUIRES(context, held != nullptr,
+                to_status(absl::StrCat("`", name(), "`: the input is no step [smd:invalid_argument]")));
+    held->value->end();
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("SmdBeginStep").Device(tensorflow::DEVICE_CPU), BeginStepKernel);
+REGISTER_KERNEL_BUILDER(Name("SmdEndStep").Device(tensorflow::DEVICE_CPU), EndStepKernel);
+
+}  // namespace
+}  // namespace smd::tf_ops

@@ -1,0 +1,42 @@
+// Values of this process as elements of tensors: what one operation of a graph hands to another.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/variant.h"
+#include "tensorflow/core/framework/variant_op_registry.h"
+#include "tensorflow/core/framework/variant_tensor_data.h"
+
+namespace smd::tf_ops {
+
+template <class T>
+struct Held {
+  std::shared_ptr<T> value;
+
+  // For `Variant`, which asks for all of these: it stays in its process.
+  static std::string TypeName() { return T::kTypeName; }
+  static std::string DebugString() { return T::kTypeName; }
+  static void Encode(tensorflow::VariantTensorData*) {}
+  static bool Decode(const tensorflow::VariantTensorData&) { return false; }
+};
+
+// TensorFlow takes the elements of a variant to where its tensor is. What is held stays where it is.
+template <class T>
+absl::Status stays(const Held<T>& from, Held<T>* to,
+                   const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {
+  *to = from;
+  return absl::OkStatus();
+}
+
+}  // namespace smd::tf_ops
+
+// Lets `Held<T>` be in graphs that devices run; inside of `smd::tf_ops`.
+#define SMD_HELD_STAYS(T)                                                         \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::HOST_TO_DEVICE, stays<T>); \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_HOST, stays<T>); \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_DEVICE, stays<T>)
