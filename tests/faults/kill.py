@@ -28,7 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support import start_ranks
+from support import devices, start_ranks
 
 PHASES = ("init", "wrap", "forward", "backward", "collective", "shutdown")
 #: A survivor knows of a death within this time, without and with devices.
@@ -54,7 +54,7 @@ class Case:
     share: float
     #: The step in which a phase that repeats is hit.
     step: int
-    #: Whether each rank trains on a device of its own.
+    #: Whether ranks train on devices, each on one of its own where there are two.
     cuda: bool = False
 
     @classmethod
@@ -107,7 +107,7 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
     torch.manual_seed(rank)
-    device = torch.device("cuda", rank) if case.cuda else torch.device("cpu")
+    device = torch.device("cuda", devices.own()) if case.cuda else torch.device("cpu")
     if case.cuda:
         torch.cuda.set_device(device)
         # The context takes seconds, and has nothing to do with other ranks.
@@ -269,7 +269,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; run i has seed + i")
-    parser.add_argument("--cuda", action="store_true", help="two ranks that train on devices 0 and 1")
+    parser.add_argument(
+        "--cuda", action="store_true", help="two ranks that train on a device each, or share the only one"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     options = parser.parse_args()
     latencies: dict[str, list[float]] = {phase: [] for phase in PHASES}

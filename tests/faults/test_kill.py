@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import run_ranks
-from support.devices import needs_two
+from support.devices import needs_one
 
 _spec = importlib.util.spec_from_file_location("kill", Path(__file__).with_name("kill.py"))
 kill = importlib.util.module_from_spec(_spec)
@@ -38,7 +38,7 @@ def test_survivors_name_the_dead(seed, tmp_path):
     assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"
 
 
-@needs_two
+@needs_one
 @pytest.mark.parametrize("seed", range(6))
 def test_survivors_on_devices_name_the_dead(seed, tmp_path):
     case = kill.Case.of(seed, cuda=True)

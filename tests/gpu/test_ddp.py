@@ -6,9 +6,9 @@ import pytest
 
 from support import run_ranks
 from support.checks import Checks, start_on_device
-from support.devices import NUM_RANKS, needs_two
+from support.devices import NUM_RANKS, needs_one
 
-pytestmark = [pytest.mark.timeout(280), needs_two]
+pytestmark = [pytest.mark.timeout(280), needs_one]
 
 
 def _models(torch):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from support import start_ranks
-from support.devices import NUM_RANKS, needs_two
+from support import devices, start_ranks
+from support.devices import NUM_RANKS, needs_one
 
-pytestmark = [pytest.mark.timeout(150), needs_two]
+pytestmark = [pytest.mark.timeout(150), needs_one]
 
 
 def groups_body(bound):
-    import os
 
     import torch
     import torch.distributed as dist
 
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", devices.own())
     torch.cuda.set_device(device)
     dist.init_process_group("smddp", **({"device_id": device} if bound else {}))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -48,7 +47,7 @@ def groups_body(bound):
         assert total(nested) == everybody - size
     # On other devices than its parent's, so that what was divided does not fit.
     if not bound:
-        other = torch.device("cuda", (device.index + 1) % size)
+        other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
         with torch.cuda.device(other):
             assert total(dist.new_group(), device=other) == everybody
     # Never used.

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from support import run_ranks
-from support.devices import NUM_RANKS, needs_two
+from support import devices, run_ranks
+from support.devices import NUM_RANKS, needs_one
 
-pytestmark = [pytest.mark.timeout(240), needs_two]
+pytestmark = [pytest.mark.timeout(240), needs_one]
 
 
 def _start():
@@ -20,7 +20,7 @@ def _start():
     import horovod.torch as hvd
 
     hvd.init()
-    torch.cuda.set_device(hvd.local_rank())
+    torch.cuda.set_device(devices.own())
     return torch, hvd, hvd.rank(), hvd.size()
 
 
@@ -169,7 +169,7 @@ def optimizers():
 def joins():
     """Rank r has r + 1 rounds of work; meanwhile the others lend what changes nothing, from memory of their own devices."""
     torch, hvd, rank, size = _start()
-    for device in (-1, hvd.local_rank()):
+    for device in (-1, devices.own()):
         for at in range(rank + 1):
             active = range(at + 1, size + 1)
             results = {
@@ -223,7 +223,7 @@ def joins_elsewhere():
     import horovod.torch as hvd
 
     hvd.init()
-    rank, size, device = hvd.rank(), hvd.size(), torch.device("cuda", hvd.local_rank())
+    rank, size, device = hvd.rank(), hvd.size(), torch.device("cuda", devices.own())
     for named in (-1, 0):
         for at in range(rank + 1):
             got = hvd.allreduce(torch.full((1000,), rank + 1.0, device=device), op=hvd.Sum, name="elsewhere")
@@ -255,7 +255,7 @@ def tensorflow():
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     gpus = tf.config.list_physical_devices("GPU")
-    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+    tf.config.set_visible_devices(gpus[devices.own()], "GPU")
     # What has no kernel for a GPU fails instead of moving.
     tf.config.set_soft_device_placement(False)
     calls = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks, start_ranks
-from support.devices import NUM_RANKS, needs_two
+from support import devices, run_ranks, start_ranks
+from support.devices import NUM_RANKS, needs_one
 from support.rank_main import announce
 
-pytestmark = [pytest.mark.timeout(280), needs_two]
+pytestmark = [pytest.mark.timeout(280), needs_one]
 
 MODELS = ("mlp", "nested", "skip", "tied", "two_by_two", "dictionaries", "batch_norm", "in_place", "asking", "gpt2")
 #: Partitions, microbatches, schedule, several stages a rank; as many ranks as there are.
@@ -22,11 +22,10 @@ ROWS = (
 
 
 def _device():
-    import os
 
     import torch
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(devices.own())
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
-from support.devices import NUM_DEVICES, needs_two
+from support import devices, run_ranks, start_ranks
+from support.devices import NUM_RANKS, needs_one
 
-pytestmark = [pytest.mark.timeout(120), needs_two]
+pytestmark = [pytest.mark.timeout(120), needs_one]
 
 #: Less than a vector, whole ones and not, one block and many, one shot and two.
 SIZES = (0, 1, 7, 1000, 4096, 65_537, 300_007, 700_001)
@@ -31,7 +31,7 @@ CASES = [
     ("complex64", "product"),
 ]
 several = pytest.mark.parametrize(
-    "n", [n if n <= NUM_DEVICES else pytest.param(n, marks=pytest.mark.skip(f"needs {n} GPUs")) for n in (2, 4)]
+    "n", [n if n <= NUM_RANKS else pytest.param(n, marks=pytest.mark.skip(f"needs {n} GPUs")) for n in (2, 4)]
 )
 
 
@@ -41,7 +41,7 @@ def _start():
     import smdistributed.dataparallel.torch.distributed as dist
 
     dist.init_process_group()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(devices.own())
     return torch, dist, dist.get_rank(), dist.get_world_size()
 
 
@@ -420,7 +420,7 @@ def death_body(how):
 
 @pytest.mark.parametrize("how", ["ahead", "in step", "graph", "chunks"])
 def test_survivors_of_a_death_raise_and_end(how):
-    n = 2 if how == "chunks" else min(NUM_DEVICES, 4)
+    n = 2 if how == "chunks" else NUM_RANKS
     with start_ranks(death_body, n, how, timeout=60) as job:
         job.wait_for("running")
         time.sleep(0.5)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from support import run_ranks, start_ranks
-from support.devices import needs_two
+from support import devices, run_ranks, start_ranks
+from support.devices import needs_one
 from support.rank_main import announce
 
 
@@ -21,7 +21,7 @@ def _has_gpus():
 
 pytestmark = [
     pytest.mark.timeout(280),
-    needs_two,
+    needs_one,
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
@@ -43,7 +43,7 @@ def start():
     tf.config.experimental.enable_tensor_float_32_execution(False)
     sdp.init()
     gpus = tf.config.list_physical_devices("GPU")
-    tf.config.set_visible_devices(gpus[sdp.local_rank()], "GPU")
+    tf.config.set_visible_devices(gpus[devices.own()], "GPU")
     return tf, sdp
 
 

@@ -1,34 +1,38 @@
-"""Keras models on partitions with a GPU each: they learn as in one process, each rank's variables are on its GPU, and
-replicas work; what a step of two equal partitions takes is printed. A job takes long to start, so one makes all checks."""
+"""Keras models on partitions on GPUs: they learn as in one process, by steps and by `fit`, each rank's variables are on its GPU, and
+replicas work; what a step of equal partitions takes is printed. A job takes long to start, so one makes all checks."""
 
 from __future__ import annotations
 
 import importlib.util
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 
-from support import run_ranks
-from support.devices import needs_two
+from support import devices, run_ranks
+from support.devices import NUM_DEVICES, NUM_RANKS, SHARED, needs_one
 
 pytestmark = [
     pytest.mark.timeout(280),
-    needs_two,
+    needs_one,
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
-#: Model, microbatches, schedule, way to gradients.
-CASES = [
-    ("mlp", 8, "zero_bubble", "tape"),
-    ("residual", 4, "interleaved", "get"),
-    ("attention", 2, "zero_bubble", "tape"),
-    ("two_outputs", 4, "simple", "get"),
-    ("words", 2, "interleaved", "tape"),
+#: Model, partitions, microbatches, schedule, way to gradients.
+IN_TWO = [
+    ("mlp", 2, 8, "zero_bubble", "tape"),
+    ("residual", 2, 4, "interleaved", "get"),
+    ("attention", 2, 2, "zero_bubble", "tape"),
+    ("two_outputs", 2, 4, "simple", "get"),
+    ("words", 2, 2, "interleaved", "tape"),
 ]
+IN_FOUR = [("mlp", 4, 8, "interleaved", "get"), ("attention", 4, 4, "zero_bubble", "tape")]
 LAYERS, WIDTH, ROWS, MICROBATCHES = 12, 4096, 2048, 8
-HALVES = {"partitions": 2, "microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0}
+needs_four = pytest.mark.skipif(
+    not SHARED and NUM_DEVICES < 4, reason=f"needs one or four CUDA devices, here are {NUM_DEVICES}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ def _gpu_build():
         pytest.skip("this TensorFlow is built for CPUs only")
 
 
-def row(base):
+def row(base, partitions):
     """Equal layers; a step of them, over as many microbatches in one process as on partitions."""
     import tensorflow as tf
 
@@ -52,9 +56,9 @@ def row(base):
 
         def call(self, x):
             for number, layer in enumerate(self.row):
-                with smp.partition(2 * number // LAYERS):
+                with smp.partition(partitions * number // LAYERS):
                     x = layer(x)
-            with smp.partition(1):
+            with smp.partition(partitions - 1):
                 return tf.reduce_mean(tf.square(x), 1)
 
     model, optimizer = Row(), tf.keras.optimizers.SGD(1e-3)
@@ -96,15 +100,17 @@ def on_its_gpu(tf, smp, model):
             assert "GPU:0" in inner.device, inner.device
             assert "GPU:0" in value.device, value.device
             sizes.append(int(tf.size(value)) // WIDTH**2)
-    assert sum(sizes) == len(model.trainable_variables) == LAYERS // 2, sizes
+    assert sum(sizes) == len(model.trainable_variables) == LAYERS // smp.size(), sizes
 
 
 def pipelining(tf, smp, schedule):
     """How much of what the simulator predicts for equal partitions, whose transfers cost nothing, a step reaches."""
+    count = smp.size()
+    options = {"partitions": count, "microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0}
     smp.shutdown()
-    smp.init({**HALVES, "pipeline": schedule})
-    model, train = row(smp.DistributedModel)
-    _, alone = row(tf.keras.Model)
+    smp.init({**options, "pipeline": schedule})
+    model, train = row(smp.DistributedModel, count)
+    _, alone = row(tf.keras.Model, count)
     times = {"alone": [], "divided": []}
     for number in range(6):
         for name, step in (("alone", alone), ("divided", train)):
@@ -119,10 +125,10 @@ def pipelining(tf, smp, schedule):
                 times[name].append((time.perf_counter() - start) / 3)
     on_its_gpu(tf, smp, model)
     one, other = (statistics.median(times[name]) for name in ("alone", "divided"))
-    # Both partitions compute in all but one turn at each end.
-    predicted = one / 2 * (MICROBATCHES + 1) / MICROBATCHES
+    # All partitions compute in all but the first and the last turns.
+    predicted = one / count * (MICROBATCHES + count - 1) / MICROBATCHES
     print(
-        f"{schedule}: {1e3 * other:.1f} ms on two GPUs, {1e3 * one:.1f} ms on one, predicted {1e3 * predicted:.1f} ms: "
+        f"{schedule}: {1e3 * other:.1f} ms on {count} GPUs, {1e3 * one:.1f} ms on one, predicted {1e3 * predicted:.1f} ms: "
         f"{predicted / other:.3f} of the prediction",
         flush=True,
     )
@@ -160,36 +166,89 @@ def replicas(tf, smp):
         assert wrong < 1e-3, wrong
 
 
-def everything():
+def start():
+    """Takes this rank's GPU."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
     from gpu.test_tensorflow import Failures
-    from support.keras_models import compare
 
+    devices.own()
     # Otherwise products would differ from those of another number of rows.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    smp.init({"partitions": 2, "microbatches": MICROBATCHES})
-    failures = Failures()
+    smp.init({"partitions": 1})
+    return tf, smp, Failures()
 
-    def alike(*case):
-        difference, _ = compare(case[0], "float32", 2, *case[1:])
+
+def learning(failures, cases):
+    """Models learn as in one process."""
+    import smdistributed.modelparallel.tensorflow as smp
+    from support.keras_models import compare
+
+    def alike(name, partitions, *case):
+        difference, _ = compare(name, "float32", partitions, *case, replicas=smp.size() // partitions)
         assert difference < 1e-4, difference
 
-    reached = {}
-    for case in CASES:
+    for case in cases:
         failures(" ".join(map(str, case)), alike, *case)
+
+
+def in_two(folder):
+    from support import keras_fits
+
+    tf, smp, failures = start()
+
+    def fits(name):
+        difference = keras_fits.compare(name, Path(folder))
+        assert difference < 1e-10, difference
+
+    learning(failures, IN_TWO)
+    failures("replicas", replicas, tf, smp)
+    tf.keras.backend.set_floatx("float64")
+    for name in ("regression", "classes", "words", "several"):
+        failures(f"fit {name}", fits, name)
+    return failures.lines
+
+
+def in_four():
+    from support import keras_fits
+
+    _, _, failures = start()
+
+    def fits(name):
+        difference = keras_fits.compare_replicas(name, "ddp")
+        assert difference < 1e-10, difference
+
+    learning(failures, IN_FOUR + IN_TWO[:2])
+    failures("fit", fits, "regression")
+    return failures.lines
+
+
+def halves():
+    tf, smp, failures = start()
     tf.config.experimental.enable_tensor_float_32_execution(True)
+    reached = {}
     for schedule in ("interleaved", "zero_bubble"):
         failures(schedule, lambda schedule: reached.update({schedule: pipelining(tf, smp, schedule)}), schedule)
-    failures("replicas", replicas, tf, smp)
     return failures.lines, reached
 
 
-def test_partitions_on_gpus():
-    ranks = run_ranks(everything, 2, env=_ENV, timeout=270)
-    for failures, reached in ranks:
-        assert failures == [], "\n".join(failures)
+def _check(found):
+    assert found == [[]] * len(found), "\n".join(line for lines in found for line in lines)
+
+
+def test_two_partitions(tmp_path):
+    _check(run_ranks(in_two, 2, str(tmp_path), env=_ENV, timeout=270))
+
+
+@needs_four
+def test_four_ranks():
+    _check(run_ranks(in_four, 4, env=_ENV, timeout=270))
+
+
+def test_steps_of_equal_partitions():
+    ranks = run_ranks(halves, NUM_RANKS, env=_ENV, timeout=270)
+    _check([failures for failures, _ in ranks])
+    if not SHARED:
         # By way of the hosts, tensors would take longer than the computation.
-        assert len(reached) == 2, reached
-        assert min(reached.values()) > 0.5, reached
+        assert all(min(reached.values()) > 0.5 for _, reached in ranks), ranks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from support import devices
 
 
 class Checks:
@@ -56,6 +57,6 @@ def start_on_device() -> tuple[Any, Any, Any, int, int]:
 
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(devices.own())
     torch.distributed.init_process_group("nccl", rank=rank, world_size=size)
     return torch, torch.distributed, dist, rank, size

@@ -1,8 +1,13 @@
-"""How many ranks with a GPU each can run here."""
+"""How many ranks with a GPU can run here, and which GPU each one takes.
+
+Where there is one GPU, two ranks share it: each says by ``NCCL_HOSTID`` that it is a host of its own, so that NCCL goes over sockets, and
+kernels of the two take turns. Results are those of two GPUs, and times say nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
@@ -17,6 +22,17 @@ def count() -> int:
 
 
 NUM_DEVICES = count()
+#: Whether ranks share the only device.
+SHARED = NUM_DEVICES == 1
 #: Ranks of a job: as many as there are devices, but no more than tests need.
-NUM_RANKS = min(NUM_DEVICES, 4)
+NUM_RANKS = 2 if SHARED else min(NUM_DEVICES, 4)
+needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, here is none")
 needs_two = pytest.mark.skipif(NUM_DEVICES < 2, reason=f"needs two CUDA devices, here are {NUM_DEVICES}")
+
+
+def own() -> int:
+    """In a rank, before anything of its job uses devices: the index of the one that it takes."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if SHARED:
+        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
+    return local_rank % NUM_DEVICES

@@ -27,6 +27,12 @@ const UNSET: c_int = c_int::MIN;
 /// The color of a member that gets no communicator.
 const NO_COLOR: c_int = -1;
 
+/// The host that NCCL takes this process to be on, if its variable `NCCL_HOSTID` says so. NCCL refuses two ranks of one host on one device;
+/// ranks that share a device say by it that they are on different hosts, and NCCL connects them by the network.
+pub fn host_id() -> Option<String> {
+    std::env::var("NCCL_HOSTID").ok().filter(|id| !id.is_empty())
+}
+
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) -> $answer:ty;)*) => {
         /// NCCL's functions, as its header declares them; answers are numbers here, since a newer NCCL may have more

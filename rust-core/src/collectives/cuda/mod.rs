@@ -37,7 +37,7 @@ use super::call::{self, Call};
 use super::{Beside, Request};
 use crate::buffer::Device;
 use crate::config;
-use crate::device::nccl::{Comm, UniqueId};
+use crate::device::nccl::{self, Comm, UniqueId};
 use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Result};
 use crate::transport::{Members, NAP, Wait};
@@ -366,7 +366,7 @@ impl Cuda {
         if me == 0 && !seed {
             give_id()?;
         }
-        let own = (host::identity(), context.properties().uuid);
+        let own = (nccl::host_id().unwrap_or_else(host::identity), context.properties().uuid);
         // Where nobody hears of all others, a seed that one member lacks would not be missed.
         let mut all_have_seeds = seed && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, seed))
@@ -382,7 +382,7 @@ impl Cuda {
                     return Err(Error::InvalidArgument(format!(
                         "ranks {} and {} use the same device (`cuda:{}` of rank {}): give every rank its own, with \
                          `torch.cuda.set_device(local_rank)`, `tf.config.set_visible_devices(gpus[local_rank], \"GPU\")` \
-                         or CUDA_VISIBLE_DEVICES",
+                         or CUDA_VISIBLE_DEVICES; to share one, give every rank its own NCCL_HOSTID",
                         ranks[me.min(other)],
                         ranks[me.max(other)],
                         context.device(),
