@@ -9,7 +9,7 @@ import time
 import pytest
 
 from support import devices, run_ranks, start_ranks
-from support.devices import NUM_RANKS, needs_one
+from support.devices import NUM_RANKS, SHARED, needs_four, needs_one
 
 pytestmark = [pytest.mark.timeout(120), needs_one]
 
@@ -30,9 +30,7 @@ CASES = [
     ("bool", "sum"),
     ("complex64", "product"),
 ]
-several = pytest.mark.parametrize(
-    "n", [n if n <= NUM_RANKS else pytest.param(n, marks=pytest.mark.skip(f"needs {n} GPUs")) for n in (2, 4)]
-)
+several = pytest.mark.parametrize("n", [2, pytest.param(4, marks=needs_four)])
 
 
 def _start():
@@ -452,6 +450,7 @@ def tuned_body():
     return model.bucket_bytes_cap
 
 
+@pytest.mark.skipif(SHARED, reason="kernels that are measured would take turns on the only device")
 @several
 def test_measured_choices_are_said_once_and_kept(n, tmp_path):
     import json

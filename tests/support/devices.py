@@ -1,7 +1,7 @@
 """How many ranks with a GPU can run here, and which GPU each one takes.
 
-Where there is one GPU, two ranks share it: each says by ``NCCL_HOSTID`` that it is a host of its own, so that NCCL goes over sockets, and
-kernels of the two take turns. Results are those of two GPUs, and times say nothing.
+Where there is one GPU, ranks share it: each says by ``NCCL_HOSTID`` that it is a host of its own, so that NCCL goes over sockets, and
+kernels of different ranks take turns. Results are those of several GPUs, and times say nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ SHARED = NUM_DEVICES == 1
 #: Ranks of a job: as many as there are devices, but no more than tests need.
 NUM_RANKS = 2 if SHARED else min(NUM_DEVICES, 4)
 needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, here is none")
-needs_two = pytest.mark.skipif(NUM_DEVICES < 2, reason=f"needs two CUDA devices, here are {NUM_DEVICES}")
+#: For jobs of four ranks.
+needs_four = pytest.mark.skipif(
+    NUM_DEVICES < 4 and not SHARED, reason=f"needs four CUDA devices, or one for all ranks, here are {NUM_DEVICES}"
+)
 
 
 def own() -> int:
