@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import pytest
@@ -201,8 +202,13 @@ def _optimizers(folder):
     if hasattr(keras.optimizers.Adam, "apply"):
         cases |= {"apply": keras.optimizers.Adam, "apply to its own": keras.optimizers.Adam}
         cases["in lists"] = lambda: keras.optimizers.Adafactor(0.1)
+        # The last of the steps is one of two.
+        cases["accumulated"] = lambda: keras.optimizers.Adam(gradient_accumulation_steps=2, weight_decay=0.1)
     else:
         cases["legacy"] = keras.optimizers.legacy.Adam
+    for overwrite in (None, 2):
+        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": overwrite}
+        cases[f"averaged {overwrite}"] = functools.partial(keras.optimizers.Adam, 0.1, **averages)
     off = {}
     for way, make in cases.items():
         smp.shutdown()
@@ -251,10 +257,10 @@ def _optimizers(folder):
         except Exception as error:
             return type(error).__name__, str(error)
 
-    refusals = [refused(lambda: keras.optimizers.Adam(use_ema=True))]
+    refusals = []
     if hasattr(keras.optimizers.Adam, "apply"):
         refusals.append(refused(lambda: Own(0.1)))
-        refusals.append(refused(lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)))
+        refusals.append(refused(lambda: keras.optimizers.SGD(gradient_accumulation_steps=2, global_clipnorm=1.0)))
         # What one rank has alone, nobody would read.
         lonely = tf.train.Checkpoint(model=smp.state.model, **{f"of_{smp.rank()}": tf.Variable(1.0)})
         with pytest.raises(SMPCheckpointError, match=r"`of_0/.*is there on rank 0 and not on rank 1"):
@@ -272,9 +278,17 @@ def _check_optimizers(ranks, ways, refusals):
 
 
 def test_states_of_optimizers_are_whole(tmp_path):
-    ways = {"built after", "built before", "apply", "apply to its own", "in lists"}
+    ways = {
+        "built after",
+        "built before",
+        "apply",
+        "apply to its own",
+        "in lists",
+        "accumulated",
+        "averaged None",
+        "averaged 2",
+    }
     refusals = [
-        ("SMPUnsupportedError", "use_ema"),
         ("SMPCheckpointError", "nobody knows"),
         ("SMPUnsupportedError", "accumulat"),
     ]
@@ -293,7 +307,7 @@ def _keras_2(folder):
 def test_keras_2(tmp_path):
     """States of its optimizers, and models of the table, which learn as in one process."""
     ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)
-    refusals = [("SMPUnsupportedError", "use_ema")]
-    _check_optimizers([found for found, _ in ranks], {"built after", "built before", "legacy"}, refusals)
+    ways = {"built after", "built before", "legacy", "averaged None", "averaged 2"}
+    _check_optimizers([found for found, _ in ranks], ways, [])
     for _, models in ranks:
         assert all(difference < 1e-10 and variables > 0 for difference, variables in models), models

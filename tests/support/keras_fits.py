@@ -85,7 +85,9 @@ def _compiled(model: Any, name: str, wrapped: Callable[[Any], Any] = lambda opti
     if name == "regression":
         model.compile(wrapped(keras.optimizers.Adam(0.05)), "mse", metrics=["mae"], weighted_metrics=["mse"])
     elif name == "classes":
-        optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+        # Of variables, averages are what the model has in the end.
+        inner = keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, ema_momentum=0.8)
+        optimizer = keras.mixed_precision.LossScaleOptimizer(inner)
         model.compile(optimizer, crossentropy(True, reduction="sum"), metrics=["accuracy"], steps_per_execution=2)
     elif name == "words":
         # Adam takes gradients of few rows for others than those that replicas make dense.
@@ -127,7 +129,9 @@ def fitted(base: type, name: str, folder: Path) -> dict[str, Any]:
         found["of best"] = model.evaluate(*valid, batch_size=BATCH, verbose=0, return_dict=True)
     elif name == "classes":
         batches, valid = (tf.data.Dataset.from_tensor_slices(each).batch(BATCH) for each in ((x, y), valid))
-        history = model.fit(batches, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, **options | {"validation_data": valid})
+        swaps = [keras.callbacks.SwapEMAWeights()] if hasattr(keras.callbacks, "SwapEMAWeights") else []
+        options |= {"callbacks": swaps, "validation_data": valid}
+        history = model.fit(batches, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, **options)
     else:
         # Keras 3 does not weigh metrics of several outputs by rows where the last batch is short.
         count = 14 if name == "several" else ROWS

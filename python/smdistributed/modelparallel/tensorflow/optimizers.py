@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.tensorflow import slots
+from smdistributed.modelparallel.tensorflow import averages, slots
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.gradients import clip_by_global_norm, compute_gradients, get_gradients
 from smdistributed.modelparallel.tensorflow.state import state
@@ -34,6 +34,7 @@ _updating: set[int] = set()
 def install() -> None:
     """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived of
     their optimizers; leaves alone what has it."""
+    averages.install()
     for package in ("keras", "tf_keras"):
         module = getattr(sys.modules.get(package), "optimizers", None)
         older = getattr(getattr(module, "legacy", None), "Optimizer", None)
@@ -57,6 +58,7 @@ def _adapt(base: type) -> None:
         # Of Keras 3: whether gradients are finite, and by what a loss is multiplied.
         "check_finite": _everywhere,
         "scale_loss": _built_before,
+        "finalize_variable_values": averages.around,
     }
     for kind in (base, *_derived(base)):
         for name, adapted in around.items():
@@ -198,7 +200,9 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
         return
     _updating.add(id(optimizer))
     try:
-        yield _ready(optimizer, gradients)
+        ready = _ready(optimizer, gradients)
+        with averages.of_partition(optimizer):
+            yield ready
     finally:
         _updating.discard(id(optimizer))
 
@@ -236,14 +240,10 @@ def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
 
 def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
-    if getattr(optimizer, "use_ema", False):
+    if getattr(optimizer, "gradient_accumulation_steps", None) and optimizer.global_clipnorm is not None:
         raise SMPUnsupportedError(
-            f"`use_ema` of `{name}` averages all variables of a model, of which a partition has its own: average them outside of it"
-        )
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        raise SMPUnsupportedError(
-            f"`gradient_accumulation_steps` of `{name}` resets the gradients of all variables of a model, of which a partition has its "
-            "own: take more microbatches"
+            f"`gradient_accumulation_steps` of `{name}` clips what it has accumulated, whose norm over all partitions is not known then: "
+            "leave `global_clipnorm` out, or take more microbatches"
         )
 
 
