@@ -40,6 +40,13 @@ def of_partition(optimizer: Any) -> Iterator[None]:
         lists.update(whole)
 
 
+def without_update(optimizer: Any) -> None:
+    """Averages variables as an update does in which none of them has a gradient: that of Keras 3, the others average what they update."""
+    if getattr(optimizer, "use_ema", False) and hasattr(optimizer, "apply"):
+        with of_partition(optimizer):
+            optimizer._update_model_variables_moving_average(vars(optimizer)[_VARIABLES])
+
+
 def _only(values: Any, wanted: list[bool]) -> list[Any]:
     return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
 

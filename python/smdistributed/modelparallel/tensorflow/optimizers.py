@@ -232,6 +232,7 @@ def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
         gradients, _ = clip_by_global_norm(gradients, clipnorm)
     if divided and all(gradient is None for gradient in gradients):
         # Optimizers refuse that, or do not count it.
+        averages.without_update(optimizer)
         counter = optimizer.iterations
         (counter if hasattr(counter, "assign_add") else optimizer._iterations).assign_add(1)
         return None
