@@ -22,10 +22,11 @@ def _saves(folder):
 
     import numpy as np
     import tensorflow as tf
+    from tensorflow.python.ops import io_ops
 
     import smdistributed.modelparallel.tensorflow as smp
     from smdistributed.modelparallel.exceptions import SMPCheckpointError
-    from smdistributed.modelparallel.tensorflow import saving
+    from smdistributed.modelparallel.tensorflow import delayed, saving
 
     keras = tf.keras
 
@@ -62,6 +63,39 @@ def _saves(folder):
         of_layer = values(tf.train.Checkpoint(layer=layer).save(f"{folder}/{name}/ckpt"))
         assert of_layer < whole
         assert {shape for shape, _ in of_layer} == {(rows, 4), (4,)}
+
+    # What is elsewhere is not read, and takes no memory of the device while all of it is written.
+    plain_restore, names = io_ops.restore_v2, []
+
+    def noting(prefix, tensor_names, *args):
+        names.extend(tensor_names)
+        return plain_restore(prefix, tensor_names, *args)
+
+    io_ops.restore_v2 = noting
+    both.restore(f"{folder}/both/ckpt-1").assert_consumed()
+    io_ops.restore_v2 = plain_restore
+    assert values(both.save(f"{folder}/again/ckpt")) == whole
+    of_layers = [{name for name in each if "/one/" in name or "/two/" in name} for each in smp.allgather(names)]
+    assert [len(each) for each in of_layers] == [2] * 4
+    assert len(set.union(*of_layers)) == 4
+    sizes = []
+
+    def save_own_variables(store):
+        keras.layers.Layer.save_own_variables(model.one, store)
+        for each in (*model.one.variables, *model.two.variables):
+            held = tf.raw_ops.ReadVariableOp(resource=delayed.handle_of(each), dtype=tf.float32)
+            sizes.append((int(tf.size(held)), each.numpy().size))
+
+    model.one.save_own_variables = save_own_variables
+    model.save_weights(f"{folder}/held.weights.h5")
+    assert sorted(sizes) == ([] if smp.rank() else [(0, 4), (0, 16), (4, 4), (12, 12)]), sizes
+    other = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(5)])
+    other(np.ones((1, 3)))
+    if smp.rank() == 0:
+        tf.train.Checkpoint(one=other.layers[0], two=other.layers[1]).write(f"{folder}/other")
+    smp.barrier()
+    with pytest.raises(ValueError, match="shape"):
+        tf.train.Checkpoint(one=model.one, two=model.two).read(f"{folder}/other")
 
     # What is named, and what takes an older one's place, is complete, however slow the replica is that writes.
     plain_part, writes = saving._write_part, smp.dp_rank() == 0

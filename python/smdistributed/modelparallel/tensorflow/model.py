@@ -186,11 +186,6 @@ class DistributedModel(Fitted, _Model):
         with self._smp_as_whole():
             return [each for each in self.variables if homes.variables.get(id(handle_of(each)), rank) != rank]
 
-    def _smp_free(self) -> None:
-        """What belongs to other partitions takes no memory."""
-        for variable in (*self._smp_elsewhere(), *self._smp_slots):
-            absent.empty(variable)
-
     # Being written: by the first rank, of which nobody is left behind if it fails.
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
@@ -264,10 +259,12 @@ class DistributedModel(Fitted, _Model):
         finally:
             self.__dict__["_smp_plain"] = False
             if self.is_partitioned:
-                self._smp_free()
+                for variable in (*self._smp_elsewhere(), *self._smp_slots):
+                    absent.release(variable)
 
     def _smp_gather(self) -> Exception | None:
-        """Gives the first rank of the pipeline the values of all variables, one after the other; what went wrong, if anything did."""
+        """Gives the first rank of the pipeline the values of all variables, one after the other, in its host's memory; what went wrong, if
+        anything did."""
         homes, rank = self._smp_homes.variables, state.groups.rank_in("pp")
         failure: Exception | None = None
         with self._smp_as_whole():
@@ -281,7 +278,7 @@ class DistributedModel(Fitted, _Model):
                 try:
                     if isinstance(value, Exception):
                         raise value
-                    tf.raw_ops.AssignVariableOp(resource=inner.handle, value=value)
+                    absent.hold(inner, value)
                 except (RuntimeError, tf.errors.OpError) as error:
                     # The others go on sending.
                     failure = error

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint as tf_checkpoint
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.tensorflow import slots
+from smdistributed.modelparallel.tensorflow import absent, slots
 from smdistributed.modelparallel.tensorflow.communication import together
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
@@ -58,6 +59,35 @@ def install() -> None:
         return plain_async(self)
 
     base._write, base.read, base._async_checkpointer = _write, read, _async_checkpointer
+    coordinator = tf_checkpoint._CheckpointRestoreCoordinator
+    plain_restore = coordinator.restore_saveables
+
+    @functools.wraps(plain_restore)
+    def restore_saveables(
+        self: Any, tensor_saveables: Any, python_positions: Any, registered_savers: Any = None, reader: Any = None
+    ) -> Any:
+        here = _here(tensor_saveables, self.save_path_string)
+        return plain_restore(self, here, python_positions, registered_savers, reader)
+
+    coordinator.restore_saveables = restore_saveables
+
+
+def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Of what is to be read, that which has a place here: what is not read takes no memory either.
+
+    Raises:
+        ValueError: what belongs to others has another shape than there: the same on all ranks.
+    """
+    others = {name: absent.elsewhere(each.op) for name, each in saveables.items()}
+    if any(each is not None for each in others.values()):
+        shapes = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+        for name, variable in others.items():
+            for spec in saveables[name].specs if variable is not None else ():
+                if variable.shape.as_list() != shapes.get(spec.name):
+                    raise ValueError(
+                        f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: `{variable.name}` has {variable.shape}"
+                    )
+    return {name: each for name, each in saveables.items() if others[name] is None}
 
 
 class Later:
@@ -126,16 +156,13 @@ def _homes() -> dict[int, int]:
 
 
 def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> None:
-    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is; then frees what belongs
-    to others, which has been read as well."""
+    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is."""
 
     def whole() -> None:
         for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
             slots.build(optimizer)
         with tf.init_scope():
             read()
-        assert state.model is not None, "it was divided"
-        state.model._smp_free()
 
     if state.model is not None and state.model.is_partitioned:
         whole()
