@@ -122,7 +122,7 @@ def _errors():
     smp.barrier()
     if smp.rank():
         time.sleep(1.0)
-    with mock.patch.object(agreement, "_SECONDS", 0.1):
+    with mock.patch.object(agreement, "TRACING_SECONDS", 0.1):
         start = time.monotonic()
         refused("late", lambda: late(x))
         assert smp.rank() or time.monotonic() - start < 0.9

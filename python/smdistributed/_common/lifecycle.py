@@ -11,7 +11,7 @@ from multiprocessing import util as mp_util
 from types import TracebackType
 
 from smdistributed import _core
-from smdistributed._common import interrupts
+from smdistributed._common import errors, interrupts
 
 _exported: dict[str, str] = {}
 _hooked = False
@@ -77,6 +77,10 @@ def _finish_child() -> None:
 
 def _report(error: BaseException) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
+    ours = errors.from_report(str(error))
+    if ours is not None:
+        # A framework's error, with where its graph was made in front of what others need to know.
+        text = f"{type(error).__name__}: {ours}"
     try:
         _core.report_failure(text)
     except Exception:  # the exception that ends this process must be shown, whatever the state of the session

@@ -3,27 +3,43 @@
 //! An operation of it may fail on this rank alone. What else the step has under way here then waits for the others, and they wait
 //! for what the operation would have become; and a script that catches the error may never meet them again.
 //!
-//! - ATT-1: a step that fails and has not ended [`PATIENCE`] later has failed for all. This process's part in the job ends, so what waits here
-//!   ends too.
-//! - ATT-2: who runs the step may tell the others before, in words that say more. Then there is nothing to add: what waits here ends
-//!   when the others depart.
+//! - ATT-1: a step that fails and has not ended [`PATIENCE`] later has failed for all, at once if it fails since another rank did. What waits
+//!   here ends, and so does this process's part in the job.
+//! - ATT-2: who runs the step may tell the others before, or within [`LAST_WORDS`] of the end of the waits, in words that say more. Then
+//!   there is nothing to add.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::Session;
 use crate::error::Result;
 
 /// How long a step that has failed here is left alone: where all ranks fail alike, each has an error of its own to raise.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a script whose waits have ended has for what it has to say.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_millis(5);
 
 /// A step that has begun. Any thread may say what becomes of it.
 pub struct Attempt {
     progress: Arc<Progress>,
+    job: Arc<dyn Job>,
     patience: Duration,
-    give_up: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// The job, as a step sees it.
+trait Job: Send + Sync {
+    /// How another rank has failed, if one has.
+    fn failure(&self) -> Option<String>;
+    /// Whether the others have been told that this rank failed, or cannot be told any more.
+    fn has_told(&self) -> bool;
+    /// Ends what waits here.
+    fn end_waits(&self);
+    /// Tells the others, unless they have been told, and ends this process's part.
+    fn give_up(&self, message: &str);
 }
 
 #[derive(Default)]
@@ -47,18 +63,7 @@ impl Attempt {
     /// [`crate::Error::NotInitialized`] without a session.
     pub fn begin() -> Result<Self> {
         let session = Arc::downgrade(&super::current("step")?);
-        Ok(Self::new(PATIENCE, move || {
-            if let Some(session) = session.upgrade()
-                && !session.has_reported()
-            {
-                let reason = "an operation of this step failed, and the others wait for what comes of it";
-                session.give_up("an operation of its step failed", reason);
-            }
-        }))
-    }
-
-    fn new(patience: Duration, give_up: impl Fn() + Send + Sync + 'static) -> Self {
-        Self { progress: Arc::default(), patience, give_up: Arc::new(give_up) }
+        Ok(Self { progress: Arc::default(), job: Arc::new(session), patience: PATIENCE })
     }
 
     /// All that the step had to do here is done, or all ranks know that it will not be.
@@ -76,19 +81,43 @@ impl Attempt {
             }
             *state = State::Failed;
         }
-        let (progress, give_up) = (self.progress.clone(), self.give_up.clone());
-        let deadline = Instant::now() + self.patience;
-        let watch = move || {
-            if !progress.ends_by(deadline) {
-                give_up();
-            }
-        };
+        let (progress, job, patience) = (self.progress.clone(), self.job.clone(), self.patience);
+        let watch = move || progress.watch(&*job, patience);
         if thread::Builder::new().name("smd-step".to_owned()).spawn(watch).is_err() {
             // Nobody is there to wait.
-            (self.give_up)();
+            self.job.give_up(OWN_FAILURE);
         }
     }
 }
+
+/// What the others are told of a step that fails here first.
+const OWN_FAILURE: &str = "an operation of its step failed";
+
+impl Job for Weak<Session> {
+    fn failure(&self) -> Option<String> {
+        let (rank, how) = self.upgrade()?.monitor.first_failure()?;
+        Some(format!("rank {rank} {how}"))
+    }
+
+    fn has_told(&self) -> bool {
+        self.upgrade().is_none_or(|session| session.has_reported())
+    }
+
+    fn end_waits(&self) {
+        if let Some(session) = self.upgrade() {
+            session.monitor.close(REASON);
+        }
+    }
+
+    fn give_up(&self, message: &str) {
+        if let Some(session) = self.upgrade() {
+            session.give_up(message, REASON);
+        }
+    }
+}
+
+/// What waits here ends with.
+const REASON: &str = "an operation of this step failed, and the others wait for what comes of it";
 
 impl Progress {
     fn ends_by(&self, deadline: Instant) -> bool {
@@ -100,55 +129,126 @@ impl Progress {
         }
         true
     }
+
+    fn watch(&self, job: &dyn Job, patience: Duration) {
+        let patience = if job.failure().is_some() { Duration::ZERO } else { patience };
+        if self.ends_by(Instant::now() + patience) || job.has_told() {
+            return;
+        }
+        job.end_waits();
+        let deadline = Instant::now() + LAST_WORDS;
+        while Instant::now() < deadline && !job.has_told() {
+            thread::sleep(LOOK);
+        }
+        job.give_up(job.failure().as_deref().unwrap_or(OWN_FAILURE));
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-
     use super::*;
 
     const SOON: Duration = Duration::from_millis(50);
     const LATER: Duration = Duration::from_secs(30);
 
-    /// An attempt, and how often it was given up; the other end closes when nobody can give it up any more.
-    fn begin(patience: Duration) -> (Attempt, Receiver<()>) {
-        let (sender, given_up) = channel();
-        (Attempt::new(patience, move || sender.send(()).expect("the test listens")), given_up)
+    /// A job in which others know what it is told.
+    #[derive(Default)]
+    struct Mock {
+        failure: Option<String>,
+        /// What the script says when its waits end.
+        last_words: Option<String>,
+        told: Mutex<Vec<String>>,
+        given_up: Mutex<Option<Instant>>,
+    }
+
+    impl Job for Mock {
+        fn failure(&self) -> Option<String> {
+            self.failure.clone()
+        }
+
+        fn has_told(&self) -> bool {
+            !self.told.lock().is_empty()
+        }
+
+        fn end_waits(&self) {
+            self.told.lock().extend(self.last_words.clone());
+        }
+
+        fn give_up(&self, message: &str) {
+            let mut told = self.told.lock();
+            if told.is_empty() {
+                told.push(message.to_owned());
+            }
+            assert!(self.given_up.lock().replace(Instant::now()).is_none(), "it is given up once");
+        }
+    }
+
+    fn begin(patience: Duration, job: Mock) -> (Attempt, Arc<Mock>) {
+        let job = Arc::new(job);
+        (Attempt { progress: Arc::default(), job: job.clone(), patience }, job)
+    }
+
+    /// Returns when nobody watches any more; how long that took.
+    fn wait(attempt: Attempt, job: &Arc<Mock>) -> Duration {
+        let began = Instant::now();
+        drop(attempt);
+        while Arc::strong_count(job) > 1 {
+            assert!(began.elapsed() < LATER, "it is watched for ever");
+            thread::sleep(LOOK);
+        }
+        began.elapsed()
     }
 
     #[test]
     fn one_that_fails_is_given_up_once() {
-        let (attempt, given_up) = begin(SOON);
+        let (attempt, job) = begin(SOON, Mock::default());
         let began = Instant::now();
         attempt.fail();
         attempt.fail();
-        assert!(began.elapsed() < LATER);
-        given_up.recv_timeout(LATER).expect("it did not end");
-        assert!(began.elapsed() >= SOON);
-        attempt.end();
-        drop(attempt);
-        assert_eq!(given_up.recv_timeout(LATER), Err(RecvTimeoutError::Disconnected));
+        wait(attempt, &job);
+        assert!(job.given_up.lock().is_some_and(|at| at >= began + SOON + LAST_WORDS));
+        assert_eq!(*job.told.lock(), [OWN_FAILURE]);
+    }
+
+    #[test]
+    fn the_words_of_the_script_come_first() {
+        let (attempt, job) = begin(SOON, Mock { last_words: Some("too much".to_owned()), ..Mock::default() });
+        attempt.fail();
+        wait(attempt, &job);
+        assert!(job.given_up.lock().is_some(), "what waits on devices ends");
+        assert_eq!(*job.told.lock(), ["too much"]);
+
+        let (attempt, job) = begin(SOON, Mock::default());
+        attempt.fail();
+        job.told.lock().push("too much".to_owned());
+        wait(attempt, &job);
+        assert!(job.given_up.lock().is_none(), "the others end what waits here");
+    }
+
+    #[test]
+    fn one_that_fails_with_another_rank_is_told_at_once() {
+        let (attempt, job) = begin(LATER, Mock { failure: Some("rank 0 died".to_owned()), ..Mock::default() });
+        attempt.fail();
+        assert!(wait(attempt, &job) < LATER);
+        assert_eq!(*job.told.lock(), ["rank 0 died"]);
     }
 
     #[test]
     fn one_that_ends_is_not() {
-        let (attempt, given_up) = begin(LATER);
+        let (attempt, job) = begin(LATER, Mock::default());
         attempt.fail();
         attempt.end();
         attempt.fail();
-        // Long before the patience is over: the watch ends with the step.
-        let began = Instant::now();
-        drop(attempt);
-        assert_eq!(given_up.recv_timeout(LATER), Err(RecvTimeoutError::Disconnected));
-        assert!(began.elapsed() < LATER);
+        // The watch ends with the step, long before the patience does.
+        assert!(wait(attempt, &job) < LATER);
+        assert!(job.given_up.lock().is_none() && job.told.lock().is_empty());
     }
 
     #[test]
     fn one_that_nobody_says_anything_of_is_not() {
-        let (attempt, given_up) = begin(Duration::ZERO);
-        drop(attempt);
-        assert_eq!(given_up.recv_timeout(LATER), Err(RecvTimeoutError::Disconnected));
+        let (attempt, job) = begin(Duration::ZERO, Mock::default());
+        wait(attempt, &job);
+        assert!(job.given_up.lock().is_none());
     }
 
     #[test]

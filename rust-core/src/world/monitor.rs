@@ -179,6 +179,13 @@ impl Monitor {
         self.seen.lock().departed.get(&rank).map(|(_, how, _)| how.clone())
     }
 
+    /// The first rank that departed otherwise than in order, the cause of what came after it (MON-3), and how.
+    pub fn first_failure(&self) -> Option<(usize, Departure)> {
+        let seen = self.seen.lock();
+        let failed = seen.departed.iter().filter(|(_, (_, how, _))| *how != Departure::Left);
+        failed.min_by_key(|(_, (order, ..))| *order).map(|(rank, (_, how, _))| (*rank, how.clone()))
+    }
+
     /// When it was heard that `rank` departed, if it did.
     pub fn heard(&self, rank: usize) -> Option<Instant> {
         self.seen.lock().departed.get(&rank).map(|(_, _, heard)| *heard)
@@ -227,9 +234,11 @@ mod tests {
         let monitor = Monitor::new(0);
         monitor.report(1, Departure::Left);
         monitor.report(1, Departure::Died { detail: String::new() });
+        assert_eq!(monitor.first_failure(), None);
         monitor.report(3, Departure::Died { detail: "killed by signal 9".into() });
         monitor.report(2, Departure::Failed { message: "rank 3 died".into() });
         assert_eq!(monitor.departure(1), Some(Departure::Left));
+        assert_eq!(monitor.first_failure().map(|(rank, _)| rank), Some(3));
         assert!(monitor.check(&[0, 4], "barrier").is_ok());
         let text = |members: &[usize]| monitor.check(members, "barrier").unwrap_err().to_string();
         assert_eq!(text(&[0, 1, 2, 3]), "rank 3 died (killed by signal 9) while rank 0 was in barrier");

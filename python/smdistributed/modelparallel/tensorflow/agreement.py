@@ -1,4 +1,10 @@
-"""Whether ranks run the same step, asked in its graph, and, before it divides the model, when it is traced."""
+"""Whether the ranks of a pipeline do the same: whether they run the same step, asked in its graph, and, before it divides the model, when it is
+traced; and whether they run a step at all.
+
+- AGR-1: whatever all ranks of a pipeline wait for each other in begins with a comparison, in one group: steps, batches of ``fit``, checkpoints,
+  barriers. So a rank that does something else than the others is no wait without an end but an error on all of them, after which they may go on.
+- AGR-2: a rank that leaves what others still do, by an error, takes part in their next comparison with its error.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +21,19 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.tensorflow import communication
+from smdistributed.modelparallel.tensorflow import carriage
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.tensorflow.attempt import Attempt
     from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
 
-#: Begins the only line of a rank that could not trace its step.
-_FAILURE = "failed: "
+#: Begins the only line of a rank that could not do what others do, and of one that does something else than a step.
+_FAILURE, _ACTIVITY = "failed: ", "does: "
 _HOST = "/device:CPU:0"
-#: What a rank has in the place of a digest that could not trace its step.
+#: What a rank that failed has in the place of a digest.
 _FAILED = -1
-#: How long it waits for the others to ask: they may be elsewhere, and wait for this rank.
-_SECONDS = 10.0
+#: How long a rank that could not trace its step waits for the others, which may trace theirs.
+TRACING_SECONDS = 10.0
 
 
 def compare(
@@ -83,28 +89,46 @@ def of_pipeline(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str
     return groups.pipe, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
 
 
-def tell_failure(text: str, groups: TensorFlowGroups) -> None:
-    """Takes part in the comparison of a step that this rank could not trace, so that the others hear why: within ten seconds, or whenever
-    they ask; see :func:`wait_until_told`."""
-    group, kind, *_ = of_pipeline(groups)
+def take_turn(activity: str, groups: TensorFlowGroups) -> None:
+    """Begins what all ranks of the pipeline do together and is no step, such as ``calls `smp.barrier()```.
+
+    Raises:
+        SMPMismatchError: another rank does something else, on all of them.
+    """
+    if groups.pipe is not None:
+        wait_until_told(groups)
+        compare_now([_ACTIVITY + activity], *of_pipeline(groups))
+
+
+def tell_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
+    """Takes part in the next comparison of the pipeline with an error, so that the others hear of it whenever they ask; see
+    :func:`wait_until_told`. Those who have failed, too, hear nothing.
+
+    Args:
+        what: This rank did, such as ``left `fit```.
+        error: Why, and on which rank.
+        groups: The pipeline.
+        seconds: How long to wait for the others: they may be elsewhere, and wait for this rank.
+    """
+    group, *_ = of_pipeline(groups)
 
     def take_part() -> None:
         with contextlib.suppress(Exception):
             # Whoever has departed will not be told.
             if all(each == _FAILED for each in _gather(_FAILED, group)):
                 return
-            communication.allgather([_FAILURE + text], kind)
+            carriage.gather([f"{_FAILURE}{what}: {error}"], "pp")
             if groups.data is not None:
                 # The replicas wait for this partition's gradients.
-                _core.report_failure(text)
+                _core.report_failure(error)
 
     groups.telling = threading.Thread(target=take_part, name="smp-failure", daemon=True)
     groups.telling.start()
-    groups.telling.join(_SECONDS)
+    groups.telling.join(seconds)
 
 
 def wait_until_told(groups: TensorFlowGroups) -> None:
-    """Another step begins: it is compared after one that this rank could not trace, of which the others may not have heard yet."""
+    """The pipeline is to compare something: that comes after a failure of this rank, of which the others may not have heard yet."""
     if groups.telling is not None:
         groups.telling.join()
         groups.telling = None
@@ -123,11 +147,24 @@ def _gather(digest: int, group: int) -> list[int]:
 
 def _told(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
     """What is wrong, by what all ranks have; all of them ask."""
-    story = communication.allgather(list(lines), kind)
+    story = carriage.gather(list(lines), kind.value)
     for name, theirs in zip(names, story, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
-            return f"{name} could not trace a step that others run: {theirs[0].removeprefix(_FAILURE)}"
+            return f"{name} {theirs[0].removeprefix(_FAILURE)}"
+    doing = [_doing(theirs) for theirs in story]
+    for name, other in zip(names, doing, strict=True):
+        if other != doing[0]:
+            return (
+                f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all of them make the same "
+                "calls in the same order"
+            )
     return f"{differ}: {_difference(story, names)}"
+
+
+def _doing(lines: Sequence[str]) -> str:
+    if len(lines) == 1 and lines[0].startswith(_ACTIVITY):
+        return lines[0].removeprefix(_ACTIVITY)
+    return "runs a step"
 
 
 def _difference(story: Sequence[Sequence[str]], names: Sequence[str]) -> str:

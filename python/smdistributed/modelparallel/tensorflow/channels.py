@@ -32,7 +32,7 @@ def open_between(groups: TensorFlowGroups, layout: Layout) -> None:
     the step that they trace first; it makes none if one of them has no GPU, or traces another step."""
     here = device()
     mine = (here is not None, zlib.crc32("\n".join(layout.lines).encode()))
-    everybody = communication.allgather(mine, CommGroup.PP_GROUP)
+    everybody = communication.gather_for("has divided the model", mine, CommGroup.PP_GROUP)
     if here is None or any(other != mine for other in everybody):
         return
     members, place = groups.members["pp"], groups.rank_in("pp")

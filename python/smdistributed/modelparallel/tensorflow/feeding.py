@@ -7,20 +7,49 @@ the same place: that they do the same, and that there is a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from smdistributed._common import errors
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.tensorflow import communication
+from smdistributed.modelparallel.tensorflow import agreement, communication
 from smdistributed.modelparallel.tensorflow.state import state
 
 _END = "has not come: there are no more"
+_DOES = "runs `fit`, `evaluate` or `predict`"
+#: What the others know of, each in its way.
+_KNOWN = (errors.MismatchError, errors.PeerFailedError, errors.ClosedError, errors.WaitTimeoutError, tf.errors.OpError)
+#: How long a rank that has left waits for the others to hear of it; they may have left, too.
+_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def taking_part(activity: str) -> Iterator[None]:
+    """Around all batches of ``activity``, which the ranks of a pipeline end together. If this one ends by an error of its own, such as a callback's,
+    the others hear of it with their next batch (AGR-2).
+
+    Raises:
+        SMPMismatchError: others have more batches.
+    """
+    groups = state.groups
+    try:
+        yield
+    except Exception as error:
+        is_known = isinstance(error, _KNOWN) or groups.telling is not None or getattr(error, "_smp_is_known", False)
+        if groups.pipe is not None and not is_known:
+            text = f"rank {groups.rank}: {type(error).__name__}: {error}"
+            agreement.tell_failure(f"left `{activity}`", text, groups, _SECONDS)
+        raise
+    if groups.pipe is not None:
+        stories = communication.gather_for(_DOES, (f"`{activity}`", "has ended", None), CommGroup.PP_GROUP)
+        _compare([f"{activity} {each}" for activity, each, _ in stories])
 
 
 def next_batch(activity: str, take: Callable[[], Any]) -> Any:
@@ -48,8 +77,9 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
     leaves, is_first = tf.nest.flatten(batch), groups.rank_in("pp") == 0
     # What the core does not carry goes with the story.
     told = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
-    stories = communication.allgather((activity, story, told), CommGroup.PP_GROUP)
+    stories = communication.gather_for(_DOES, (activity, story, told), CommGroup.PP_GROUP)
     if failure is not None and story != _END:
+        failure._smp_is_known = True  # type: ignore[attr-defined]
         raise failure
     _compare([f"{activity} {each}" for activity, each, _ in stories])
     if failure is not None:
@@ -57,17 +87,6 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
     _, _, first = stories[0]
     found = [_of_first(leaf, known, is_first) for leaf, known in zip(leaves, first, strict=True)]
     return tf.nest.pack_sequence_as(batch, found)
-
-
-def leave(activity: str) -> None:
-    """This rank has computed with all batches; so have the others of the pipeline.
-
-    Raises:
-        SMPMismatchError: they have not.
-    """
-    if state.groups.pipe is not None:
-        stories = communication.allgather((f"`{activity}`", "has ended", None), CommGroup.PP_GROUP)
-        _compare([f"{activity} {each}" for activity, each, _ in stories])
 
 
 def _as_tensors(batch: Any) -> Any:

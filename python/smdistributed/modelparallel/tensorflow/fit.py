@@ -54,21 +54,18 @@ class Fitted:
             SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
             SMPUnsupportedError: the loss of a batch does not come of those of its microbatches; see the documentation.
         """
-        history = super().fit(*args, **kwargs)  # type: ignore[misc]
-        feeding.leave("fit")
-        return history
+        with feeding.taking_part("fit"):
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`."""
-        found = super().evaluate(*args, **kwargs)  # type: ignore[misc]
-        feeding.leave("evaluate")
-        return found
+        with feeding.taking_part("evaluate"):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`, and all get the outputs."""
-        outputs = super().predict(*args, **kwargs)  # type: ignore[misc]
-        feeding.leave("predict")
-        return outputs
+        with feeding.taking_part("predict"):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self) -> None:
         """As Keras', which does so when an epoch or an evaluation begins."""

@@ -9,6 +9,7 @@
   told this host that it has begun to send, and waits for nothing that still has to be launched.
 - MSG-3: what goes between GPUs are the floating-point tensors that anchored segments make. Integers of a graph lie in host
   memory, and what other segments make comes in no order.
+- MSG-4: nothing is sent before all ranks are known to run the same step: it would come in the next one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Messages:
             The operations that begin to, and the one that ends when they have it.
         """
         messages = []
-        with tf.control_dependencies(after):
+        # MSG-4.
+        with tf.control_dependencies([self._start, *after]):
             for target in self._layout.transfers[tensor.name].targets:
                 messages += self._send_to(target, tensor, value, mb)
         with tf.device(_HOST):
@@ -159,7 +161,7 @@ class Messages:
         """Tells other ranks when a segment's call has ended."""
         signal = self._layout.signals[segment]
         tag = self._tag(signal, mb)
-        with tf.control_dependencies([call]), tf.device(_HOST):
+        with tf.control_dependencies([self._start, call]), tf.device(_HOST):
             messages = [
                 core_ops.smd_send(tensor=_NOTICE, peer=target, tag=tag, group=self._group) for target in signal.targets
             ]

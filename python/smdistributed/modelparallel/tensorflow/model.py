@@ -165,7 +165,7 @@ class DistributedModel(Fitted, _Model):
                     failed.append((hook, error))
         state.hooks[:] = [hook for hook, _ in failed]
         told = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
-        failures = communication.allgather(told, CommGroup.PP_GROUP)
+        failures = communication.gather_for("has divided the model", told, CommGroup.PP_GROUP)
         for _, error in failed:
             raise error
         for place, text in enumerate(failures):
@@ -239,7 +239,7 @@ class DistributedModel(Fitted, _Model):
             write()
             return
         groups = state.groups
-        paths = communication.allgather(str(path))
+        paths = communication.gather_for("saves or loads", str(path))
         if len(set(paths)) > 1:
             raise SMPUsageError(
                 f"the whole model is written once, to one path, and the ranks give it {sorted(set(paths))}"

@@ -46,7 +46,7 @@ class Shards:
             if groups.rank == 0:
                 os.makedirs(directory, exist_ok=True)
                 _core.checkpoint_clean(directory)
-            communication.barrier()
+            communication.gather_for("saves or loads", None)
             self._saver = _core.CheckpointSaver(
                 directory, groups.rank, groups.topology.size, self._threads, True, keep, _TIMEOUT_SECONDS
             )

@@ -253,7 +253,7 @@ def _tell(error: Exception) -> None:
     kind, *lines = type(error).__name__, *str(error).strip().splitlines()
     last = lines[-1].strip() if lines else ""
     text = f"rank {groups.rank}: {last if last.startswith(kind) else f'{kind}: {last}'}"
-    agreement.tell_failure(text, groups)
+    agreement.tell_failure("could not trace a step that others run", text, groups, agreement.TRACING_SECONDS)
 
 
 @dataclass(eq=False)

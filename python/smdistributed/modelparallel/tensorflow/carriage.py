@@ -1,0 +1,79 @@
+"""How objects travel between processes, whatever they are for; tensors of TensorFlow travel as arrays and come as tensors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import call
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: Tags in the group of all ranks: what a message holds, and that it has been taken.
+_CONTENT, _TAKEN = 1, 2
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
+            return tf.convert_to_tensor, (value.numpy(),)
+        return NotImplemented
+
+
+def _packed(value: Any) -> np.ndarray:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def _unpacked(message: np.ndarray) -> Any:
+    return pickle.loads(message.tobytes())
+
+
+def _send(values: np.ndarray, rank: int, tag: int) -> None:
+    message = call(core_ops.smd_send, tensor=tf.constant(values), peer=rank, tag=tag, group=_world())
+    call(core_ops.smd_sent, messages=[message])
+
+
+def _recv(size: int, kind: tf.DType, rank: int, tag: int) -> np.ndarray:
+    return call(core_ops.smd_recv, shape=[size], T=kind, peer=rank, tag=tag, group=_world()).numpy()
+
+
+def post(value: Any, ranks: list[int]) -> None:
+    """Gives ``value`` to other global ranks; returns when they have it."""
+    message = _packed(value)
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        for rank in ranks:
+            _send(np.array([message.size], np.int64), rank, _CONTENT)
+            _send(message, rank, _CONTENT)
+        for rank in ranks:
+            _recv(1, tf.uint8, rank, _TAKEN)
+
+
+def take(rank: int) -> Any:
+    """What another global rank has posted."""
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        size = int(_recv(1, tf.int64, rank, _CONTENT)[0])
+        message = _recv(size, tf.uint8, rank, _CONTENT)
+        _send(np.zeros(1, np.uint8), rank, _TAKEN)
+    return _unpacked(message)
+
+
+def _world() -> int | None:
+    return state.groups.objects("world")
+
+
+def gather(value: Any, name: str) -> list[Any]:
+    """The values of all ranks of a kind of group, in their order."""
+    members, ours = state.groups.members[name], state.groups.objects(name)
+    message = _packed(value)
+    if len(members) == 1:
+        return [_unpacked(message)]
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        whole = call(core_ops.smd_all_gather, tensor=tf.constant(message), group=ours)
+    parts = np.split(whole.output.numpy(), np.cumsum(whole.rows.numpy())[:-1])
+    return [_unpacked(part) for part in parts]
