@@ -4,12 +4,14 @@
     smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 16
     smdrun -n 2 benches/modelparallel/keras_steps.py pipelining
     smdrun -n 2 benches/modelparallel/keras_steps.py replicas --microbatches 2
+    smdrun -n 2 benches/modelparallel/keras_steps.py first --layers 12 --width 64 --rows 2 --microbatches 4
 
-The model is a row of equal dense layers. ``memory`` says how much of its variables each rank has, and how much larger a rank
+The model is a row of equal dense layers, or for ``first`` of equal blocks of a transformer. ``memory`` says how much of its variables each rank has, and how much larger a rank
 becomes by them and by steps; microbatches have the same size however many there are. ``pipelining`` compares a step with one of plain Keras in one process, over
 as many microbatches, in rounds that take turns; every process computes in one thread. With GPUs, each process uses one (`--threads 0`).
 ``replicas`` compares steps of replicas of the whole model (`"ddp": True`) with the same steps whose gradients are averaged when all of them are
-there, and with steps that average nothing: what a step takes longer than those is exposed.
+there, and with steps that average nothing: what a step takes longer than those is exposed. ``first`` compares the time of the first step, in which
+everything is traced, built and optimized, with that of plain Keras in one process; each has not seen the model before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,30 @@ import smdistributed.modelparallel.tensorflow as smp
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 
 
+def dense(width: int, name: str) -> Any:
+    """One of equal layers."""
+    return tf.keras.layers.Dense(width, "relu", use_bias=False, name=name)
+
+
+def block(width: int, name: str) -> Any:
+    """One of a transformer, which takes rows of numbers as sequences of one vector."""
+    layers = tf.keras.layers
+
+    class Block(layers.Layer):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__(name=name)
+            self.norms = [layers.LayerNormalization(), layers.LayerNormalization()]
+            self.attention = layers.MultiHeadAttention(4, width // 4)
+            self.wide, self.narrow = layers.Dense(4 * width, activation="gelu"), layers.Dense(width)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            y = self.norms[0](x[:, None])
+            x += self.attention(y, y, use_causal_mask=True)[:, 0]
+            return x + self.narrow(self.wide(self.norms[1](x)))
+
+    return Block()
+
+
 def trainer(
     base: type,
     layers: int,
@@ -36,6 +62,7 @@ def trainer(
     rows: int,
     microbatches: int,
     finish: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    layer: Callable[[int, str], Any] = dense,
 ) -> tuple[Any, Callable[[], Any]]:
     """A model of such layers, and what makes a step of it; ``finish`` gets the gradients before the optimizer does. With plain
     Keras, each microbatch comes after the one before it."""
@@ -45,7 +72,7 @@ def trainer(
     class Model(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.row = [keras.layers.Dense(width, "relu", use_bias=False, name=f"layer{i}") for i in range(layers)]
+            self.row = [layer(width, f"layer{i}") for i in range(layers)]
 
         def call(self, x: tf.Tensor) -> tf.Tensor:
             for layer in self.row:
@@ -162,6 +189,34 @@ def pipelining(arguments: argparse.Namespace) -> None:
         )
 
 
+def first(arguments: argparse.Namespace) -> None:
+    """See the module's text."""
+    tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
+    ranks, times = smp.size(), {}
+    smp.shutdown()
+    smp.init({"partitions": ranks, "microbatches": arguments.microbatches, "pipeline": arguments.schedule})
+    shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
+    # What TensorFlow and Keras do once in a process is not the step's.
+    trainer(tf.keras.Model, 1, arguments.width, arguments.rows, 1, layer=block)[1]()
+    for name, base in (("alone", tf.keras.Model), ("divided", smp.DistributedModel)):
+        if name == "divided" or smp.rank() == 0:
+            _, train = trainer(base, *shape, layer=block)
+            if name == "divided":
+                smp.barrier()
+            start = time.perf_counter()
+            float(train())
+            times[name] = time.perf_counter() - start
+    smp.barrier()
+    if smp.rank() == 0:
+        one, other = times["alone"], times["divided"]
+        print(
+            f"{arguments.layers} blocks, {arguments.microbatches} microbatches: first step {other:.1f} s on {ranks} partitions, "
+            f"{one:.1f} s in one process; ratio {other / one:.2f}",
+            flush=True,
+        )
+
+
 def replicas(arguments: argparse.Namespace) -> None:
     """See the module's text."""
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
@@ -209,7 +264,7 @@ def replicas(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "pipelining", "replicas"))
+    parser.add_argument("what", choices=("memory", "pipelining", "replicas", "first"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
@@ -222,7 +277,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="in a round")
     arguments = parser.parse_args()
     smp.init()
-    {"memory": memory, "pipelining": pipelining, "replicas": replicas}[arguments.what](arguments)
+    whats = {"memory": memory, "pipelining": pipelining, "replicas": replicas, "first": first}
+    whats[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -21,7 +23,7 @@ pytestmark = [
 
 def _everything():
     _train()
-    return _draws(), _slices(), _arguments()
+    return _draws(), _slices(), _arguments(), _left()
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def _slices():
 
 def test_what_slices_itself_gives_each_microbatch_its_own(ranks):
     """And ranks whose steps differ in a number are told."""
-    for _, found, _ in ranks[1]:
+    for _, found, *_ in ranks[1]:
         assert found[0] == "SMPMismatchError", found
         assert "Const[0.25]" in found[1], found
         assert "Const[0.5]" in found[1], found
@@ -289,7 +291,7 @@ def _arguments():
 
 
 def test_a_step_is_traced_as_a_function_of_tensorflow_is(ranks):
-    for *_, found in ranks[1]:
+    for *_, found, _ in ranks[1]:
         assert found == {
             "shapes": [1, 2, 3, 4],
             "input_signature": [None],
@@ -298,3 +300,44 @@ def test_a_step_is_traced_as_a_function_of_tensorflow_is(ranks):
             "numbers of Python": [4, 4],
             "tensors": [4],
         }
+
+
+def _left():
+    """Whether AutoGraph converts nothing but the script in a step's first calls, else what; and how many graphs of traces are left."""
+    import tensorflow as tf
+    from tensorflow.python.autograph.impl import api
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.tensorflow.tracing import TraceGraph
+
+    def graphs():
+        gc.collect()
+        return [each for each in gc.get_objects() if isinstance(each, TraceGraph)]
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    model, optimizer = two_layers(smp.DistributedModel), tf.keras.optimizers.SGD(0.1)
+    before = graphs()
+
+    def body(x):
+        if tf.reduce_sum(x) < 0.0:
+            x = -x
+        return optimizer.get_gradients(tf.reduce_mean(model(x)), model.trainable_variables)
+
+    step = smp.step(body)
+
+    @tf.function
+    def train(x):
+        gradients = [each.accumulate() for each in step(x)]
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    with mock.patch.object(api, "_convert_actual", wraps=api._convert_actual) as converting:
+        for rows in (4, 8):
+            train(tf.ones([rows, 3]))
+    converted = {call.args[0].__module__ for call in converting.call_args_list}
+    return converted == {_left.__module__} or converted, len(graphs()) - len(before)
+
+
+def test_a_trace_converts_the_scripts_code_alone_and_is_gone_afterwards(ranks):
+    for *_, found in ranks[1]:
+        assert found == (True, 0)

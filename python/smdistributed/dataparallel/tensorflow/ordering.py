@@ -52,10 +52,27 @@ def _runs_ours(op: Any) -> bool:
         return True
     for attribute in _FUNCTIONS.get(op.type, ()):
         named = op.get_attr(attribute)
-        for function in named if isinstance(named, list) else [named]:
-            found = op.graph._get_function(function.name)
-            if found is not None and _graph_runs_ours(found.graph):
-                return True
+        if any(_function_runs_ours(op.graph, each.name) for each in (named if isinstance(named, list) else [named])):
+            return True
+    return False
+
+
+def _function_runs_ours(graph: Any, name: str) -> bool:
+    """Whether a function that ``graph`` knows does."""
+    function = graph._get_function(name)
+    if function is None:
+        return False
+    cached = getattr(function, "_cached_graph", None)
+    return _graph_runs_ours(cached) if cached is not None else _definition_runs_ours(graph, function)
+
+
+def _definition_runs_ours(graph: Any, function: Any) -> bool:
+    """Of one without a graph in Python, such as a loaded one's: to make that takes its time."""
+    for node in function.cached_definition.node_def:
+        attributes = [node.attr[each] for each in _FUNCTIONS.get(node.op, ())]
+        named = [each.name for value in attributes for each in (value.list.func or [value.func])]
+        if node.op.startswith("Smd") or any(_function_runs_ours(graph, each) for each in named):
+            return True
     return False
 
 

@@ -36,6 +36,7 @@ shims.load_tensorflow()
 
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
 from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E402
+from smdistributed.modelparallel.tensorflow import autograph  # noqa: E402
 from smdistributed.modelparallel.tensorflow import core as core  # noqa: E402
 from smdistributed.modelparallel.tensorflow import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.tensorflow.checkpoint import CheckpointManager  # noqa: E402
@@ -67,6 +68,8 @@ from smdistributed.modelparallel.tensorflow.model import (  # noqa: E402
 from smdistributed.modelparallel.tensorflow.output import StepOutput  # noqa: E402
 from smdistributed.modelparallel.tensorflow.state import state  # noqa: E402
 from smdistributed.modelparallel.tensorflow.step import step  # noqa: E402
+
+autograph.leave_out("smdistributed.modelparallel")
 
 rank, size, local_rank, local_size = ranks.rank, ranks.size, ranks.local_rank, ranks.local_size
 mp_rank, mp_size, get_mp_group = ranks.mp_rank, ranks.mp_size, ranks.get_mp_group

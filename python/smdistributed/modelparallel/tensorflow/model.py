@@ -60,7 +60,9 @@ class DistributedModel(Fitted, _Model):
             state.model = self
         elif state.model is not self:
             raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
-        self.__dict__["_smp_example"] = args, {name: value for name, value in kwargs.items() if name != "training"}
+        given = args, {name: value for name, value in kwargs.items() if name != "training"}
+        # Tensors would keep the graph of the trace.
+        self.__dict__["_smp_example"] = tf.nest.map_structure(_described, given)
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
         with trace.out_of_model():
@@ -291,7 +293,7 @@ class DistributedModel(Fitted, _Model):
         call = inspect.signature(self.call).bind(*args, **kwargs)
         example = dict(call.arguments)
         places = nest.flatten_with_joined_string_paths(example)
-        tensors = {path: value for path, value in places if isinstance(value, tf.Tensor)}
+        tensors = {path: value for path, value in places if isinstance(value, tf.TensorSpec)}
         if not tensors:
             raise SMPUnsupportedError("`save_model` needs a model that is called with tensors")
         names = {path: path.replace("/", "_") if len(tensors) > 1 else "inputs" for path in tensors}
@@ -307,6 +309,10 @@ class DistributedModel(Fitted, _Model):
             for path, value in tensors.items()
         }
         return {"serving_default": tf.function(serve).get_concrete_function(**specs)}
+
+
+def _described(value: Any) -> Any:
+    return tf.TensorSpec(value.shape, value.dtype) if isinstance(value, tf.Tensor) else value
 
 
 def _value(variable: tf.Variable) -> Any:

@@ -106,7 +106,7 @@ class Operations:
             [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
             made,
             has_effect(op) or draws,
-            any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
+            bool(variables) and any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
             _flops(op),
         )
 

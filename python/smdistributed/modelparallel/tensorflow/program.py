@@ -22,11 +22,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
@@ -50,30 +52,46 @@ def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> list[
         ops: In an order in which they can be made.
         values: What stands here for a tensor there, by its name; those that are made are added.
     """
-    graph = tf.compat.v1.get_default_graph()
     made: dict[str, tf.Operation] = {}
-    for op in ops:
-        attrs = {name: value for name, value in op.node_def.attr.items() if name not in _NAMING}
-        inputs = []
-        for tensor in op.inputs:
-            if tensor.name not in values:
-                # A constant.
-                copy_ops([tensor.op], values)
-            inputs.append(values[tensor.name])
-        # What stands for effects may not be made here, as nobody takes it.
-        waits = dict.fromkeys(each.name for each in (*op.control_inputs, *waited_for(op)))
-        before = [made[name] for name in waits if name in made]
-        with tf.control_dependencies(before), tf.device(op.device or None):
-            new = graph._create_op_internal(
-                op.type, inputs, [tensor.dtype for tensor in op.outputs], name=op.name, attrs=attrs, op_def=op.op_def
-            )
-        made[op.name] = new
-        for old, tensor in zip(op.outputs, new.outputs, strict=True):
-            tensor.set_shape(old.shape)
-            if old.dtype in (tf.resource, tf.variant):
-                handle_data_util.copy_handle_data(old, tensor)
-            values[old.name] = tensor
+    # To enter a device takes as long as to make an operation, and neighbours are mostly on one.
+    for device, together in itertools.groupby(ops, lambda op: op.device):
+        with tf.device(device or None):
+            for op in together:
+                made[op.name] = _copy_op(op, values, made)
     return list(made.values())
+
+
+def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, tf.Operation]) -> tf.Operation:
+    graph = tf.compat.v1.get_default_graph()
+    attrs = {name: value for name, value in op.node_def.attr.items() if name not in _NAMING}
+    inputs = []
+    for tensor in op.inputs:
+        if tensor.name not in values:
+            # A constant.
+            copy_ops([tensor.op], values)
+        inputs.append(values[tensor.name])
+    # What stands for effects may not be made here, as nobody takes it.
+    waits = dict.fromkeys(each.name for each in (*op.control_inputs, *waited_for(op)))
+    with tf.control_dependencies([made[name] for name in waits if name in made]):
+        new = graph._create_op_internal(
+            op.type, inputs, [tensor.dtype for tensor in op.outputs], name=op.name, attrs=attrs, op_def=op.op_def
+        )
+    for old, tensor in zip(op.outputs, new.outputs, strict=True):
+        tensor.set_shape(old.shape)
+        if old.dtype in (tf.resource, tf.variant):
+            handle_data_util.copy_handle_data(old, tensor)
+        values[old.name] = tensor
+    return new
+
+
+def _without_graph(function: Any) -> Any:
+    """A function of the trace as the runtime knows it. The graph that Python has of a branch or a loop would keep that of the trace, whose
+    tensors it takes, as long as the step is there."""
+    if not isinstance(function, AtomicFunction):
+        return function
+    return AtomicFunction(
+        function.name, function._bound_context, function.function_type, call_options=function.call_options
+    )
 
 
 class Program:
@@ -240,7 +258,8 @@ class Program:
             before.append(self._has_been_called(segment, mb - 1))
         ready = []
         if segment.anchored:
-            here = [each.op for each in arguments if getattr(each, "graph", None) is self._graph]
+            # Most come from one call.
+            here = list(dict.fromkeys(each.op for each in arguments if getattr(each, "graph", None) is self._graph))
             ready = self._clock.read([*before, *here])
             if mb == 0:
                 before += self._begin_sums(segment, [*before, *here])
@@ -332,7 +351,8 @@ class Program:
         """A segment's operations in the current graph, and the values in it by name."""
         graph = tf.compat.v1.get_default_graph()
         for function in self._trace.graph._functions.values():
-            graph._add_function_recursive(function)
+            if not graph._is_function(function.name):
+                graph._add_function(_without_graph(function))
         values: dict[str, Any] = dict(self._captures)
         for tensor, argument in zip(self._inputs(segment), arguments, strict=True):
             if tensor.dtype in (tf.resource, tf.variant):
