@@ -39,7 +39,7 @@ def _everything(folder):
     smp.shutdown()
     checkpoints = _checkpoints(folder)
     _calls(folder)
-    return errors, checkpoints, _models()
+    return errors, checkpoints, _models(), _parts()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def ranks(tmp_path_factory):
 
 
 def test_models_learn_as_in_one_process(ranks):
-    found_by_rank = [models for _, _, models in ranks[1]]
+    found_by_rank = [models for _, _, models, _ in ranks[1]]
     for case, *found in zip(SAMPLE, *found_by_rank, strict=True):
         for difference, variables in found:
             assert difference < 1e-10, (case, found)
@@ -136,6 +136,20 @@ def _errors():
 
     assert (growing(x).merge().numpy() == 2 * plain).all()
     refused("again", lambda: growing(tf.ones([8, 3])))
+
+    @smp.step
+    def updating(x):
+        loss = tf.reduce_sum(model(x))
+        optimizer.apply_gradients(
+            zip(optimizer.get_gradients(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        return loss
+
+    optimizer = tf.keras.optimizers.SGD(0.0)
+    refused("updating", lambda: updating(x))
+    refused("output", lambda: forward(x).numpy())
+    gradients = smp.step(lambda x: optimizer.get_gradients(tf.reduce_sum(model(x)), model.trainable_variables))(x)
+    refused("each", lambda: optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True)))
     refused("partition", lambda: smp.partition(2).__enter__())
     refused("groups", smp.get_mp_process_group)
     # What is elsewhere takes no memory.
@@ -159,10 +173,13 @@ def test_what_is_wrong_is_an_error_on_every_rank(ranks):
         "differing": ("SMPMismatchError", "Sin(", "Exp("),
         "late": ("SMPMismatchError", "partition 0", "no such thing"),
         "again": ("ValueError", "`unguarded`", "first call"),
+        "updating": ("StagingError", "SMPUsageError", "return the gradients"),
+        "output": ("AttributeError", "no `numpy`", "merge()"),
+        "each": ("SMPUsageError", "accumulate()"),
         "partition": ("SMPPartitionError", "partition 2 does not exist"),
         "groups": ("NotImplementedError", "torch.distributed"),
     }
-    for (found, sizes, rank), _, _ in ranks[1]:
+    for (found, sizes, rank), *_ in ranks[1]:
         assert set(found) == set(expected), found
         if rank == 0:
             assert "KeyError" in found.pop("late")[0], found
@@ -274,7 +291,7 @@ def _checkpoints(folder):
 
 def test_a_checkpoint_is_that_of_one_process(ranks):
     folder, found_by_rank = ranks
-    for _, (expected, found, plain, path, kept), _ in found_by_rank:
+    for _, (expected, found, plain, path, kept), *_ in found_by_rank:
         assert path == str(folder / "mine-3")
         assert kept == [str(folder / "mine-2"), path]
         for how, losses in found.items():
@@ -520,3 +537,108 @@ def _calls(folder):
         assert smp.recv_from(0)["tensor"].numpy().tolist() == [1, 2]
         smp.send("back", 0)
         assert smp.recv_from(0) == [3]
+
+
+def _parts():
+    """What plain Keras and a divided model learn whose parts have optimizers of their own, and what is said of a gradient of another
+    variable. All partitions have the variable `shift`, which no layer has."""
+    import numpy as np
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    keras.backend.set_floatx("float64")
+    x = tf.constant(np.random.default_rng(4).normal(size=(4, 3)))
+
+    def learn(base):
+        keras.utils.set_random_seed(5)
+
+        class Model(base):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = keras.layers.Dense(3, "tanh"), keras.layers.Dense(3)
+                self.shift = self.add_weight(shape=(3,), initializer="ones", name="shift")
+
+            def call(self, x):
+                return self.two(self.one(x) * self.shift)
+
+        model, outside = Model(), tf.Variable(0.5, dtype=tf.float64)
+        near, far = keras.optimizers.Adam(0.1, global_clipnorm=0.1), keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+        whole = keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def body(x):
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = model(x)
+                loss = tf.reduce_mean(tf.square(outputs - outside))
+            parts = model.one.trainable_variables, [model.shift, *model.two.trainable_variables]
+            everything = [*model.trainable_variables, outside]
+            return *(tape.gradient(loss, part) for part in (*parts, everything)), tf.RaggedTensor.from_tensor(outputs)
+
+        if base is keras.Model:
+
+            def step(x):
+                *lists, outputs = zip(*map(body, tf.split(x, 2)), strict=True)
+                return *([sum(pair) / 2 for pair in zip(*each, strict=True)] for each in lists), tf.concat(outputs, 0)
+
+            clip = tf.clip_by_global_norm
+        else:
+            over_microbatches, clip = smp.step(body), smp.clip_by_global_norm
+
+            def step(x):
+                *lists, outputs = over_microbatches(x)
+                return *([each.accumulate() for each in gradients] for gradients in lists), outputs.merge()
+
+        @tf.function
+        def train(x):
+            of_near, of_far, of_all, outputs = step(x)
+            norms = [
+                clip(gradients, 1.0)[1] for gradients in (of_near, of_far, of_all, [2.0 * each for each in of_all])
+            ]
+            near.apply_gradients(zip(of_near, model.one.trainable_variables, strict=True))
+            far.apply_gradients(zip(of_far, [model.shift, *model.two.trainable_variables], strict=True))
+            whole.apply_gradients(zip(of_all, [*model.trainable_variables, outside], strict=True))
+            return norms, outputs.to_tensor()
+
+        body(x[:2]) if base is keras.Model else over_microbatches(x)
+        found = [tf.nest.map_structure(lambda each: each.numpy(), train(x)) for _ in range(3)]
+        everything = [*model.one.variables, model.shift, *model.two.variables, outside]
+        here = {id(each) for each in (*model.variables, outside)}
+        values = {place: each.numpy() for place, each in enumerate(everything) if id(each) in here}
+        counts = [len(optimizer.variables) for optimizer in (near, far, whole)]
+        return model, whole, found, values, counts
+
+    _, _, *plain = learn(keras.Model)
+    model, whole, *ours = learn(smp.DistributedModel)
+
+    def kernels():
+        return [each for each in model.trainable_variables if len(each.shape) == 2]
+
+    gradients = smp.step(lambda x: whole.get_gradients(tf.reduce_sum(model(x)), kernels()))(x)
+    said = ""
+    try:
+        # Those of all partitions, and variables of this one.
+        whole.apply_gradients(zip([each.accumulate() for each in gradients], kernels()))  # noqa: B905
+    except smp.exceptions.SMPUsageError as error:
+        said = str(error)
+    smp.barrier()
+    return plain, ours, said, smp.rank()
+
+
+def test_parts_of_a_model_have_optimizers_of_their_own(ranks):
+    import numpy as np
+
+    places = []
+    for *_, ((expected, values, counts), (found, here, here_counts), said, rank) in ranks[1]:
+        for (norms, outputs), (our_norms, our_outputs) in zip(expected, found, strict=True):
+            np.testing.assert_allclose(our_norms, norms, rtol=1e-7)
+            np.testing.assert_allclose(our_outputs, outputs, atol=1e-7)
+        for place, value in here.items():
+            np.testing.assert_allclose(value, values[place], atol=1e-7)
+        # As in one process, whatever is where.
+        assert here_counts == counts
+        places.append(sorted(here))
+        assert ("would be applied to `" in said) == (rank == 1), said
+    assert places == [[0, 1, 2, 5], [2, 3, 4, 5]]

@@ -124,7 +124,7 @@ class Derivatives:
             if of_replicas:
                 self._refuse_other_forms(value, variables)
             return None
-        known = of if len(of) == 1 else self.variables_of(value, _of_same_shape)
+        known = of if len(of) == 1 else self.variables_of(value, of_same_shape)
         found = [each for each in fitting if id(handle_of(each)) in known]
         if len(found) == 1 or (found and _has_shape(value)):
             return found[0]
@@ -150,7 +150,7 @@ class Derivatives:
             )
 
 
-def _of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
+def of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Inputs that may become ``tensor`` number by number, as a gradient that is scaled by a norm of all of them does: what that was
     made of has another shape."""
     rank, shape = tensor.shape.rank, tensor.shape

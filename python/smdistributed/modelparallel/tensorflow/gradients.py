@@ -15,6 +15,7 @@ from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import agreement
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.derivatives import Derivatives, fits
+from smdistributed.modelparallel.tensorflow.output import origins_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -35,12 +36,14 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
     return list(zip(found, variables, strict=True))
 
 
-def are_gradients(values: Any, variables: Sequence[Any], derivatives: Derivatives) -> bool:
-    """Whether a part of what a body returns is the gradients of the model: a list or tuple with one for each of its
-    trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``."""
-    if type(values) not in (list, tuple) or len(values) != len(variables):
+def begin_with_gradients(values: Any, variables: Sequence[Any], derivatives: Derivatives) -> bool:
+    """Whether a part of what a body returns is the gradients of the model: a list or tuple that begins with one for each of its
+    trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``. Those of variables outside of the
+    model may follow."""
+    if type(values) not in (list, tuple) or len(values) < len(variables):
         return False
-    pairs = [(value, variable) for value, variable in zip(values, variables, strict=True) if value is not None]
+    found = zip(values, variables)  # noqa: B905 - more may follow
+    pairs = [(value, variable) for value, variable in found if value is not None]
     return (
         bool(pairs)
         and all(fits(value, variable) for value, variable in pairs)
@@ -77,14 +80,23 @@ def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[
     """As ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions. All ranks call it, outside of steps.
 
     Args:
-        gradients: This rank's, ``None`` among them or not.
+        gradients: This rank's, ``None`` among them or not. What all partitions have counts once.
         clip_norm: The largest norm that is left as it is.
 
     Returns:
         The clipped gradients, and the norm over all partitions.
     """
+    gradients = list(gradients)
+    here = state.model.trainable_variables if state.model is not None else []
+    known = here if len(here) == len(gradients) else [None] * len(gradients)
+    return clip(gradients, [_is_counted(*each) for each in zip(gradients, known, strict=True)], clip_norm)
+
+
+def clip(gradients: Sequence[Any], counted: Sequence[bool], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
+    """As :func:`clip_by_global_norm`, by what is ``counted`` on each partition."""
     present = [gradient for gradient in gradients if gradient is not None]
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in present]
+    ours = [gradient for gradient, counts in zip(gradients, counted, strict=True) if counts and gradient is not None]
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in ours]
     squares = [tf.reduce_sum(tf.square(tf.cast(value, tf.float64))) for value in values]
     total = tf.add_n(squares) if squares else tf.zeros([], tf.float64)
     if state.groups.pipe is not None:
@@ -100,3 +112,19 @@ def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[
         return value * tf.cast(scale, value.dtype)
 
     return [clipped(gradient) for gradient in gradients], tf.cast(norm, present[0].dtype if present else tf.float32)
+
+
+def is_counted(variable: Any) -> bool:
+    """Whether this rank counts a variable for all partitions: one that all have is the first one's to count."""
+    model, rank = state.model, state.groups.rank_in("pp")
+    return (
+        rank == 0 or model is None or not model.is_partitioned or id(handle_of(variable)) in model._smp_homes.variables
+    )
+
+
+def _is_counted(gradient: Any, variable: Any) -> bool:
+    """As :func:`is_counted`, of a gradient; ``variable`` is what it may be of, if that is known."""
+    origins = set() if gradient is None else origins_of(gradient)
+    if origins:
+        return state.groups.rank_in("pp") == 0 or any(origin.partition is not None for origin in origins)
+    return variable is None or is_counted(variable)

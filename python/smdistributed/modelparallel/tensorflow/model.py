@@ -66,7 +66,7 @@ class DistributedModel(Fitted, _Model):
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
         with trace.out_of_model():
-            return tf.nest.map_structure(_handed_out, results)
+            return tf.nest.map_structure(_handed_out, results, expand_composites=True)
 
     # Variables.
 

@@ -12,10 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
-from smdistributed.modelparallel.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import averages, slots
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
-from smdistributed.modelparallel.tensorflow.gradients import clip_by_global_norm, compute_gradients, get_gradients
+from smdistributed.modelparallel.tensorflow.gradients import clip, compute_gradients, get_gradients, is_counted
+from smdistributed.modelparallel.tensorflow.output import StepOutput, origins_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 #: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients, which they do when
@@ -159,10 +160,13 @@ def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not pairs and hasattr(self, "scale_loss"):
             self.apply([], [])
             return self.iterations
-        with _update(self, [gradient for gradient, _ in pairs], variables) as gradients:
-            if gradients is None:
+        with _update(self, [gradient for gradient, _ in pairs], variables) as ready:
+            if ready is None:
                 return self.iterations
-            return plain(self, list(zip(gradients, variables, strict=True)), *args, **kwargs)
+            if not ready[0] and hasattr(self, "scale_loss"):
+                self.apply([], [])
+                return self.iterations
+            return plain(self, list(zip(*ready, strict=True)), *args, **kwargs)
 
     return apply_gradients
 
@@ -177,66 +181,79 @@ def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
             variables = slots.here(self)
         if variables is None:
             return plain(self, grads)
-        variables = list(variables)
-        with _update(self, list(grads), variables) as gradients:
-            return None if gradients is None else plain(self, gradients, variables)
+        with _update(self, list(grads), list(variables)) as ready:
+            return None if ready is None else plain(self, *ready)
 
     return apply
 
 
 @contextlib.contextmanager
-def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[list[Any] | None]:
-    """Around an optimizer's update of ``variables``.
+def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[tuple[list[Any], list[Any]] | None]:
+    """Around an optimizer's update of ``variables``, of which some may be on other partitions.
 
     Yields:
-        Gradients for them, ``None`` if there is nothing to update here.
+        Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update here.
 
     Raises:
         SMPUnsupportedError: the optimizer would not do what it does in one process.
+        SMPUsageError: it is called in a step, or a gradient that a step has returned is another variable's or not accumulated.
         ValueError: there are no gradients, here or on other partitions; the same on all ranks.
     """
+    if any(isinstance(gradient, StepOutput) for gradient in gradients):
+        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
+    if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
+        raise SMPUsageError(
+            "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply what their "
+            "`accumulate()` gives outside"
+        )
     if id(optimizer) in _updating or not _are_of_the_model(variables):
-        yield gradients
+        yield gradients, variables
         return
     _updating.add(id(optimizer))
     try:
-        ready = _ready(optimizer, gradients)
+        ready = _ready(optimizer, gradients, variables)
         with averages.of_partition(optimizer):
             yield ready
     finally:
         _updating.discard(id(optimizer))
 
 
-def _ready(optimizer: Any, gradients: list[Any]) -> list[Any] | None:
+def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]] | None:
     divided = len(state.groups.members["pp"]) > 1
     if divided:
         _check(optimizer)
-    if hasattr(optimizer, "inner_optimizer"):
-        # Its own update comes here again with the other one, if gradients are finite.
-        if hasattr(optimizer, "scale_loss") or any(gradient is not None for gradient in gradients):
-            return gradients
-        slots.build(optimizer.inner_optimizer)
-        if optimizer.dynamic:
-            optimizer._loss_scale.update(gradients)
-        optimizer.iterations.assign_add(1)
-        return None
-    if divided and not state.has_gradients and all(gradient is None for gradient in gradients):
+        _check_pairs(gradients, variables)
+    is_scaled = hasattr(optimizer, "inner_optimizer")
+    if divided and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
         # As Keras. Steps are traced whole, so all ranks know it.
         raise ValueError(
             "No gradients provided for any variable: no step has computed one of a variable, on any partition."
         )
-    slots.build(optimizer)
+    # Of those that scale the loss, that of Keras 3 has variables itself.
+    has_variables = not is_scaled or hasattr(optimizer, "scale_loss")
+    slots.build(optimizer if has_variables else optimizer.inner_optimizer, variables, any(map(_is_on_all, gradients)))
+    ours = {id(handle_of(each)) for each in state.model._smp_here(variables)}
+    pairs = [pair for pair in zip(gradients, variables, strict=True) if id(handle_of(pair[1])) in ours]
+    gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+    if is_scaled:
+        # Its own update comes here again with the other one, if gradients are finite.
+        if has_variables or any(gradient is not None for gradient in gradients):
+            return gradients, variables
+        if optimizer.dynamic:
+            optimizer._loss_scale.update(gradients)
+        optimizer.iterations.assign_add(1)
+        return None
     clipnorm = getattr(optimizer, "global_clipnorm", None)
     if divided and clipnorm is not None:
         # Keras then finds the norm of this partition's gradients small enough.
-        gradients, _ = clip_by_global_norm(gradients, clipnorm)
+        gradients, _ = clip(gradients, [is_counted(variable) for variable in variables], clipnorm)
     if divided and all(gradient is None for gradient in gradients):
         # Optimizers refuse that, or do not count it.
         averages.without_update(optimizer)
         counter = optimizer.iterations
         (counter if hasattr(counter, "assign_add") else optimizer._iterations).assign_add(1)
         return None
-    return gradients
+    return gradients, variables
 
 
 def _check(optimizer: Any) -> None:
@@ -248,10 +265,39 @@ def _check(optimizer: Any) -> None:
         )
 
 
+def _is_on_all(gradient: Any) -> bool:
+    """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some variables, not of all."""
+    homes = state.model._smp_homes.variables
+    origins = set() if gradient is None else origins_of(gradient)
+    return any(origin.partition is None and origin.variable in homes for origin in origins)
+
+
+def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Refuses a gradient of another variable: lists that a script has put together may have those of all partitions in one and those of
+    this one in the other."""
+    for gradient, variable in zip(gradients, variables, strict=True):
+        of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
+        if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:
+            with state.model._smp_as_whole():
+                names = [_path(each) for each in state.model.variables if id(handle_of(each)) in of]
+            raise SMPUsageError(
+                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is divided, "
+                "`model.trainable_variables` are those of this partition, as are a step's gradients of all of them; gradients of some "
+                "variables are on all partitions, as is `trainable_variables` of a layer"
+            )
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)
+
+
 def _are_of_the_model(variables: Sequence[Any]) -> bool:
-    """Whether variables that are to be updated are those of the divided model, none on a partition that trains none."""
+    """Whether variables that are to be updated are those of the divided model, on any partition; none on one that trains none."""
     model = state.model
     if model is None or not model.is_partitioned:
         return False
-    ours = {id(handle_of(variable)) for variable in model.trainable_variables}
-    return any(id(handle_of(variable)) in ours for variable in variables) if variables else not ours
+    if not variables:
+        return not model.trainable_variables
+    with model._smp_as_whole():
+        whole = {id(handle_of(variable)) for variable in model.trainable_variables}
+    return any(id(handle_of(variable)) in whole for variable in variables)

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
+from smdistributed.modelparallel.tensorflow.derivatives import of_same_shape
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
+
+
+class Origin(NamedTuple):
+    """Where a tensor that a step has returned comes from.
+
+    Attributes:
+        variable: The handle, by identity, of the model's variable whose gradient it is; ``None`` if it is none.
+        partition: The only one that has it; ``None`` if all have.
+    """
+
+    variable: int | None = None
+    partition: int | None = None
+
+
+def origins_of(value: Value) -> set[Origin]:
+    """Those of ``value``: of what comes out of a step itself, and in a graph also of what is made of that number by number."""
+    found: set[Origin] = set()
+    pending, seen = [value, value.values] if isinstance(value, tf.IndexedSlices) else [value], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if hasattr(each, "_smp_origin"):
+            found.add(each._smp_origin)
+        elif isinstance(each, tf.Tensor) and not hasattr(each, "numpy"):
+            pending += of_same_shape(each)
+    return found
 
 
 class StepOutput:
@@ -24,8 +53,10 @@ class StepOutput:
         outputs: Sequence[Value],
         total: tf.Tensor | None = None,
         of_replicas: bool = False,
+        origin: Origin | None = None,
     ) -> None:
-        self.outputs = list(outputs)
+        self._origin = origin or Origin()
+        self.outputs = [self._known(output) for output in outputs]
         # The step adds gradients up while it runs.
         self._total = total
         # Whether that is also the mean over the replicas of the model.
@@ -40,26 +71,32 @@ class StepOutput:
     def __iter__(self) -> Iterator[Value]:
         return iter(self.outputs)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; `merge()`, `reduce_mean()` "
+            "and `accumulate()` make one of them"
+        )
+
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
 
     # What TensorFlow asks of a class whose objects functions take and return.
 
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
-        return (self._of_replicas,), (tuple(self.outputs), self._total)
+        return (self._of_replicas, self._origin), (tuple(self.outputs), self._total)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> StepOutput:
         outputs, total = components
-        return cls(outputs, total, metadata[0])
+        return cls(outputs, total, *metadata)
 
     def reduce_mean(self) -> Value:
         """Their mean."""
-        return _scaled(self._sum(), len(self.outputs))
+        return self._known(_scaled(self._sum(), len(self.outputs)))
 
     def reduce_sum(self) -> Value:
         """Their sum."""
-        return self._sum()
+        return self._known(self._sum())
 
     def concat(self) -> tf.Tensor:
         """All rows of axis 0, one microbatch after the other; of numbers, a tensor of them."""
@@ -96,7 +133,12 @@ class StepOutput:
             # Few rows, perhaps.
             var.assign(tf.convert_to_tensor(total))
             total = var.read_value()
-        return _scaled(total, len(self.outputs))
+        return self._known(_scaled(total, len(self.outputs)))
+
+    def _known(self, value: Value) -> Value:
+        if isinstance(value, tf.Tensor | tf.IndexedSlices):
+            value._smp_origin = self._origin
+        return value
 
     def _sum(self) -> Value:
         return sum_of(self.outputs) if self._total is None else self._total

@@ -21,15 +21,23 @@ from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 
-def build(optimizer: Any) -> None:
-    """Builds an optimizer of the divided model; does nothing for one that is built."""
+def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool = False) -> None:
+    """Builds an optimizer of the divided model; does nothing for one that is built.
+
+    Args:
+        optimizer: Of any Keras.
+        variables: What it updates; by default, those of the model.
+        are_all: Whether ``variables`` are the same on all partitions, also where all of them are here.
+    """
     model = state.model
     if model is None or not model.is_partitioned or optimizer in state.optimizers:
         return
+    given = model.trainable_variables if variables is None else variables
+    given = given if are_all else _of_all_partitions(given)
     with tf.init_scope(), model._smp_as_whole():
         # Keras' older ones create their slots so.
         create = optimizer._create_all_weights if hasattr(optimizer, "_create_all_weights") else optimizer.build
-        create(model.trainable_variables)
+        create(given)
 
 
 @contextlib.contextmanager
@@ -46,11 +54,13 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
         yield variables
         return
     divided = model is not None and model.is_partitioned
-    if divided:
-        with model._smp_as_whole():
-            whole = model.trainable_variables
-        if {id(handle_of(each)) for each in variables} == {id(handle_of(each)) for each in model.trainable_variables}:
-            given = whole
+    if optimizer in state.optimizers:
+        # Keras' oldest ones come here with each update.
+        before = state.optimizers[optimizer]
+        known = {id(handle_of(each)) for each in before}
+        given = [*before, *(each for each in variables if id(handle_of(each)) not in known)]
+    elif divided:
+        given = _of_all_partitions(variables)
     plain = getattr(optimizer, make)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +80,19 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
         state.optimizers[optimizer] = list(given)
     if divided:
         _settle(optimizer)
+
+
+def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
+    """What an optimizer is built for that gets ``variables``: where these are the trainable ones of this rank, with others perhaps that are not
+    the model's, those of the whole model in their place."""
+    model = state.model
+    here = {id(handle_of(each)) for each in model.trainable_variables}
+    others = [each for each in variables if id(handle_of(each)) not in here]
+    with model._smp_as_whole():
+        whole = model.trainable_variables
+    elsewhere = {id(handle_of(each)) for each in whole} - here
+    is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
+    return variables if is_part else [*whole, *others]
 
 
 def here(optimizer: Any) -> list[Any] | None:

@@ -21,7 +21,7 @@ from smdistributed.modelparallel.tensorflow import agreement, channels, gradient
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.layout import Layout
 from smdistributed.modelparallel.tensorflow.operations import Operations
-from smdistributed.modelparallel.tensorflow.output import StepOutput, sum_of
+from smdistributed.modelparallel.tensorflow.output import Origin, StepOutput, sum_of
 from smdistributed.modelparallel.tensorflow.program import Program
 from smdistributed.modelparallel.tensorflow.split import check_names, split
 from smdistributed.modelparallel.tensorflow.state import state
@@ -203,12 +203,10 @@ class StepFunction:
             state.trace = before
 
         def on(rank: int, value: Any) -> Any:
-            if gradients.are_gradients(value, variables, traced.derivatives):
-                return type(value)(
-                    _Gradient(each, variable)
-                    for each, variable in zip(value, variables, strict=True)
-                    if homes.variables.get(id(handle_of(variable)), rank) == rank
-                )
+            if gradients.begin_with_gradients(value, variables, traced.derivatives):
+                found = zip(value, variables, [homes.variables.get(id(handle_of(each))) for each in variables])  # noqa: B905 - more may follow
+                mine = [_Gradient(each, variable, home) for each, variable, home in found if home in (rank, None)]
+                return type(value)([*mine, *(on(rank, item) for item in value[len(variables) :])])
             if isinstance(value, dict):
                 return {key: on(rank, item) for key, item in value.items()}
             if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -258,17 +256,25 @@ def _tell(error: Exception) -> None:
 
 @dataclass(eq=False)
 class _Gradient:
-    """A gradient among what a body returns, ``None`` or not."""
+    """A gradient among what a body returns, ``None`` or not.
+
+    Attributes:
+        value: The gradient.
+        variable: What it is the gradient of.
+        partition: The only one that gets it, ``None`` if all do.
+    """
 
     value: Any
     variable: Any
+    partition: int | None = None
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
     if isinstance(value, _Gradient):
         return _parts(value.value)
-    if isinstance(value, tf.IndexedSlices):
-        return [each for each in (value.values, value.indices, value.dense_shape) if each is not None]
+    if isinstance(value, tf.__internal__.CompositeTensor):
+        # Slices, ragged and sparse tensors.
+        return tf.nest.flatten(value, expand_composites=True)
     return [value] if isinstance(value, tf.Tensor) else []
 
 
@@ -295,12 +301,7 @@ def _sum(gradient: _Gradient, results: Sequence[Mapping[str, tf.Tensor]]) -> Any
 
 def _of(value: Any, values: Mapping[str, tf.Tensor]) -> Any:
     """What a microbatch has made for a result of the body."""
-    if isinstance(value, tf.IndexedSlices):
-        shape = value.dense_shape
-        return tf.IndexedSlices(
-            values[value.values.name], values[value.indices.name], None if shape is None else values[shape.name]
-        )
-    return values[value.name]
+    return tf.nest.pack_sequence_as(value, [values[part.name] for part in _parts(value)], expand_composites=True)
 
 
 def _filled(
@@ -316,7 +317,8 @@ def _filled(
         return None if isinstance(template, _Gradient) else template
     if isinstance(template, _Gradient):
         made = [_of(template.value, values) for values in results]
-        return StepOutput(made, totals.get(id(template)), of_replicas)
+        origin = Origin(id(handle_of(template.variable)), template.partition)
+        return StepOutput(made, totals.get(id(template)), of_replicas, origin)
     return StepOutput([_of(template, values) for values in results])
 
 
