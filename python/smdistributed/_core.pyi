@@ -56,6 +56,9 @@ def world_place() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], bo
     """Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
     as many ranks."""
 
+def world_ranks() -> list[int]:
+    """The ranks of the world, by their numbers in the job."""
+
 def register_process_sets(lists: Sequence[Sequence[int]]) -> list[int]:
     """Makes or finds a process set for each list; returns their numbers. Collective."""
 

@@ -24,6 +24,12 @@ fn world_place(py: Python<'_>) -> PyResult<(Place, Place, Place, bool)> {
     })
 }
 
+/// The ranks of the world, by their numbers in the job.
+#[pyfunction]
+fn world_ranks(py: Python<'_>) -> PyResult<Vec<usize>> {
+    with(py, "size", |session| session.world_ranks("size"))
+}
+
 /// Makes or finds a process set for each list; returns their numbers. Collective.
 #[pyfunction]
 fn register_process_sets(py: Python<'_>, lists: Vec<Vec<usize>>) -> PyResult<Vec<u32>> {
@@ -52,6 +58,7 @@ fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_world, module)?)?;
     module.add_function(wrap_pyfunction!(world_place, module)?)?;
+    module.add_function(wrap_pyfunction!(world_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(register_process_sets, module)?)?;
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;

@@ -90,12 +90,20 @@ impl Session {
         Ok(())
     }
 
+    /// The ranks of the world, by their numbers in the job.
+    ///
+    /// # Errors
+    /// [`Error::NotInitialized`] naming `call`.
+    pub fn world_ranks(&self, call: &'static str) -> Result<Vec<usize>> {
+        self.with_sets(call, |table| Ok(table.world.clone()))
+    }
+
     /// Where this rank is in the world.
     ///
     /// # Errors
     /// [`Error::NotInitialized`] naming `call`.
     pub fn world_place(&self, call: &'static str) -> Result<WorldPlace> {
-        let world = self.with_sets(call, |table| Ok(table.world.clone()))?;
+        let world = self.world_ranks(call)?;
         let host = |rank: &usize| self.places[*rank].host;
         let among = |ranks: &[usize]| {
             let me = ranks.iter().position(|rank| *rank == self.rank()).unwrap_or(0);

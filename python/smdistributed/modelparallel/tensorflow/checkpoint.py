@@ -7,6 +7,7 @@ whatever this manager writes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,6 @@ import tensorflow as tf
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.tensorflow import saving
 from smdistributed.modelparallel.tensorflow.shards import Shards
-from smdistributed.modelparallel.tensorflow.state import state
 
 
 class CheckpointManager(tf.train.CheckpointManager):
@@ -26,6 +26,10 @@ class CheckpointManager(tf.train.CheckpointManager):
         max_to_keep: How many are kept; ``None`` for all.
         checkpoint_name: What their names begin with.
         format: ``"tensorflow"``, or ``"sharded"`` for folders of safetensors in which replicas share the work.
+        keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with shards.
+
+    Raises:
+        SMPValidationError: there is no such format, or it does not go with another argument.
     """
 
     def __init__(
@@ -36,12 +40,26 @@ class CheckpointManager(tf.train.CheckpointManager):
         checkpoint_name: str = "ckpt",
         *,
         format: str = "tensorflow",
+        keep_checkpoint_every_n_hours: float | None = None,
+        step_counter: tf.Variable | None = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
     ) -> None:
         if format not in ("tensorflow", "sharded"):
             raise SMPValidationError(f"`format` is {format!r}: expected 'tensorflow' or 'sharded'")
-        self._is_first = state.groups.rank == 0
+        if format == "sharded" and keep_checkpoint_every_n_hours is not None:
+            raise SMPValidationError("`keep_checkpoint_every_n_hours` is not there with `format='sharded'`")
         saving.managed.add(checkpoint)
-        super().__init__(checkpoint, directory, max_to_keep, checkpoint_name=checkpoint_name)
+        super().__init__(
+            checkpoint,
+            directory,
+            max_to_keep,
+            keep_checkpoint_every_n_hours,
+            checkpoint_name,
+            step_counter,
+            checkpoint_interval,
+            init_fn,
+        )
         self._shards = Shards(self.directory, max_to_keep) if format == "sharded" else None
 
     @property
@@ -60,7 +78,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         return None if tag is None else os.path.join(self.directory, tag)
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True, options: Any = None) -> str | None:
-        """Writes a checkpoint; returns its path, on all ranks.
+        """Writes a checkpoint; returns its path, on all ranks, or ``None`` if it is too early for one.
 
         Raises:
             SMPUsageError: the model has not been divided yet: there has been no step.
@@ -68,6 +86,11 @@ class CheckpointManager(tf.train.CheckpointManager):
         """
         if self._shards is None:
             return super().save(checkpoint_number, check_interval, options)
+        if self._checkpoint_interval is not None:
+            step, last = int(self._step_counter), self._last_checkpoint_step
+            if last is not None and (step == last or (check_interval and step < last + self._checkpoint_interval)):
+                return None
+            self._last_checkpoint_step = step
         counter = self._checkpoint.save_counter
         counter.assign_add(1)
         number = int(counter if checkpoint_number is None else checkpoint_number)
@@ -75,8 +98,8 @@ class CheckpointManager(tf.train.CheckpointManager):
         self._shards.save(self._checkpoint, os.path.basename(path), number)
         return saving.written(path, options)
 
-    def restore(self, save_path: str | None = None) -> str | None:
-        """Reads a checkpoint; before the first step, it is read when that has divided the model.
+    def restore(self, save_path: str | os.PathLike[str] | None = None) -> str | None:
+        """Reads a checkpoint; before the first step, what is of the model and its optimizers is read when that has divided the model.
 
         Args:
             save_path: Which, of either format; by default the latest.
@@ -92,16 +115,24 @@ class CheckpointManager(tf.train.CheckpointManager):
         )
         if path is None:
             return None
+        path = os.fspath(path)
         if os.path.isdir(path):
-            folder, tag = os.path.split(path.rstrip("/"))
-            shards = self._shards if folder == self.directory else None
-            shards = shards or Shards(folder, None)
-            saving.when_divided(self._checkpoint, lambda: shards.load(self._checkpoint, tag))
+            self._read_shards(*os.path.split(path.rstrip("/")))
         elif tf.io.gfile.exists(f"{path}.index"):
-            saving.when_divided(self._checkpoint, lambda: self._read(path))
+            self._read(path)
         else:
             raise SMPCheckpointError(f"there is no checkpoint `{path}`: `{path}.index` is missing")
+        if self._checkpoint_interval is not None:
+            self._last_checkpoint_step = int(self._step_counter)
         return path
+
+    def _read_shards(self, folder: str, tag: str) -> None:
+        shards = self._shards if self._shards is not None and folder == self.directory else Shards(folder, None)
+        checkpoint = self._checkpoint
+        checkpoint.save_counter  # noqa: B018 - makes it
+        rest = saving.not_divided(checkpoint)
+        before = frozenset() if rest is None else shards.load(rest, tag)
+        saving.when_divided(checkpoint, lambda: shards.load(checkpoint, tag, before))
 
     def _read(self, path: str) -> None:
         try:
@@ -115,16 +146,3 @@ class CheckpointManager(tf.train.CheckpointManager):
         if path is None and self._init_fn is not None:
             self._init_fn()
         return path
-
-    # The first rank names and deletes files; the others know of them.
-
-    def _record_state(self) -> None:
-        if self._is_first:
-            super()._record_state()
-
-    def _sweep(self) -> None:
-        if self._is_first:
-            super()._sweep()
-        elif self._max_to_keep:
-            while len(self._maybe_delete) > self._max_to_keep:
-                self._maybe_delete.popitem(last=False)

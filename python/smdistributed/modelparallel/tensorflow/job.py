@@ -88,6 +88,13 @@ def _start_horovod(groups: TensorFlowGroups) -> None:
     from horovod.common import basics
 
     basics.shared().init(groups.members["dp"])
+    world = _core.world_ranks()
+    if world != groups.members["dp"]:
+        raise SMPUsageError(
+            f"Horovod's world is the ranks {world} since it was started, by `hvd.init()` or an earlier `smp.init()`: with "
+            f'`"horovod": True` it would have to be {groups.members["dp"]}, those that hold the same partition; call `smp.init()` first, '
+            "and with one layout in a process"
+        )
 
 
 def _pin_device(local_rank: int) -> None:

@@ -60,9 +60,8 @@ class DistributedModel(Fitted, _Model):
             state.model = self
         elif state.model is not self:
             raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
-        given = args, {name: value for name, value in kwargs.items() if name != "training"}
         # Tensors would keep the graph of the trace.
-        self.__dict__["_smp_example"] = tf.nest.map_structure(_described, given)
+        self.__dict__["_smp_example"] = tf.nest.map_structure(_described, (args, kwargs))
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
         with trace.out_of_model():
@@ -169,6 +168,7 @@ class DistributedModel(Fitted, _Model):
         told = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
         failures = communication.gather_for("has divided the model", told, CommGroup.PP_GROUP)
         for _, error in failed:
+            error._smp_is_known = True  # type: ignore[attr-defined]
             raise error
         for place, text in enumerate(failures):
             if text:
@@ -221,7 +221,11 @@ class DistributedModel(Fitted, _Model):
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         if save_type == "savedmodel":
             self._smp_refuse_a_part("tf.saved_model.save")
-        return super()._trackable_children(save_type, **kwargs)
+        children = dict(super()._trackable_children(save_type, **kwargs))
+        if save_type == "savedmodel":
+            # A call of Keras 3 with the defaults of the script, which may train.
+            children.pop("_default_save_signature", None)
+        return children
 
     def _smp_refuse_a_part(self, call: str) -> None:
         if self.is_partitioned and not self._smp_is_gathered and self._smp_elsewhere():
@@ -290,7 +294,11 @@ class DistributedModel(Fitted, _Model):
         """What serves: a call like that of the last step, with the model's tensors by the names of its parameters and of their keys;
         one tensor alone is ``inputs``."""
         args, kwargs = self.__dict__["_smp_example"]
-        call = inspect.signature(self.call).bind(*args, **kwargs)
+        signature = inspect.signature(self.call)
+        call = signature.bind(*args, **{name: each for name, each in kwargs.items() if name != "training"})
+        # Whatever the step does: what serves does not train.
+        call.arguments.pop("training", None)
+        mode = {"training": False} if "training" in signature.parameters else {}
         example = dict(call.arguments)
         places = nest.flatten_with_joined_string_paths(example)
         tensors = {path: value for path, value in places if isinstance(value, tf.TensorSpec)}
@@ -301,7 +309,7 @@ class DistributedModel(Fitted, _Model):
         def serve(**given: tf.Tensor) -> Any:
             flat = [given[names[path]] if path in names else value for path, value in places]
             call.arguments.update(tf.nest.pack_sequence_as(example, flat))
-            results = tf.nest.flatten(self(*call.args, **call.kwargs))
+            results = tf.nest.flatten(self(*call.args, **call.kwargs, **mode))
             return {f"output_{number}": each for number, each in enumerate(results)}
 
         specs = {

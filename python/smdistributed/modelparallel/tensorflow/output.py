@@ -160,4 +160,4 @@ def _scaled(value: Value, count: int) -> Value:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(value.values, count), value.indices, value.dense_shape)
     # As `tf.reduce_mean`: the mean of integers is one.
-    return value // count if value.dtype.is_integer else value / tf.cast(count, value.dtype)
+    return tf.truncatediv(value, count) if value.dtype.is_integer else value / tf.cast(count, value.dtype)

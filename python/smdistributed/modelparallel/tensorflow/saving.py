@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as tf_checkpoint
 
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import absent, slots
 from smdistributed.modelparallel.tensorflow.communication import together
@@ -27,6 +29,11 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 #: Those of our managers, whose methods all ranks call, whatever is in them.
 managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
+#: By identity, what the checkpoint that is being read has given its value before.
+_have_been_read: dict[int, Any] = {}
+#: Numbers of a variable that ranks compare.
+_SAMPLED = 256
+_COUNTER = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 @functools.cache
@@ -44,10 +51,17 @@ def install() -> None:
 
     @functools.wraps(plain_read)
     def read(self: Any, save_path: str, options: Any = None) -> Any:
-        if not is_divided(self):
+        if save_path is None or not is_divided(self):
             return plain_read(self, save_path, options)
         later = Later(lambda: plain_read(self, save_path, options))
-        when_divided(self, later.read)
+        if tf.train.load_checkpoint(save_path).has_tensor(_COUNTER):
+            self._maybe_create_save_counter()
+        rest = not_divided(self)
+        if rest is None:
+            when_divided(self, later.read)
+        else:
+            plain_read(rest, save_path, options).expect_partial()
+            when_divided(self, lambda: later.read(rest))
         return later
 
     @functools.wraps(plain_async)
@@ -67,9 +81,36 @@ def install() -> None:
         self: Any, tensor_saveables: Any, python_positions: Any, registered_savers: Any = None, reader: Any = None
     ) -> Any:
         here = _here(tensor_saveables, self.save_path_string)
-        return plain_restore(self, here, python_positions, registered_savers, reader)
+        positions = [each for each in python_positions if id(each.trackable) not in _have_been_read]
+        return plain_restore(self, here, positions, registered_savers, reader)
 
     coordinator.restore_saveables = restore_saveables
+    _install_managers()
+
+
+def _install_managers() -> None:
+    """The first rank names and deletes files; the others, which may think otherwise of their age, know of them."""
+    manager = tf.train.CheckpointManager
+    plain_record, plain_sweep = manager._record_state, manager._sweep
+
+    @functools.wraps(plain_record)
+    def _record_state(self: Any) -> None:
+        if _is_first() or not is_shared(self._checkpoint):
+            plain_record(self)
+
+    @functools.wraps(plain_sweep)
+    def _sweep(self: Any) -> None:
+        if _is_first() or not is_shared(self._checkpoint):
+            plain_sweep(self)
+        elif self._max_to_keep:
+            while len(self._maybe_delete) > self._max_to_keep:
+                self._maybe_delete.popitem(last=False)
+
+    manager._record_state, manager._sweep = _record_state, _sweep
+
+
+def _is_first() -> bool:
+    return not state.initialized or state.groups.rank == 0
 
 
 def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -87,7 +128,9 @@ def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
                     raise ValueError(
                         f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: `{variable.name}` has {variable.shape}"
                     )
-    return {name: each for name, each in saveables.items() if others[name] is None}
+    return {
+        name: each for name, each in saveables.items() if others[name] is None and id(each.op) not in _have_been_read
+    }
 
 
 class Later:
@@ -98,9 +141,13 @@ class Later:
         self._read, self._status = read, None
         self._asked: list[str] = []
 
-    def read(self) -> None:
-        """Reads it."""
-        self._status = self._read()
+    def read(self, rest: tf.train.Checkpoint | None = None) -> None:
+        """Reads it, but for ``rest``, which has been read."""
+        _have_been_read.update((id(each), each) for each in ([] if rest is None else _objects(rest)))
+        try:
+            self._status = self._read()
+        finally:
+            _have_been_read.clear()
         for name in self._asked:
             getattr(self._status, name)()
 
@@ -127,6 +174,12 @@ class Later:
         """As TensorFlow's."""
         return self._ask("expect_partial")
 
+    def run_restore_ops(self, session: Any = None) -> None:
+        """As TensorFlow's, which has nothing to do in eager mode."""
+
+    def initialize_or_restore(self, session: Any = None) -> None:
+        """As TensorFlow's, which has nothing to do in eager mode."""
+
 
 def _objects(checkpoint: tf.train.Checkpoint) -> list[Any]:
     return tf.train.TrackableView(checkpoint).descendants()
@@ -135,6 +188,23 @@ def _objects(checkpoint: tf.train.Checkpoint) -> list[Any]:
 def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
     """Whether the job's distributed model is among what is saved."""
     return state.initialized and any(isinstance(each, DistributedModel) for each in _objects(checkpoint))
+
+
+def not_divided(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
+    """What is not of the model nor of an optimizer, by its names in ``checkpoint``, before the model is divided: it need not wait for that.
+    ``None`` once it is."""
+    if _homes():
+        return None
+    roots = [
+        each for each in _objects(checkpoint) if isinstance(each, DistributedModel) or hasattr(each, "apply_gradients")
+    ]
+    ours = {id(each) for root in roots for each in tf.train.TrackableView(root).descendants()}
+    rest = tf.train.Checkpoint()
+    for name, child in checkpoint._trackable_children().items():
+        if ours.isdisjoint(map(id, tf.train.TrackableView(child).descendants())):
+            # The counter of saves has a name that no argument may have.
+            rest._track_trackable(child, name)
+    return rest
 
 
 def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
@@ -162,7 +232,10 @@ def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> No
         for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
             slots.build(optimizer)
         with tf.init_scope():
-            read()
+            try:
+                read()
+            except tf.errors.OpError as error:
+                raise SMPCheckpointError(f"a checkpoint cannot be read: {error.message}") from error
 
     if state.model is not None and state.model.is_partitioned:
         whole()
@@ -219,19 +292,50 @@ def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, A
     check_divided(checkpoint)
     entries: list[tuple[str, str, Any, int | None, Any]] = []
 
-    def names() -> list[str]:
+    def told() -> tuple[list[str], dict[str, np.ndarray]]:
         entries.extend(serialized(checkpoint))
-        return [f"{name} {piece}".strip() for name, piece, *_ in entries]
+        writes = state.groups.rank_in("dp") == 0 and len(state.groups.members["pp"]) > 1
+        return [f"{name} {piece}".strip() for name, piece, *_ in entries], _samples(entries) if writes else {}
 
+    listed, samples = zip(*together(told, path), strict=True)
     # A rank writes its part of what the first one lists.
-    everybody = [set(each) for each in together(names, path)]
+    everybody = [set(each) for each in listed]
     for rank, theirs in enumerate(everybody):
         for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
             if has - lacks:
                 raise SMPCheckpointError(
                     f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and not on rank {other}"
                 )
+    # What is of no partition is written as the first one has it.
+    for rank, found in enumerate(samples):
+        for name, sample in found.items():
+            if not _are_alike(sample, samples[0][name]):
+                raise SMPCheckpointError(
+                    f"the checkpoint `{path}` could not be written: `{name}` has other values on rank {rank} than on rank 0, and is not known "
+                    "to be of one partition: only variables of the model and of its optimizers are"
+                )
     return entries
+
+
+def _samples(entries: Iterable[tuple[str, str, Any, int | None, Any]]) -> dict[str, np.ndarray]:
+    """Some numbers of each variable that belongs to no partition, and how many it has."""
+    found = {}
+    for name, _, trackable, home, _ in entries:
+        variable = underlying(trackable)
+        if (
+            home is None
+            and isinstance(variable, tf.Variable)
+            and (variable.dtype.is_floating or variable.dtype.is_integer)
+        ):
+            numbers = np.ravel(variable.numpy()).astype(np.float64)
+            at = np.linspace(0, numbers.size - 1, min(numbers.size, _SAMPLED)).astype(int)
+            found[name] = np.append(numbers[at], numbers.size)
+    return found
+
+
+def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """But for what other kernels round otherwise."""
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def check_divided(checkpoint: tf.train.Checkpoint) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,16 @@ class Shards:
         with errors.translated(_CLASSES):
             self._saver.save(tag, number, shares.attempt(), json.dumps(layout), "{}", places, False)
 
-    def load(self, checkpoint: tf.train.Checkpoint, tag: str) -> None:
-        """Gives this rank's variables the values of a checkpoint; the model is divided.
+    def load(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str] = frozenset()) -> frozenset[str]:
+        """Gives this rank's variables the values of a checkpoint; the model is divided, if it is among what is read.
+
+        Args:
+            checkpoint: What is to be read.
+            tag: Of which.
+            but_for: Names of what is not.
+
+        Returns:
+            The names of what has been read.
 
         Raises:
             SMPCheckpointError: it does not fit, the same on all ranks, or a file is missing or damaged.
@@ -94,7 +102,7 @@ class Shards:
             found = {name: (element, shape) for name, element, shape in reader.tensors()}
         rank, wanted = state.groups.rank_in("pp"), []
         for name, _, trackable, home, _ in saving.serialized(checkpoint):
-            if name == _GRAPH:
+            if name == _GRAPH or name in but_for:
                 continue
             variable = underlying(trackable)
             # Of all partitions, so that all ranks come to the same verdict.
@@ -113,6 +121,7 @@ class Shards:
             reader.read(rooms, self._threads)
         for _, variable, array in wanted:
             variable.assign(array)
+        return frozenset(name for name, _, _ in wanted)
 
 
 def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import record
+from tensorflow.python.framework.composite_tensor import CompositeTensor
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
@@ -41,7 +43,8 @@ def reported() -> Iterator[None]:
         translation = errors.from_report(error.message, CLASSES)
         if translation is not None:
             raise translation from None
-        if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1:
+        # What fails in hooks, all know.
+        if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1 and not hasattr(error, "_smp_is_known"):
             # The others wait for what this rank does in a step.
             _core.report_failure(f"{type(error).__name__}: {error.message}")
         raise
@@ -94,7 +97,8 @@ class StepFunction:
         def build(*args: Any, **kwargs: Any) -> Any:
             return self._build(args, kwargs)
 
-        self._function = tf.function(build, autograph=False, **options)
+        self._make = lambda: tf.function(build, autograph=False, **options)
+        self._function, self._has_built = self._make(), False
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _Method(self, instance)
@@ -115,13 +119,21 @@ class StepFunction:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         agreement.wait_until_told(state.groups)
         with reported():
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                if not self._has_built:
+                    # TensorFlow takes a function whose first trace made variables and failed for one that has been traced.
+                    self._function = self._make()
+                raise
 
     # While TensorFlow traces.
 
     def _build(self, args: Any, kwargs: Any) -> Any:
         try:
-            return self._built(args, kwargs)
+            built = self._built(args, kwargs)
+            self._has_built = True
+            return built
         except SMPMismatchError:
             raise
         except Exception as error:
@@ -207,8 +219,13 @@ class StepFunction:
                 found = zip(value, variables, [homes.variables.get(id(handle_of(each))) for each in variables])  # noqa: B905 - more may follow
                 mine = [_Gradient(each, variable, home) for each, variable, home in found if home in (rank, None)]
                 return type(value)([*mine, *(on(rank, item) for item in value[len(variables) :])])
+            if isinstance(value, CompositeTensor) and not isinstance(value, tf.IndexedSlices):
+                raise SMPUsageError(
+                    f"a `smp.step` function returns a {type(value).__name__}: return the tensors that it is made of, such as "
+                    "`to_tensor()` or `values` and `row_lengths()`"
+                )
             if isinstance(value, dict):
-                return {key: on(rank, item) for key, item in value.items()}
+                return _like(value, {key: on(rank, item) for key, item in value.items()})
             if isinstance(value, tuple) and hasattr(value, "_fields"):
                 return type(value)(*(on(rank, item) for item in value))
             if isinstance(value, tuple | list):
@@ -309,7 +326,7 @@ def _filled(
 ) -> Any:
     """``template`` with what the microbatches have made, and the sums of gradients that there are, by their identity."""
     if isinstance(template, dict):
-        return {key: _filled(item, results, totals, of_replicas) for key, item in template.items()}
+        return _like(template, {key: _filled(each, results, totals, of_replicas) for key, each in template.items()})
     if isinstance(template, tuple | list):
         items = [_filled(item, results, totals, of_replicas) for item in template]
         return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
@@ -320,6 +337,13 @@ def _filled(
         origin = Origin(id(handle_of(template.variable)), template.partition)
         return StepOutput(made, totals.get(id(template)), of_replicas, origin)
     return StepOutput([_of(template, values) for values in results])
+
+
+def _like(mapping: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """``items`` in a dictionary of the kind of ``mapping``, which has the same keys."""
+    made = copy.copy(mapping)
+    made.update(items)
+    return made
 
 
 def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> None:

@@ -1,0 +1,201 @@
+"""What a job of two partitions goes on with: checkpoints that are read before the first step, steps that failed, and other sessions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from support import Forked, run_ranks
+from support.tf_env import ENV
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
+    pytest.mark.timeout(180),
+]
+
+
+def _job(**options):
+    """A model in a new session, what it is saved with, and a step of a training."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    keras = tf.keras
+
+    class Model(smp.DistributedModel):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (
+                keras.layers.Dense(4, "tanh", kernel_initializer=keras.initializers.GlorotUniform(seed=seed))
+                for seed in range(2)
+            )
+            self.drop = keras.layers.Dropout(0.5, seed=1)
+
+        def call(self, x, training=True):
+            return self.drop(self.two(self.one(x)), training=training)
+
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2, **options})
+    model, optimizer, steps = Model(), keras.optimizers.Adam(0.05), tf.Variable(0)
+    rows = iter(tf.data.Dataset.range(100))
+    saved = tf.train.Checkpoint(model=model, optimizer=optimizer, steps=steps, rows=rows)
+
+    @smp.step
+    def gradients(x):
+        loss = tf.reduce_mean(tf.square(model(x, training=False)))
+        return optimizer.get_gradients(loss, model.trainable_variables), loss
+
+    def train():
+        x = tf.reshape(tf.cast(next(rows), tf.float32) + tf.range(16, dtype=tf.float32) / 16, [4, 4])
+        found, loss = gradients(x)
+        found = [each.accumulate() for each in found]
+        optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+        steps.assign_add(1)
+        return float(loss.reduce_mean())
+
+    return saved, train
+
+
+def _restores(folder):
+    import pathlib
+
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPCheckpointError
+
+    for form in ("tensorflow", "sharded"):
+        saved, train = _job()
+        # Shards hold variables alone.
+        if form == "sharded":
+            saved = tf.train.Checkpoint(model=saved.model, optimizer=saved.optimizer, steps=saved.steps)
+        options = {"format": form, "step_counter": saved.steps, "checkpoint_interval": 2}
+        manager = smp.CheckpointManager(
+            saved, f"{folder}/{form}", init_fn=functools.partial(saved.steps.assign, 1), **options
+        )
+        assert manager.restore_or_initialize() is None
+        before = [train(), manager.save() is None, train(), manager.save() is None, train(), manager.save() is None]
+        assert before[1::2] == [False, True, False]
+        after = train()
+
+        saved, train = _job()
+        if form == "sharded":
+            saved = tf.train.Checkpoint(model=saved.model, optimizer=saved.optimizer, steps=saved.steps)
+        options["step_counter"] = saved.steps
+        manager = smp.CheckpointManager(saved, f"{folder}/{form}", **options)
+        manager.restore(pathlib.Path(manager.latest_checkpoint))
+        # What is not of the model is there before the first step, and stays as the script changes it.
+        assert (int(saved.steps), int(saved.save_counter)) == (4, 2), form
+        assert manager.save() is None
+        if form == "sharded":
+            continue
+        assert train() == after
+        assert int(saved.steps) == 5
+
+    # A hook that fails once, and TensorFlow's own way to read.
+    saved, train = _job()
+    with pytest.raises(tf.errors.NotFoundError):
+        saved.restore(f"{folder}/none-1")
+    status = saved.restore(f"{folder}/tensorflow/ckpt-2")
+    status.assert_consumed().expect_partial().run_restore_ops()
+    fails = [tf.errors.DataLossError(None, None, "once")]
+
+    @smp.register_post_partition_hook
+    def hook():
+        if fails:
+            raise fails.pop()
+
+    with pytest.raises(tf.errors.DataLossError, match="once"):
+        train()
+    # One batch has gone.
+    assert int(next(saved.rows)) == 4
+    assert train() > 0
+
+    # What each partition has otherwise would be lost.
+    averages = [tf.Variable(each) for each in saved.model.trainable_variables]
+    with pytest.raises(SMPCheckpointError, match=r"`averages/0/.*other values on rank 1"):
+        tf.train.Checkpoint(model=saved.model, averages=averages).save(f"{folder}/averages")
+
+
+def test_what_is_restored_before_the_first_step(tmp_path):
+    run_ranks(_restores, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
+
+
+def _ages(folder):
+    """Ranks whose managers are not of the same age keep the same checkpoints."""
+    import os
+    import time
+
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    saved, train = _job()
+    train()
+    if smp.rank() == 1:
+        time.sleep(1.0)
+    manager = tf.train.CheckpointManager(saved, folder, 1, keep_checkpoint_every_n_hours=1.0 / 3600)
+    for _ in range(6):
+        manager.save()
+        time.sleep(0.3)
+    smp.barrier()
+    kept = sorted(name for name in os.listdir(folder) if name.endswith(".index"))
+    assert 2 < len(kept) < 6, kept
+    assert [os.path.basename(each) for each in manager.checkpoints] == ["ckpt-6"]
+
+    # What serves does not train, whatever the script passed or left out.
+    saved.model.save_model(f"{folder}/served")
+    smp.barrier()
+    serve = tf.saved_model.load(f"{folder}/served").signatures["serving_default"]
+    x = tf.ones([2, 4])
+    one, other = (serve(x)["output_0"].numpy() for _ in range(2))
+    assert (one == other).all()
+    assert (one != 0).all()
+
+
+def test_files_are_deleted_by_one_rank(tmp_path):
+    run_ranks(_ages, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
+
+
+def _values():
+    import collections
+
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.exceptions import SMPUsageError
+
+    saved, _ = _job()
+
+    @smp.step
+    def several(x):
+        y = saved.model(x, training=False)
+        count = tf.cast(tf.reduce_sum(tf.abs(y)) < 0, tf.int32) - tf.cast(tf.reduce_sum(x) < 3, tf.int32) - 1
+        return collections.OrderedDict(two=count, one=y)
+
+    @smp.step
+    def ragged(x):
+        return tf.RaggedTensor.from_tensor(saved.model(x, training=False))
+
+    found = several(tf.concat([tf.zeros([2, 4]), tf.ones([2, 4])], 0))
+    assert type(found) is collections.OrderedDict
+    assert list(found) == ["two", "one"]
+    # As TensorFlow's.
+    assert [int(each) for each in found["two"].outputs] == [-2, -1]
+    assert int(found["two"].reduce_mean()) == int(tf.reduce_mean(found["two"].stack())) == -1
+    with pytest.raises(SMPUsageError, match="returns a RaggedTensor"):
+        ragged(tf.ones([4, 4]))
+
+    # Horovod's world of another layout would mix partitions.
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    with pytest.raises(SMPUsageError, match=r"Horovod's world is the ranks \[0, 1\].*have to be \[[01]\]"):
+        _job(horovod=True)
+    smp.shutdown()
+
+
+def test_values_of_steps_and_worlds_of_horovod():
+    run_ranks(_values, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170)
