@@ -175,18 +175,12 @@ def _values():
         count = tf.cast(tf.reduce_sum(tf.abs(y)) < 0, tf.int32) - tf.cast(tf.reduce_sum(x) < 3, tf.int32) - 1
         return collections.OrderedDict(two=count, one=y)
 
-    @smp.step
-    def ragged(x):
-        return tf.RaggedTensor.from_tensor(saved.model(x, training=False))
-
     found = several(tf.concat([tf.zeros([2, 4]), tf.ones([2, 4])], 0))
     assert type(found) is collections.OrderedDict
     assert list(found) == ["two", "one"]
     # As TensorFlow's.
     assert [int(each) for each in found["two"].outputs] == [-2, -1]
     assert int(found["two"].reduce_mean()) == int(tf.reduce_mean(found["two"].stack())) == -1
-    with pytest.raises(SMPUsageError, match="returns a RaggedTensor"):
-        ragged(tf.ones([4, 4]))
 
     # Horovod's world of another layout would mix partitions.
     import horovod.tensorflow as hvd

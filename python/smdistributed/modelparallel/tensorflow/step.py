@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import record
-from tensorflow.python.framework.composite_tensor import CompositeTensor
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
@@ -219,11 +218,6 @@ class StepFunction:
                 found = zip(value, variables, [homes.variables.get(id(handle_of(each))) for each in variables])  # noqa: B905 - more may follow
                 mine = [_Gradient(each, variable, home) for each, variable, home in found if home in (rank, None)]
                 return type(value)([*mine, *(on(rank, item) for item in value[len(variables) :])])
-            if isinstance(value, CompositeTensor) and not isinstance(value, tf.IndexedSlices):
-                raise SMPUsageError(
-                    f"a `smp.step` function returns a {type(value).__name__}: return the tensors that it is made of, such as "
-                    "`to_tensor()` or `values` and `row_lengths()`"
-                )
             if isinstance(value, dict):
                 return _like(value, {key: on(rank, item) for key, item in value.items()})
             if isinstance(value, tuple) and hasattr(value, "_fields"):
