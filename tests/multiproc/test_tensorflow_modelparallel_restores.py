@@ -113,7 +113,9 @@ def _restores(folder):
     assert int(next(saved.rows)) == 4
     assert train() > 0
 
-    # What each partition has otherwise would be lost.
+    # What each partition has otherwise would be lost, but numbers may be drawn on each rank for itself.
+    draws, outside = tf.random.Generator.from_seed(smp.rank()), tf.keras.layers.Dropout(0.1, seed=smp.rank())
+    tf.train.Checkpoint(model=saved.model, draws=draws, outside=outside).save(f"{folder}/draws")
     averages = [tf.Variable(each) for each in saved.model.trainable_variables]
     with pytest.raises(SMPCheckpointError, match=r"`averages/0/.*other values on rank 1"):
         tf.train.Checkpoint(model=saved.model, averages=averages).save(f"{folder}/averages")

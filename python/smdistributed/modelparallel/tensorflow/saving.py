@@ -295,7 +295,9 @@ def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, A
     def told() -> tuple[list[str], dict[str, np.ndarray]]:
         entries.extend(serialized(checkpoint))
         writes = state.groups.rank_in("dp") == 0 and len(state.groups.members["pp"]) > 1
-        return [f"{name} {piece}".strip() for name, piece, *_ in entries], _samples(entries) if writes else {}
+        return [f"{name} {piece}".strip() for name, piece, *_ in entries], _samples(
+            checkpoint, entries
+        ) if writes else {}
 
     listed, samples = zip(*together(told, path), strict=True)
     # A rank writes its part of what the first one lists.
@@ -317,13 +319,25 @@ def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, A
     return entries
 
 
-def _samples(entries: Iterable[tuple[str, str, Any, int | None, Any]]) -> dict[str, np.ndarray]:
-    """Some numbers of each variable that belongs to no partition, and how many it has."""
+def _samples(
+    checkpoint: tf.train.Checkpoint, entries: Iterable[tuple[str, str, Any, int | None, Any]]
+) -> dict[str, np.ndarray]:
+    """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators of random numbers, which
+    may be a rank's own."""
+    draw = [each for each in _objects(checkpoint) if isinstance(each, tf.random.Generator)]
+    others = [
+        each
+        for each in _objects(checkpoint)
+        if isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator")
+    ]
+    variables = [*(each.state for each in draw), *(variable for each in others for variable in each.variables)]
+    own = {id(handle_of(each)) for each in variables}
     found = {}
     for name, _, trackable, home, _ in entries:
         variable = underlying(trackable)
         if (
             home is None
+            and id(handle_of(variable)) not in own
             and isinstance(variable, tf.Variable)
             and (variable.dtype.is_floating or variable.dtype.is_integer)
         ):
