@@ -118,8 +118,10 @@ def _assertions():
 
     step(tf.ones([4, 3]), tf.constant(10.0))
     found = [float(largest)]
+    # TensorFlow may see the other microbatch first, whose call it has cancelled for that.
+    refusals = tf.errors.InvalidArgumentError, tf.errors.CancelledError
     for _ in range(5):
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises(refusals):
             step(tf.fill([4, 3], 50.0), tf.constant(10.0))
         found.append(float(largest))
     return found
