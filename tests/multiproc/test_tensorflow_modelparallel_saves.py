@@ -172,17 +172,18 @@ def _optimizers(folder):
         def update_step(self, gradient, variable, learning_rate=None):
             variable.assign_sub(0.1 * gradient)
 
-    def made(base, stops=False):
+    def made(base):
         class Model(base):
             def __init__(self, **options):
                 super().__init__(**options)
+                self.stops = False
                 one, two = (keras.initializers.GlorotUniform(seed=seed) for seed in (1, 2))
                 self.one = keras.layers.Dense(4, "tanh", kernel_initializer=one, name="one")
                 self.two = keras.layers.Dense(4, kernel_initializer=two, name="two")
 
             def call(self, x):
                 hidden = self.one(x)
-                return self.two(tf.stop_gradient(hidden) if stops else hidden)
+                return self.two(tf.stop_gradient(hidden) if self.stops else hidden)
 
         return Model()
 
@@ -192,17 +193,17 @@ def _optimizers(folder):
         return {name: tf.train.load_variable(path, name) for name in kept}
 
     def trained(way, base, make, path):
-        # One partition may have no gradient.
-        model, optimizer = made(base, way == "averaged alone"), make()
+        model, optimizer = made(base), make()
         if base is not keras.Model:
 
             @smp.step
-            def gradients(x):
+            def gradients(x, stops):
+                model.stops = stops
                 loss = tf.reduce_mean(tf.square(model(x)))
                 return optimizer.get_gradients(loss, model.trainable_variables)
 
             def found():
-                return [each and each.accumulate() for each in gradients(x)]
+                return [each and each.accumulate() for each in gradients(x, model.stops)]
         else:
 
             def found():
@@ -221,6 +222,8 @@ def _optimizers(folder):
                 model.save_weights(f"{folder}/before.weights.h5")
                 model.load_weights(f"{folder}/before.weights.h5")
         for step in range(3):
+            # One partition may have no gradient.
+            model.stops = way == "averaged alone" and step > 0
             gradients_here = found()
             if way == "built after" and step == 0:
                 optimizer.build(model.trainable_variables)

@@ -2,7 +2,8 @@
 
 The core hears of both. What fails in between, on this rank alone perhaps, it tells the others, which wait for what comes of the step.
 
-- ATT-3: a step begins when it has all its inputs: what fails before, such as an iterator that has no more, is not the step's.
+- ATT-3: a step begins when it has all its inputs: what fails before, such as an iterator that has no more, is not the step's. What a function with
+  several steps computes for a later one may fail while an earlier one runs.
 - ATT-4: what it returns is there when it has ended: what fails in computing with that is not the step's, either.
 """
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from smdistributed.modelparallel.tensorflow import slots
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 
@@ -41,10 +43,23 @@ def of_partition(optimizer: Any) -> Iterator[None]:
 
 
 def without_update(optimizer: Any) -> None:
-    """Averages variables as an update does in which none of them has a gradient: that of Keras 3, the others average what they update."""
-    if getattr(optimizer, "use_ema", False) and hasattr(optimizer, "apply"):
-        with of_partition(optimizer):
-            optimizer._update_model_variables_moving_average(vars(optimizer)[_VARIABLES])
+    """What an update does in which no variable has a gradient: that of Keras 3, the others look at what they update alone."""
+    if not hasattr(optimizer, "apply"):
+        return
+    number = optimizer.iterations.value + 1
+
+    def each(period: int | None, do: Callable[[], Any]) -> None:
+        if period:
+            tf.cond(number % period == 0, lambda: (do(), tf.no_op())[1], tf.no_op)
+
+    with of_partition(optimizer):
+        here = vars(optimizer)[_VARIABLES]
+        each(optimizer.gradient_accumulation_steps, optimizer._backend_reset_gradient_accumulators)
+        if optimizer.use_ema:
+            optimizer._update_model_variables_moving_average(here)
+            each(
+                optimizer.ema_overwrite_frequency, lambda: optimizer._overwrite_model_variables_with_average_value(here)
+            )
 
 
 def _only(values: Any, wanted: list[bool]) -> list[Any]:

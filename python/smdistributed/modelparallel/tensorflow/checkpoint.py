@@ -123,8 +123,13 @@ class CheckpointManager(tf.train.CheckpointManager):
         else:
             raise SMPCheckpointError(f"there is no checkpoint `{path}`: `{path}.index` is missing")
         if self._checkpoint_interval is not None:
-            self._last_checkpoint_step = int(self._step_counter)
+            # Which may be an optimizer's.
+            saving.when_divided(self._checkpoint, self._note_step)
+            self._note_step()
         return path
+
+    def _note_step(self) -> None:
+        self._last_checkpoint_step = int(self._step_counter)
 
     def _read_shards(self, folder: str, tag: str) -> None:
         shards = self._shards if self._shards is not None and folder == self.directory else Shards(folder, None)

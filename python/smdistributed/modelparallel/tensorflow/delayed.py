@@ -239,3 +239,13 @@ def _adapt_older() -> None:
         )
 
     base_layer_utils.make_variable = make_variable
+
+
+def with_its_value(create: Callable[..., Any], **options: Any) -> Any:
+    """Makes a variable with its first value. The ``tf.function`` around would give it one before the first run only, which is after
+    the model has been divided, and would trace all of the step again, since it made variables."""
+    value = options.get("initial_value")
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        return create(**options)  # of the graph: only a run of it makes that
+    with tf.init_scope():
+        return resource_variable_ops.default_variable_creator_v2(None, **options)

@@ -323,7 +323,7 @@ def _samples(
     checkpoint: tf.train.Checkpoint, entries: Iterable[tuple[str, str, Any, int | None, Any]]
 ) -> dict[str, np.ndarray]:
     """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators of random numbers, which
-    may be a rank's own."""
+    may be a rank's own, and of what is the model's."""
     draw = [each for each in _objects(checkpoint) if isinstance(each, tf.random.Generator)]
     others = [
         each
@@ -331,6 +331,10 @@ def _samples(
         if isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator")
     ]
     variables = [*(each.state for each in draw), *(variable for each in others for variable in each.variables)]
+    if state.model is not None:
+        # Such as a layer that no step has called yet.
+        with state.model._smp_as_whole():
+            variables += state.model.variables
     own = {id(handle_of(each)) for each in variables}
     found = {}
     for name, _, trackable, home, _ in entries:

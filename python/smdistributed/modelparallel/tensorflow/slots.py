@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-from smdistributed.modelparallel.tensorflow import absent, delayed
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.tensorflow import absent, communication, delayed
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -34,7 +35,8 @@ def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool 
         return
     given = model.trainable_variables if variables is None else variables
     given = given if are_all else _of_all_partitions(given)
-    with tf.init_scope(), model._smp_as_whole():
+    # A `tf.function` around that fails in its first trace would not take variables in the next one.
+    with tf.init_scope(), model._smp_as_whole(), tf.variable_creator_scope(delayed.with_its_value):
         # Keras' older ones create their slots so.
         create = optimizer._create_all_weights if hasattr(optimizer, "_create_all_weights") else optimizer.build
         create(given)
@@ -91,7 +93,12 @@ def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
     with model._smp_as_whole():
         whole = model.trainable_variables
     elsewhere = {id(handle_of(each)) for each in whole} - here
+    if others and len(others) == len(variables) and not any(id(handle_of(each)) in elsewhere for each in others):
+        return variables
     is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
+    if not model.__dict__.get("_smp_whole") and state.groups.pipe is not None:
+        # Where a part is all that this rank has, only others can tell.
+        is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
     return variables if is_part else [*whole, *others]
 
 

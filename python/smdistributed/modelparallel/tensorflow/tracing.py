@@ -19,9 +19,9 @@ from tensorflow.core.function.capture import capture_container
 from tensorflow.python.eager import backprop
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph as func_graph_lib
-from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
+from smdistributed.modelparallel.tensorflow import delayed
 from smdistributed.modelparallel.tensorflow.contents import Contents
 from smdistributed.modelparallel.tensorflow.derivatives import Derivatives
 from smdistributed.modelparallel.tensorflow.state import state
@@ -202,7 +202,11 @@ def trace(
     try:
         # Operations with effects keep the order of the script, as in any `tf.function`.
         ordered = auto_control_deps.AutomaticControlDependencies()
-        with found.graph.as_default(), ordered, tf.variable_creator_scope(_refused if again else _with_its_value):
+        with (
+            found.graph.as_default(),
+            ordered,
+            tf.variable_creator_scope(_refused if again else delayed.with_its_value),
+        ):
 
             def placeholder(value: Any) -> Any:
                 if not isinstance(value, tf.Tensor):
@@ -317,16 +321,6 @@ def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
         f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced again: as in a "
         "`tf.function`, variables are made in the first call only, or outside"
     )
-
-
-def _with_its_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable with its first value. The ``tf.function`` around would give it one before the first run only, which is after
-    the model has been divided, and would trace all of the step again, since it made variables."""
-    value = options.get("initial_value")
-    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-        return create(**options)  # of the graph: only a run of it makes that
-    with tf.init_scope():
-        return default_variable_creator_v2(None, **options)
 
 
 def _as_tensor(value: Any) -> Any:
