@@ -142,7 +142,9 @@ def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def build(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "built", getattr(self, "_built", False)):
+        # That of tf_keras which scales the loss has the other one build.
+        only_asks = hasattr(self, "inner_optimizer") and not hasattr(self, "scale_loss")
+        if only_asks or getattr(self, "built", getattr(self, "_built", False)):
             return plain(self, variables, *args, **kwargs)
         with slots.being_built(self, list(variables)) as whole:
             return plain(self, whole, *args, **kwargs)

@@ -96,7 +96,7 @@ def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
     if others and len(others) == len(variables) and not any(id(handle_of(each)) in elsewhere for each in others):
         return variables
     is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
-    if not model.__dict__.get("_smp_whole") and state.groups.pipe is not None:
+    if state.trace is None and not model.__dict__.get("_smp_whole") and state.groups.pipe is not None:
         # Where a part is all that this rank has, only others can tell.
         is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
     return variables if is_part else [*whole, *others]
