@@ -295,9 +295,8 @@ def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, A
     def told() -> tuple[list[str], dict[str, np.ndarray]]:
         entries.extend(serialized(checkpoint))
         writes = state.groups.rank_in("dp") == 0 and len(state.groups.members["pp"]) > 1
-        return [f"{name} {piece}".strip() for name, piece, *_ in entries], _samples(
-            checkpoint, entries
-        ) if writes else {}
+        names = [f"{name} {piece}".strip() for name, piece, *_ in entries]
+        return names, _samples(checkpoint, entries) if writes else {}
 
     listed, samples = zip(*together(told, path), strict=True)
     # A rank writes its part of what the first one lists.
@@ -324,13 +323,12 @@ def _samples(
 ) -> dict[str, np.ndarray]:
     """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators of random numbers, which
     may be a rank's own, and of what is the model's."""
-    draw = [each for each in _objects(checkpoint) if isinstance(each, tf.random.Generator)]
-    others = [
-        each
-        for each in _objects(checkpoint)
-        if isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator")
-    ]
-    variables = [*(each.state for each in draw), *(variable for each in others for variable in each.variables)]
+    variables: list[Any] = []
+    for each in _objects(checkpoint):
+        if isinstance(each, tf.random.Generator):
+            variables.append(each.state)
+        elif isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator"):
+            variables += each.variables
     if state.model is not None:
         # Such as a layer that no step has called yet.
         with state.model._smp_as_whole():
