@@ -1,0 +1,270 @@
+"""The classes that programs of ``step_bodies.py`` consist of, as texts: a program contains those that it uses."""
+
+from __future__ import annotations
+
+#: Class by class. All layers map (rows, 4) to (rows, 4) unless their statement in ``step_statements.py`` says otherwise.
+CLASSES = {
+    "Scaled": '''
+class Scaled(nn.Module):
+    """Reads plain, nested and mutable attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = 1.0
+        self.config = types.SimpleNamespace(factor=1.0, inner=types.SimpleNamespace(power=1))
+        self.options = {"shift": 0.0}
+        self.table = [1.0, 0.5]
+
+    def forward(self, x):
+        h = self.linear(x) ** self.config.inner.power * self.scale * self.config.factor
+        return h * sum(self.table) + self.options["shift"]
+''',
+    "Mode": '''
+class Mode(nn.Module):
+    """Depends on the mode, without randomness."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * 2 if self.training else x - 1
+''',
+    "Norm": """
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x)
+""",
+    "Momentum": '''
+class Momentum(nn.Module):
+    """Keeps a running mean in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("running", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.running.lerp_(x.mean(0).to(self.running.dtype), 0.25)
+        return self.linear(x) - self.running
+''',
+    "Masked": '''
+class Masked(nn.Module):
+    """Takes a second tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None):
+        h = self.linear(x)
+        return h if mask is None else h * mask
+''',
+    "Mlp": """
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+    "Writer": '''
+class Writer(nn.Module):
+    """Changes its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x.mul_(0.5)
+        return self.linear(x)
+''',
+    "Cut": '''
+class Cut(nn.Module):
+    """Returns a view of its argument."""
+
+    def forward(self, x):
+        return x[:, 1:3]
+''',
+    "Pair": '''
+class Pair(nn.Module):
+    """Returns a structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x):
+        left, right = self.linear(x).chunk(2, dim=1)
+        return {"left": left, "right": [right, x]}
+''',
+    "Auxiliary": '''
+class Auxiliary(nn.Module):
+    """Leaves a loss in an attribute, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.penalty = torch.zeros(())
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.penalty = h.square().mean()
+        return h
+''',
+    "Drop": """
+class Drop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+""",
+    "Counter": '''
+class Counter(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.calls
+''',
+    "Last": '''
+class Last(nn.Module):
+    """Keeps what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.last = None
+
+    def forward(self, x):
+        h = self.linear(x)
+        if self.last is not None:
+            h = h + self.last * 0.1
+        self.last = h.detach()
+        return h
+''',
+    "Spread": '''
+class Spread(nn.Module):
+    """Its two parts are where they are placed."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.gain = 1.0
+
+    def forward(self, x):
+        h = self.one(x)
+        h = torch.relu(h) if self.training else torch.tanh(h)
+        return self.two(h) * self.gain
+''',
+    "Residual": '''
+class Residual(nn.Module):
+    """Its two parts are where they are placed; writes in place, and through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        h = self.one(x)
+        f = self.two(h)
+        h[:, :2].mul_(2)
+        self.steps += 1
+        return h + f
+''',
+    "Reverse": '''
+class Reverse(torch.autograd.Function):
+    """Reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+''',
+    "Through": '''
+class Through(torch.autograd.Function):
+    """Rounds, and lets the gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+''',
+    "Product": '''
+class Product(torch.autograd.Function):
+    """Saves tensors; its gradient is not that of the product."""
+
+    @staticmethod
+    def forward(a, b):
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return gradient * b * 2, gradient * a * 3
+''',
+    "Clamp": '''
+class Clamp(torch.autograd.Function):
+    """Changes its argument, and keeps a tensor in the context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mask = x.abs() < 0.5
+        ctx.mark_dirty(x)
+        return x.clamp_(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.mask * 0.5
+''',
+}
+
+#: The classes of layers, and their modules that are placed apart; ``""`` is the layer itself.
+LAYERS = {
+    "Scaled": ("",),
+    "Mode": ("",),
+    "Norm": ("",),
+    "Momentum": ("",),
+    "Masked": ("",),
+    "Mlp": ("",),
+    "Writer": ("",),
+    "Cut": ("",),
+    "Pair": ("",),
+    "Auxiliary": ("",),
+    "Drop": ("",),
+    "Counter": ("",),
+    "Last": ("",),
+    "Spread": ("one", "two"),
+    "Residual": ("one", "two"),
+}

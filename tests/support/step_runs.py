@@ -1,0 +1,272 @@
+"""Runs a program of ``step_bodies.py`` in plain PyTorch and on partitions, and compares."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MICROBATCHES, ROWS, STEPS = 4, 3, 2
+#: The difference that is allowed, as a part of the largest number of a tensor; float32 is the type of programs with autocast.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-2}
+#: Numbers beyond this tell nothing.
+_LARGEST = 1e8
+
+
+class InvalidProgramError(Exception):
+    """Plain PyTorch refuses the program."""
+
+
+class _Plain(nn.Module):
+    """What a body takes for its model, in one process."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def backward(self, tensors: Any, gradients: Any = None) -> None:
+        """``torch.autograd.backward``, of the mean over the microbatches."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        gradients = [torch.ones_like(each) for each in tensors] if gradients is None else [gradients]
+        torch.autograd.backward(tensors, [each / MICROBATCHES for each in gradients])
+
+
+class Outcome:
+    """All that a program leaves, by names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor | None] = {}
+        self.others: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Takes note of a value, structures leaf by leaf."""
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                self.add(f"{name}[{key!r}]", item)
+        elif isinstance(value, tuple | list):
+            for place, item in enumerate(value):
+                self.add(f"{name}[{place}]", item)
+        elif isinstance(value, torch.Tensor):
+            self.tensors[name] = value.detach().clone()
+        else:
+            self.others[name] = value
+
+
+def _begin(program: Mapping[str, Any]) -> tuple[nn.Module, types.SimpleNamespace]:
+    torch.set_default_dtype(program["DTYPE"])
+    torch.manual_seed(program["SEED"])
+    return program["Model"](), types.SimpleNamespace()
+
+
+def _batch(program: Mapping[str, Any], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(program["SEED"] * 100 + step)
+    x, y = torch.randn(2, MICROBATCHES * ROWS, 4, generator=generator, dtype=program["DTYPE"])
+    random.seed(step)
+    torch.manual_seed(step)
+    return x, y
+
+
+def _note_module(outcome: Outcome, step: int, parameters: Any, buffers: Any) -> None:
+    for path, parameter in parameters:
+        outcome.tensors[f"gradient of {path} in step {step}"] = (
+            None if parameter.grad is None else parameter.grad.clone()
+        )
+        if parameter.grad is not None:
+            parameter.data.sub_(0.05 * parameter.grad)
+            parameter.grad = None
+        outcome.tensors[f"{path} after step {step}"] = parameter.detach().clone()
+    for path, buffer in buffers:
+        outcome.tensors[f"buffer {path} after step {step}"] = buffer.detach().clone()
+
+
+def plain(program: Mapping[str, Any]) -> Outcome:
+    """In one process.
+
+    Raises:
+        InvalidProgramError: it fails there, or its numbers grow too large.
+    """
+    module, keep = _begin(program)
+    outcome = Outcome()
+    try:
+        program["prepare"](module, keep)
+        model = _Plain(module)
+        for step in range(STEPS):
+            x, y = _batch(program, step)
+            pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+            results = [program["body"](model, keep, *piece) for piece in pieces]
+            for place, result in enumerate(results):
+                outcome.add(f"result of microbatch {place} of step {step}", result)
+            outcome.add(f"batch of step {step}", [x, y])
+            _note_module(outcome, step, module.named_parameters(), module.named_buffers())
+    except Exception as error:
+        raise InvalidProgramError(f"{type(error).__name__}: {error}") from None
+    for name, tensor in outcome.tensors.items():
+        # NaN is not below anything either.
+        if tensor is not None and tensor.numel() and not tensor.abs().max() < _LARGEST:
+            raise InvalidProgramError(f"{name} grows to {tensor.abs().max()}")
+    return outcome
+
+
+def _piece(result: Any, microbatch: int) -> Any:
+    """What a step returned, as the body returned it for one microbatch."""
+    if isinstance(result, dict):
+        return {key: _piece(item, microbatch) for key, item in result.items()}
+    if isinstance(result, tuple):
+        return tuple(_piece(item, microbatch) for item in result)
+    if result is None:
+        return None
+    if isinstance(result, list) and not (len(result) == MICROBATCHES and not hasattr(result[0], "outputs")):
+        return [_piece(item, microbatch) for item in result]
+    return result[microbatch]
+
+
+def pipelined(program: Mapping[str, Any]) -> Outcome:
+    """On the partitions of the job; what this rank has of it."""
+    import smdistributed.modelparallel.torch as smp
+
+    config = {"partitions": program["PARTITIONS"], "microbatches": MICROBATCHES, "pipeline": program["SCHEDULE"]}
+    smp.init({**config, "auto_partition": False, "default_partition": 0})
+    try:
+        module, keep = _begin(program)
+        outcome = Outcome()
+        for path, place in program["PLACES"].items():
+            smp.set_partition(module.get_submodule(path), place)
+        program["prepare"](module, keep)
+        model = smp.DistributedModel(module)
+        step_function = smp.step(program["body"])
+        for step in range(STEPS):
+            x, y = _batch(program, step)
+            result = step_function(model, keep, x, y)
+            for place in range(MICROBATCHES):
+                outcome.add(f"result of microbatch {place} of step {step}", _piece(result, place))
+            outcome.add(f"batch of step {step}", [x, y])
+            _note_module(outcome, step, model.local_named_parameters(), model.local_named_buffers())
+        return outcome
+    finally:
+        smp.shutdown()
+
+
+def differences(ours: Outcome, expected: Outcome, tolerance: float) -> list[str]:
+    """Where the two differ, the first places first."""
+    found = []
+    for name, value in ours.others.items():
+        if name not in expected.others or expected.others[name] != value:
+            found.append(f"{name} is {value!r} instead of {expected.others.get(name, 'nothing')!r}")
+    for name, theirs in expected.tensors.items():
+        if name not in ours.tensors:
+            if name.startswith(("result", "batch")):
+                found.append(f"{name} is not there")
+            continue
+        mine = ours.tensors[name]
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                found.append(f"{name} is {_size(mine)} instead of {_size(theirs)}")
+        elif mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            found.append(f"{name} is {mine.dtype}{list(mine.shape)} instead of {theirs.dtype}{list(theirs.shape)}")
+        elif theirs.numel():
+            difference = (mine.double() - theirs.double()).abs().max() / max(theirs.abs().max().item(), 1e-3)
+            if not difference <= tolerance:
+                found.append(f"{name} is off by {difference:.1e}")
+    return found
+
+
+def _size(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"of size {tensor.abs().max():.1e}"
+
+
+def compare(program: Mapping[str, Any]) -> tuple[str, str]:
+    """Runs a program both ways, on every rank of the job.
+
+    Returns:
+        ``equal``, ``DIFFERENT``, ``raises`` (an error of ours), ``crash`` (any other) or ``invalid``; and what is to be said of it.
+    """
+    from smdistributed.modelparallel.exceptions import SMPError
+
+    try:
+        expected = plain(program)
+    except InvalidProgramError as error:
+        return "invalid", str(error)
+    try:
+        ours = pipelined(program)
+    except SMPError as error:
+        return "raises", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return "crash", f"{type(error).__name__}: {error}"
+    found = differences(ours, expected, TOLERANCES[program["DTYPE"]])
+    return ("DIFFERENT", "; ".join(found[:3])) if found else ("equal", "")
+
+
+def namespace(text: str) -> dict[str, Any]:
+    """The program of a text."""
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(text, "<program>", "exec"), names)
+    return names
+
+
+def is_valid(text: str) -> bool:
+    """Whether plain PyTorch accepts a program."""
+    try:
+        plain(namespace(text))
+    except InvalidProgramError:
+        return False
+    return True
+
+
+def run_programs(folder: str, texts: Mapping[int, str], seconds: float) -> None:
+    """The body of a job: runs programs one after another, and leaves ``NUMBER.RANK`` in ``folder`` for each. It ends early after a
+    program that the ranks cannot go on from.
+
+    Args:
+        folder: Where the ranks leave what they found.
+        texts: Programs by their numbers.
+        seconds: How long a rank that is done with a program waits for the others; after an error, 2 s.
+    """
+    import smdistributed.modelparallel.torch as smp
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for number, text in texts.items():
+        kind, story = compare(namespace(text))
+        _leave(Path(folder) / f"{number}.{rank}", f"{kind}\n{story}")
+        files = [Path(folder) / f"{number}.{peer}" for peer in range(size)]
+        has_failed = kind in ("raises", "crash")
+        if not all(_appears(file, 2.0 if has_failed else seconds) for file in files):
+            # The others wait for this one; that it goes ends their wait.
+            os._exit(1)
+        kinds = {file.read_text().split("\n")[0] for file in files}
+        if kinds & {"raises", "crash"}:
+            try:
+                smp.init({"partitions": size})
+                smp.barrier()
+                smp.shutdown()
+            except Exception:
+                # The failure has ended the job of these processes; the next programs need new ones.
+                os._exit(1)
+            _leave(Path(folder) / f"{number}.{rank}.on", "")
+            if not all(_appears(file.with_name(f"{file.name}.on"), 2.0) for file in files):
+                os._exit(1)
+
+
+def _leave(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
+    return True
