@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
-from smdistributed.modelparallel.torch.handle import Handle, Meta
+from smdistributed.modelparallel.torch.handle import Handle, Lost, Meta
 from smdistributed.modelparallel.torch.tasks import Value
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.recording import Recording
 
 
 class Encoder:
@@ -24,10 +28,10 @@ class Encoder:
         unknown: Whether it met something that cannot be described.
     """
 
-    __slots__ = ("_key", "_located", "inputs", "leaves", "tensors", "unknown")
+    __slots__ = ("_key", "_located", "_recording", "inputs", "leaves", "tensors", "unknown")
 
-    def __init__(self, located: Mapping[int, Value]) -> None:
-        self._located = located
+    def __init__(self, located: Mapping[int, Any], recording: Recording | None = None) -> None:
+        self._located, self._recording = located, recording
         self._key: list[Any] = []
         self.inputs: list[Value] = []
         self.leaves: list[Any] = []
@@ -50,10 +54,15 @@ class Encoder:
     def _leaf(self, tensor: Any) -> Any:
         return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
 
+    def _value_of(self, handle: Handle) -> Value:
+        return handle.value if self._recording is None else self._recording.own(handle)
+
     def _describe(self, value: Any, depth: int) -> None:
         key, kind = self._key, type(value)
         if kind is Handle or isinstance(value, torch.Tensor):
-            located = value.value if kind is Handle else self._located.get(id(value))
+            located = self._value_of(value) if kind is Handle else self._located.get(id(value))
+            if type(located) is Lost:
+                raise SMPUsageError(located.reason)
             self.tensors.append(value)
             if located is not None:
                 self.inputs.append(located)

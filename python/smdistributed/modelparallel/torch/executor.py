@@ -3,8 +3,8 @@
 - EXE-1: a stage's inputs are leaves of its own autograd graph, so its backward ends there; their gradients go to the
   stages that made them.
 - EXE-2: gradients of a value are added up in the order of the stages that took it, whatever came first.
-- EXE-3: a tensor that a task changes in place is the stage's own: what came from elsewhere, or is needed elsewhere, is
-  copied before.
+- EXE-3: a storage that a task writes to is the stage's own: inputs are copied when the stage begins, their views are
+  views of that copy, and what others need of it from before the write is copied when it is made.
 - EXE-4: parameters do not change during a step, so what autocast makes of them serves all microbatches of a program.
 """
 
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
+from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import offloading, structure
 from smdistributed.modelparallel.torch.layout import Layout, Stage
+from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Recording
 from smdistributed.modelparallel.torch.running import Contexts, Simple, casts_are_kept, check
@@ -101,11 +103,12 @@ class Executor:
         transfers: Transfers,
         parameters: Mapping[str, torch.Tensor],
         scale: float,
+        modules: ModuleState,
         early: bool = False,
         offloader: offloading.Offloader | None = None,
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
-        self._early, self._offloader = early, offloader
+        self._modules, self._early, self._offloader = modules, early, offloader
         #: What came out of a task of which nobody knew that.
         self.unknown: Any = None
         #: Stages that have run in this program.
@@ -135,19 +138,30 @@ class Executor:
                 elif wanted:
                     leaves[value] = leaf.requires_grad_()
                 env[value] = leaf
-        inputs = frozenset(env)
         tasks = mb.recording.tasks
+        if layout.written:
+            self._own_inputs(layout, stage, tasks, env)
+            snapshots: dict[int, torch.Tensor] | None = {}
+        else:
+            snapshots = None
+        modules = self._modules
         gathering = contextlib.nullcontext() if offloader is None else offloader.gathering()
-        with gathering as kept, Contexts() as contexts:
+        with gathering as kept, Contexts(modules) as contexts:
             for task_number in stage.tasks:
                 task = tasks[task_number]
                 contexts.enter(task.context)
                 if task.simple is None:
                     task.simple = Simple.of(task)
                 if task.simple is False:
-                    self._run_task(task, env, stage, inputs)
+                    self._run_task(task, env)
                 else:
                     task.simple.run(task, env)
+                if snapshots is not None:
+                    for value in task.outputs:
+                        if value.storage_key in layout.written and (self._early or value.index in stage.exports):
+                            snapshots[value.index] = env[value.index].clone()
+        if snapshots:
+            env |= snapshots
         # Of a stage that runs early, nobody knows yet what is needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if not trains:
@@ -172,26 +186,49 @@ class Executor:
         takes = [list(stage.takes)] if start and mb.recording.microbatch == 0 else []
         _core.timeline_stage("forward", number, mb.recording.microbatch, start, *takes)
 
-    def _run_task(self, task: Task, env: dict[int, torch.Tensor], stage: Stage, inputs: Container[int]) -> None:
+    def _own_inputs(self, layout: Layout, stage: Stage, tasks: Sequence[Task], env: dict[int, torch.Tensor]) -> None:
+        """Copies inputs whose storage the stage writes to, and makes their views views of the copy (EXE-3)."""
+        own: dict[int | str, torch.Tensor] = {}
+        for number in stage.tasks:
+            for source, _ in tasks[number].writes:
+                if not isinstance(source, Value):
+                    continue
+                if source.base is None or source.storage.rank != self._rank:
+                    if source.parameter is not None:
+                        own[source.parameter] = self._parameters[source.parameter]
+                    elif source.index in env:
+                        own[source.index] = env[source.index] = env[source.index].clone()
+        if not own:
+            return
+        for values in stage.takes.values():
+            for index in values:
+                value = layout.values[index]
+                base = own.get(value.storage_key)
+                if value.base is None or base is None:
+                    continue
+                if base.dtype is not value.meta.dtype:
+                    raise SMPError(
+                        f"a write in place to a tensor of which the step function holds a view of another dtype, {value.meta}, "
+                        "and another partition computes in between: change a copy"
+                    )
+                if base.requires_grad and not value.meta.requires_grad:
+                    base = base.detach()
+                offset = base.storage_offset() + value.offset
+                env[index] = base.as_strided(value.meta.shape, value.meta.stride, offset)
+
+    def _run_task(self, task: Task, env: dict[int, torch.Tensor]) -> None:
         place = -1
         changed = task.outcome.mutated if task.outcome is not None else ()
-        changes: dict[int, torch.Tensor] = {}
+        replicated: dict[int, torch.Tensor] = {}
 
         def leaf(item: Any) -> Any:
             nonlocal place
             place += 1
-            if not isinstance(item, Value):
-                tensor, shared = item, True
-            elif item.parameter is not None:
-                # Parameters and buffers change where they are.
-                tensor, shared = self._parameters[item.parameter], False
-            else:
-                tensor = env[item.index]
-                shared = item.index in inputs or item.index in stage.exports or self._early
+            if isinstance(item, Value):
+                return self._tensor(item, env)
             if place in changed:
-                # EXE-3
-                tensor = changes[place] = tensor.clone() if shared else tensor
-            return tensor
+                replicated[place] = item = item.clone()
+            return item
 
         args, kwargs = structure.transform((task.args, task.kwargs), leaf)
         result = task.call(*args, **kwargs)
@@ -200,9 +237,14 @@ class Executor:
             return
         outputs = structure.tensors_of(result)
         check(task, outputs)
-        tensors = [*outputs, *(changes[place] for place in changed)]
-        for value, tensor in zip(task.outputs, tensors, strict=True):
+        for value, tensor in zip(task.outputs, outputs, strict=False):
             env[value.index] = tensor
+        for source, value in task.writes:
+            env[value.index] = replicated[source] if isinstance(source, int) else self._tensor(source, env)
+
+    def _tensor(self, value: Value, env: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        # Parameters and buffers change where they are.
+        return env[value.index] if value.parameter is None else self._parameters[value.parameter]
 
     def backward(self, mb: Microbatch, number: int) -> None:
         """The backward of a stage: its parameters' gradients are added up, its leaves' are ready to go."""
@@ -212,6 +254,7 @@ class Executor:
             run = mb.runs.pop(number)
             roots, gradients = self._roots(mb, number, run)
             if roots:
+                self._modules.apply(mb.recording.backward_modules)
                 _run_backward(roots, gradients, run.weights, later=False)
             self._return_gradients(mb, number, run.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
@@ -224,6 +267,7 @@ class Executor:
             run = mb.runs[number]
             roots, gradients = self._roots(mb, number, run)
             if roots:
+                self._modules.apply(mb.recording.backward_modules)
                 _run_backward(roots, gradients, run.weights, later=True)
             self._return_gradients(mb, number, run.leaves)
             run.leaves, run.exports = {}, {}
@@ -352,7 +396,7 @@ class Executor:
     ) -> None:
         """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
         self._known.clear()
-        with casts_are_kept():
+        with casts_are_kept(), self._modules.applied():
             self._run(program, microbatches, done)
 
     def _run(

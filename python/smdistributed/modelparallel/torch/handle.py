@@ -64,13 +64,29 @@ METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
+class Lost:
+    """Stands for the value of a tensor that cannot be followed any further; whoever uses the tensor gets ``reason``."""
+
+    _smp_leaf = True
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
 class Handle(torch.Tensor):
-    """A value of the step that is being recorded; see ``recording.py``."""
+    """A value of the step that is being recorded; see ``recording.py``.
+
+    Attributes:
+        value: The value; it is another one after a change in place.
+        recording: The recording of the microbatch that it belongs to.
+    """
 
     value: Value
+    recording: Any
 
     @staticmethod
-    def __new__(cls, value: Value) -> Handle:
+    def __new__(cls, value: Value, recording: Any = None) -> Handle:
         meta = value.meta
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -81,10 +97,13 @@ class Handle(torch.Tensor):
             requires_grad=meta.requires_grad,
         )
         self.value = value
+        self.recording = recording
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
+        if isinstance(self.value, Lost):
+            return "Handle(lost)"
         return f"Handle({self.value.meta}, partition={self.value.rank})"
 
     @classmethod

@@ -49,6 +49,8 @@ class Layout:
         self.stages: list[Stage] = []
         self.values: list[Value] = []
         self.returned: list[int] = []
+        #: Storages that a task writes to, by their keys (`Value.storage_key`): what others need of them is copied.
+        self.written: set[int | str] = set()
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
@@ -58,6 +60,7 @@ class Layout:
         self._look()
         for task in new:
             self.values += task.outputs
+            self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:

@@ -7,16 +7,16 @@ Every rank can do so for every module, since fake parameters take no memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.torch import structure
-from smdistributed.modelparallel.torch.handle import Meta
+from smdistributed.modelparallel.torch.handle import Handle, Meta
 from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
 
 #: Signatures that are remembered; a step that never repeats one must not fill the memory.
@@ -33,6 +33,9 @@ class Outcome:
         mutated: Places, among the tensors that went in, of those that the call changes.
         aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
         price: What it is estimated to cost; equal on all ranks.
+        storages: For each tensor that comes out, whose storage it shares, if it shares one.
+        attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
+            template is a pair of the result and the tuple of their values.
     """
 
     template: Any
@@ -40,6 +43,27 @@ class Outcome:
     mutated: tuple[int, ...]
     aliases: tuple[int | None, ...]
     price: Price = UNKNOWN
+    storages: tuple[SharedStorage | None, ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+    #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
+    is_simple: bool = field(init=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        simple = type(self.template) is structure.Slot and not self.mutated and not any(self.storages)
+        object.__setattr__(self, "is_simple", simple)
+
+
+class SharedStorage(NamedTuple):
+    """That a tensor that comes out of a call shares the storage of another one.
+
+    Attributes:
+        place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the storage
+            of a parameter of the called module.
+        offset: In elements, from the beginning of that tensor.
+    """
+
+    place: int | None
+    offset: int
 
 
 class UnknownOutcomeError(Exception):
@@ -53,6 +77,8 @@ class Outcomes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Outcome] = {}
         self._counter = Counter()
+        #: What the module that is being called has set attributes to: path, name, value.
+        self._attributes: list[tuple[str, str, Any]] = []
 
     def known(self, key: Any) -> Outcome | None:
         """What was found for a signature before."""
@@ -74,6 +100,7 @@ class Outcomes:
         """
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
+        self._attributes = []
 
         def fake(leaf: Any) -> torch.Tensor:
             leaves.append(self.fake(meta_of(leaf)))
@@ -87,6 +114,9 @@ class Outcomes:
                 versions = [leaf._version for leaf in leaves]
                 with counter:
                     result = call(*fake_args, **fake_kwargs)
+                attributes = tuple((path, name) for path, name, _ in self._attributes)
+                if attributes:
+                    result = (result, tuple(value for _, _, value in self._attributes))
                 shape, outputs = structure.template(result)
                 if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
                     raise UnknownOutcomeError("its result is not strided")
@@ -97,11 +127,16 @@ class Outcomes:
             # Whatever it is: the real call will say it again, or work.
             raise UnknownOutcomeError(str(error)) from error
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        mutated = tuple(place for place, leaf in enumerate(leaves) if leaf._version != versions[place])
+        mutated = tuple(
+            place
+            for place, leaf in enumerate(leaves)
+            if leaf._version != versions[place] or counter.storage(leaf) in counter.written
+        )
         for tensor in (*leaves, *outputs):
             counter.outside(tensor)
         aliases = tuple(places.get(id(output)) for output in outputs)
-        return Outcome(shape, metas, mutated, aliases, counter.price())
+        storages = _shared_storages(counter, leaves, outputs)
+        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes)
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
@@ -128,8 +163,10 @@ class Outcomes:
                 tensors[name if caller is module else f"module.{name}"] = self._counter.parameter(
                     self.fake(Meta.of(tensor), leaf=True)
                 )
-            with preserved_attributes(module):
-                return torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
+            with preserved_attributes(module, self.fake) as attributes:
+                result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
+                self._attributes = attributes.set_to_tensors()
+                return result
 
         return call
 
@@ -158,23 +195,95 @@ class _Alias(torch.autograd.Function):
         return gradient
 
 
+def _shared_storages(
+    counter: Counter, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[SharedStorage | None, ...]:
+    homes: dict[int, tuple[int, int]] = {}
+    for place, leaf in enumerate(leaves):
+        homes.setdefault(counter.storage(leaf), (place, leaf.storage_offset()))
+    found: list[SharedStorage | None] = []
+    for place, output in enumerate(outputs):
+        storage = counter.storage(output)
+        home = homes.get(storage)
+        if home is not None:
+            found.append(SharedStorage(home[0], output.storage_offset() - home[1]))
+            continue
+        homes[storage] = (-1 - place, output.storage_offset())
+        found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
+    return tuple(found) if any(found) else ()
+
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+
+
 class preserved_attributes:  # noqa: N801 - a context
-    """What modules note in themselves during a call (counters, caches) is taken back."""
+    """Restores what modules store in themselves during a call: attributes, and the contents of lists, dicts and sets.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+    Args:
+        module: The module that is called.
+        fake: Makes a fake tensor of a description; attributes that hold remote tensors hold fake ones inside.
+    """
 
-    def __enter__(self) -> None:
-        self._before = [dict(module.__dict__) for module in self._modules]
+    def __init__(self, module: nn.Module, fake: Callable[[Meta], torch.Tensor]) -> None:
+        self._modules = list(module.named_modules())
+        self._fake = fake
+
+    def __enter__(self) -> preserved_attributes:
+        self._before = [dict(module.__dict__) for _, module in self._modules]
+        self._contents = [
+            (value, copy.copy(value))
+            for before in self._before
+            for name, value in before.items()
+            if type(value) in (list, dict, set) and name not in _MODULE_INTERNALS
+        ]
+        for (_, module), before in zip(self._modules, self._before, strict=True):
+            for name, value in before.items():
+                if name not in _MODULE_INTERNALS and type(value) not in structure.ATOMS and _has_remote(value):
+                    module.__dict__[name] = structure.transform(
+                        value, lambda leaf: self._fake(leaf.value.meta) if type(leaf) is Handle else leaf
+                    )
+        return self
+
+    def set_to_tensors(self) -> list[tuple[str, str, Any]]:
+        """Attributes that the call has set to tensors: path of the module, name, value."""
+        found = []
+        for (path, module), before in zip(self._modules, self._before, strict=True):
+            for name, value in module.__dict__.items():
+                if name in _MODULE_INTERNALS or type(value) in structure.ATOMS or value is before.get(name):
+                    continue
+                leaves = structure.tensors_of(value)
+                if leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                    found.append((path, name, value))
+        return found
 
     def __exit__(self, *_: object) -> None:
-        for module, before in zip(self._modules, self._before, strict=True):
+        for (_, module), before in zip(self._modules, self._before, strict=True):
             if module.__dict__.keys() != before.keys():
                 for name in module.__dict__.keys() - before.keys():
                     del module.__dict__[name]
             for name, value in before.items():
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value
+        for value, content in self._contents:
+            if value != content if type(value) is set else not _same_items(value, content):
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _has_remote(value: Any) -> bool:
+    if type(value) is Handle:
+        return True
+    if type(value) in (list, tuple):
+        return any(map(_has_remote, value))
+    return type(value) is dict and any(map(_has_remote, value.values()))
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(key in b and b[key] is value for key, value in a.items())
+    return all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _own(value: Any) -> Any:

@@ -166,6 +166,13 @@ class DistributedModel(nn.Module):
             )
         return self._placement
 
+    def divide_by_hand(self) -> None:
+        """Divides the model if that takes no trace of a call, because the script or a checkpoint says where modules are."""
+        cfg = state.cfg
+        if self._assignment is not None or not (cfg.auto_partition or (cfg.load_partition and cfg.partition_file)):
+            with self.randomness.own():
+                self._divide((), {})
+
     def _divide(self, args: Any, kwargs: Any) -> None:
         cfg = state.cfg
         if self._assignment is not None:

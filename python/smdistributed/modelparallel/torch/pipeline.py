@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.layout import Layout
 from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
+from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.offloading import Offloader
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.recording import Recording, active, digest_of
@@ -58,6 +59,8 @@ class Pipeline:
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.outcomes = Outcomes()
+        #: Attributes of the modules that run inside of tasks.
+        self.module_state = ModuleState(self._paths_in_tasks(root))
         self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -79,9 +82,32 @@ class Pipeline:
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._layouts: dict[Any, Layout] = {}
+        #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
+        self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
         #: Whether what the body returns leaves autograd's graph.
         self.detach = True
+
+    def _paths_in_tasks(self, root: nn.Module) -> dict[int, str]:
+        """Modules that are on one partition with all that is in them, and what is in them."""
+        paths: dict[int, str] = {}
+        for path, module in root.named_modules():
+            if id(module) in self.placement.whole:
+                for below, part in module.named_modules(prefix=path):
+                    paths.setdefault(id(part), below)
+        return paths
+
+    def relocate(self, parameter: torch.Tensor) -> Value:
+        """The value of a parameter whose ``requires_grad`` the body has changed."""
+        known = self.located[id(parameter)]
+        key = (id(parameter), parameter.requires_grad)
+        value = self._relocated.get(key)
+        if value is None:
+            self._relocated[id(parameter), known.meta.requires_grad] = known
+            meta = known.meta._replace(requires_grad=parameter.requires_grad)
+            value = self._relocated[key] = Value(-1, known.rank, 0, meta, known.parameter)
+        self.located[id(parameter)] = value
+        return value
 
     def refresh(self) -> None:
         """Looks at the parameters as they are now; before each step."""
@@ -99,6 +125,7 @@ class Pipeline:
                     "partition"
                 )
         self._contents = contents
+        self._relocated.clear()
         located: dict[int, Value] = {}
         flags = []
         self._seen.clear()
@@ -188,7 +215,8 @@ class Pipeline:
             self.agree([recording], recording.microbatch + 1)
             mb = self._microbatch(recording)
             if recording.done < len(recording.tasks):
-                self._run_early(mb)
+                with self.module_state.hidden(), self.module_state.applied():
+                    self._run_early(mb)
             return mb
         finally:
             active.recording = recording
@@ -225,7 +253,7 @@ class Pipeline:
 
     def executor(self, scale: float, early: bool = False) -> Executor:
         """Who does this rank's part."""
-        return Executor(self.rank, self.transfers, self.parameters, scale, early, self._offloader)
+        return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
         """Compares what the ranks have recorded.

@@ -67,6 +67,15 @@ def is_cast(func: Any) -> bool:
     return func is _aten._to_copy.default
 
 
+def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The operands that an operation writes to."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        operand = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(operand) if isinstance(leaf, torch.Tensor))
+
+
 class _Active(threading.local):
     counter: Counter | None = None
 
@@ -86,6 +95,8 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self._casts_are_kept = casts_are_kept()
         self._parameters: set[int] = set()
+        #: Storages that are written to.
+        self.written: set[int] = set()
         self._outside: set[int] = set()
         # Kept, so that no address is used again.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -100,6 +111,14 @@ class Counter(TorchDispatchMode):
         """Says that a tensor is a parameter; returns it."""
         self._parameters.add(self._key(tensor))
         return tensor
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        """Identifies a tensor's storage, as long as this object exists."""
+        return self._key(tensor)
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares the storage of a parameter."""
+        return self._key(tensor) in self._parameters
 
     def outside(self, tensor: torch.Tensor) -> None:
         """Says that a tensor goes in or comes out: it is kept by whoever has it."""
@@ -143,6 +162,8 @@ class Counter(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable:
+            self.written.update(map(self._key, _written(func._schema, args, kwargs)))
         taken = {self._key(tensor) for tensor in operands}
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
         if self._casts_are_kept and is_cast(func) and taken <= self._parameters:

@@ -4,7 +4,11 @@
   same numbers on all ranks of a pipeline). What is made of replicated values only is computed at once, everywhere.
 - REC-2: a call of a module that is wholly on one partition is one task there. Any other operation with a located
   operand is a task where its operand is; a module that is spread runs its own forward on every rank.
-- REC-3: a value never changes. What changes in place makes a new value, and the handle goes on to that.
+- REC-3: a value never changes. What changes in place makes a new value, and the handle goes on to that. So do the handles
+  of all other views of the same storage.
+- REC-5: a replicated tensor that a task holds never changes: before the body writes to its storage, tasks get a copy.
+- REC-6: a tensor that cannot be followed (of another microbatch, or a view whose storage changed on another partition)
+  raises when it is used.
 - REC-4: ranks record the same tasks, since all that Python sees is the same on all of them: numbers that the body
   asks for (``.item()``, ``if loss > x``) are computed where they are and told to everybody.
 """
@@ -12,6 +16,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -24,10 +29,13 @@ from torch.overrides import TorchFunctionMode
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.encoder import Encoder
-from smdistributed.modelparallel.torch.handle import METADATA, Handle, Meta
+from smdistributed.modelparallel.torch.handle import METADATA, Handle, Lost, Meta
+from smdistributed.modelparallel.torch.held import HeldTensors
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
+from smdistributed.modelparallel.torch.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.replay import Call, Replay
-from smdistributed.modelparallel.torch.tasks import Context, Task, Value
+from smdistributed.modelparallel.torch.shared_storages import SharedStorages
+from smdistributed.modelparallel.torch.tasks import Context, Task, Value, WithAttributes
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.executor import Microbatch
@@ -46,6 +54,10 @@ _READS = frozenset(
     }
     | {torch.equal, torch.allclose, torch.is_nonzero}
 )  # fmt: skip
+_REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})
+_GRADIENT = torch.Tensor.grad.__get__
+_GRADIENT_READS = frozenset({_GRADIENT, torch.Tensor.retain_grad})
+_METADATA = METADATA - _GRADIENT_READS
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -61,9 +73,16 @@ active = Active()
 class Recording(TorchFunctionMode):
     """The tasks of one microbatch; a context around the body."""
 
-    def __init__(self, pipeline: Pipeline, microbatch: int, before: list[Call] | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, microbatch: int, before: list[Call] | None = None, held: HeldTensors | None = None
+    ) -> None:
         super().__init__()
         self.pipeline, self.microbatch = pipeline, microbatch
+        #: Replicated tensors in tasks, of all microbatches of the step.
+        self.held = HeldTensors() if held is None else held
+        #: The attributes of modules at `model.backward`.
+        self.backward_modules = UNCHANGED
+        self._storages = SharedStorages(self)
         self.tasks: list[Task] = []
         #: Tasks before this one have run, because the body asked for numbers.
         self.done = 0
@@ -73,13 +92,13 @@ class Recording(TorchFunctionMode):
         self.fetched: dict[int, torch.Tensor] = {}
         #: What of it has run, once something has.
         self.begun: Microbatch | None = None
-        self._located = dict(pipeline.located)
+        self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
         self._count = 0
         self._levels = 0
         #: What was called, for the microbatches after this one.
         self.calls: list[Call] = []
-        self._replay = Replay(before, self._located) if before else None
+        self._replay = Replay(before, self.located) if before else None
 
     def __enter__(self) -> Recording:
         active.recording = self
@@ -91,32 +110,49 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
             return func(*args, **kwargs)
         if active.recording is not self:
             return func(*args, **kwargs)
-        if func is torch.Tensor.__iter__ and self._is_located(args[0]):
+        if func is torch.Tensor.__iter__ and self.is_located(args[0]):
             return iter(self._operation(torch.unbind, args, {}))
+        if func in _REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
+            return self._set_requires_grad(
+                args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
+            )
+        if func in _GRADIENT_READS:
+            if self.is_located(args[0]):
+                self._refuse_gradient(func)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return self._operation(func, args, kwargs)
 
-    def _is_located(self, tensor: Any) -> bool:
-        return type(tensor) is Handle or id(tensor) in self._located
+    def has_located(self, arguments: Any) -> bool:
+        """Whether there is a located tensor among these."""
+        return any(isinstance(leaf, torch.Tensor) and self.is_located(leaf) for leaf in structure.tensors_of(arguments))
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a function that PyTorch does not offer to function modes."""
+        return self._operation(func, args, kwargs)
+
+    def is_located(self, tensor: Any) -> bool:
+        return type(tensor) is Handle or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
-            task = None if call is None else self._replay.task(call, Context.current(), args, kwargs)
-            if task is not None:
+            task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
+            if task is not None and self._storages.writes_alike(task, tensors):
                 return self._again(call, task, tensors)
-        encoder = Encoder(self._located)
+        encoder = Encoder(self.located, self)
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
-            return func(*args, **kwargs)
+            return self.held.call(func, args, kwargs, encoder.leaves)
         if func in _READS:
             real = structure.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
@@ -138,10 +174,10 @@ class Recording(TorchFunctionMode):
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest)
-            again = None if known is None else self._replay.task(known, Context.current(), args, kwargs)
-            if again is not None:
+            again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
+            if again is not None and self._storages.writes_alike(again, tensors):
                 return self._again(known, again, tensors)
-        encoder = Encoder(self._located)
+        encoder = Encoder(self.located, self)
         task = Task(path or type(module).__name__, what, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
         task.module = module
         key = (id(module), module.training, self.pipeline.version, call is None)
@@ -156,9 +192,11 @@ class Recording(TorchFunctionMode):
             self.tasks += call.before
         self.tasks.append(task)
         self.digest, self._levels, self._count = call.after
+        if not call.plain:
+            self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)])
         outcome = task.outcome
-        if type(outcome.template) is structure.Slot and not outcome.mutated:
-            return Handle(task.outputs[outcome.template.index])
+        if outcome.is_simple:
+            return Handle(task.outputs[0], self)
         return self._values(task, tensors)
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
@@ -172,7 +210,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _add(self, task: Task, encoder: Encoder, what: Any, rank: int | None) -> Any:
-        task.context = Context.current()
+        task.context = self._context()
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         outcomes = self.pipeline.outcomes
         outcome = outcomes.known(key)
@@ -186,8 +224,11 @@ class Recording(TorchFunctionMode):
                 outcome = None
             finally:
                 active.recording = self
+        if outcome is not None and outcome.attributes and not isinstance(task.call, WithAttributes):
+            task.call = WithAttributes(task.call, task.module, outcome.attributes)
         self._place(task, encoder, outcome, rank)
         self.tasks.append(task)
+        self.held.add(task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)])
         if outcome is None:
             # Nobody can tell what comes out but the one who does it: now, and he tells the others.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
@@ -206,7 +247,10 @@ class Recording(TorchFunctionMode):
         if any(value.rank != rank and value.parameter is not None for value in inputs):
             self._send_parameters(task, rank)
         level = self.base_level
-        for value in task.inputs:
+        written = (
+            self._storages.written(outcome, encoder.leaves, rank) if outcome is not None and outcome.mutated else {}
+        )
+        for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
         task.level = level
         self._levels = max(self._levels, level)
@@ -220,7 +264,7 @@ class Recording(TorchFunctionMode):
                 read = Task("parameter", _itself, (value,), {}, [value])
                 read.rank, read.level, read.context = value.rank, self.base_level, Context(True, ())
                 read.outcome = Outcome(structure.Slot(0), (value.meta,), (), (0,))
-                read.outputs = [self._value(value.rank, read.level, value.meta)]
+                read.outputs = [self.new_value(value.rank, read.level, value.meta)]
                 read.digest = digest_of(("parameter", value.parameter, read.outputs[0].index))
                 self.digest = _chain(self.digest, read.digest)
                 self.tasks.append(read)
@@ -228,7 +272,7 @@ class Recording(TorchFunctionMode):
         task.args, task.kwargs = structure.transform((task.args, task.kwargs), lambda leaf: sent.get(id(leaf), leaf))
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
 
-    def _value(self, rank: int, level: int, meta: Meta) -> Value:
+    def new_value(self, rank: int, level: int, meta: Meta) -> Value:
         value = Value(self._count, rank, level, meta)
         self._count += 1
         return value
@@ -244,15 +288,16 @@ class Recording(TorchFunctionMode):
 
     def _finish(self, task: Task, encoder: Encoder, outcome: Outcome) -> None:
         task.outcome = outcome
-        task.outputs = [self._value(task.rank, task.level, meta) for meta in outcome.metas]
-        for place in outcome.mutated:
-            old = encoder.leaves[place]
-            meta = old.meta if isinstance(old, Value) else Meta.of(old)
-            # What is added to it in place may make it require a gradient.
-            if not meta.requires_grad and any(value.meta.requires_grad for value in task.inputs) and task.context.grad:
-                meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
-            task.outputs.append(self._value(task.rank, task.level, meta))
-            task.mutated.append(old)
+        task.outputs = [self.new_value(task.rank, task.level, meta) for meta in outcome.metas]
+        for value, shared in zip(task.outputs, outcome.storages, strict=False):
+            if shared is None or shared.place is None:
+                continue
+            place = shared.place
+            other = task.outputs[-1 - place] if place < 0 else encoder.leaves[place]
+            if isinstance(other, Value):
+                value.base, value.offset = other.storage, other.offset + shared.offset
+        if outcome.mutated:
+            self._storages.add_writes(task, encoder.leaves)
 
     def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
         if task.outcome is None:
@@ -266,18 +311,56 @@ class Recording(TorchFunctionMode):
     def _values(self, task: Task, tensors: list[torch.Tensor]) -> Any:
         """What the body gets of a task that was called with these tensors."""
         outcome = task.outcome
-        for place, new in zip(outcome.mutated, task.outputs[len(outcome.metas) :], strict=True):
-            # The tensor that the body holds is that value from now on.
-            tensor = tensors[place]
-            if type(tensor) is Handle:
-                tensor.value = new
-            else:
-                self._kept.append(tensor)
-                self._located[id(tensor)] = new
-        results = []
+        if task.writes:
+            self._storages.follow_writes(task, tensors)
+        results: list[torch.Tensor] = []
         for place, value in zip(outcome.aliases, task.outputs, strict=False):
-            results.append(tensors[place] if place is not None and place in outcome.mutated else Handle(value))
-        return structure.filled(outcome.template, results)
+            changed = place is not None and place in outcome.mutated
+            results.append(tensors[place] if changed else Handle(value, self))
+        for result, shared in zip(results, outcome.storages, strict=False):
+            if shared is not None:
+                self._storages.add_view(result, shared, tensors, results)
+        if not outcome.attributes:
+            return structure.filled(outcome.template, results)
+        result, values = structure.filled(outcome.template, results)
+        for (path, name), value in zip(outcome.attributes, values, strict=True):
+            owner = task.module.get_submodule(path) if path else task.module
+            self.pipeline.module_state.put(owner, name, value)
+        return result
+
+    def move(self, tensor: torch.Tensor, value: Value | Lost) -> None:
+        """From now on, a tensor of the body is another value."""
+        if type(tensor) is Handle:
+            tensor.value = value  # type: ignore[assignment]
+        else:
+            self._kept.append(tensor)
+            self.located[id(tensor)] = value
+
+    def _context(self) -> Context:
+        return Context.current(self.pipeline.module_state.current)
+
+    def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+        """The body freezes or unfreezes a parameter."""
+        if tensor.requires_grad is not wanted:
+            value = self.pipeline.located[id(tensor)]
+            changing = self.pipeline.module_state.changing(tensor, "requires_grad", value.parameter)
+            with changing, torch._C.DisableTorchFunctionSubclass():
+                tensor.requires_grad_(wanted)
+            self.located[id(tensor)] = self.pipeline.relocate(tensor)
+        return tensor
+
+    def _refuse_gradient(self, func: Any) -> None:
+        """Gradients are there when the step function has returned: raises where the body would see others."""
+        if func is torch.Tensor.retain_grad:
+            raise SMPUsageError(
+                "`retain_grad` of a tensor on a partition: gradients are there when the step function has returned, and only "
+                "those of parameters"
+            )
+        if self.held.has_backward:
+            raise SMPUsageError(
+                "`grad` after `model.backward` inside of a `smp.step` function: gradients are there when the step function has "
+                "returned"
+            )
 
     # What the body asks for itself.
 
@@ -298,7 +381,10 @@ class Recording(TorchFunctionMode):
                 )
             if isinstance(gradient, Handle):
                 gradient = self.fetch(gradient.value)
+            self.own(tensor)
             self.seeds.append((tensor.value, gradient))
+            self.backward_modules = self.pipeline.module_state.current
+            self.held.has_backward = True
             self.digest = _chain(self.digest, digest_of(("backward", tensor.value.index)))
 
     def fetch(self, value: Value) -> torch.Tensor:
@@ -311,9 +397,28 @@ class Recording(TorchFunctionMode):
 
     def _fetch_leaf(self, leaf: Any) -> Any:
         if type(leaf) is Handle:
-            return self.fetch(leaf.value)
-        value = self._located.get(id(leaf))
+            return self.fetch(self.own(leaf))
+        value = self.located.get(id(leaf))
         return leaf if value is None else self.fetch(value)
+
+    def own(self, handle: Handle) -> Value:
+        """The value of a handle.
+
+        Raises:
+            SMPUsageError: it belongs to another microbatch, or cannot be followed any more.
+        """
+        if handle.recording is not self:
+            raise SMPUsageError(
+                f"a tensor of microbatch {handle.recording.microbatch} is used in microbatch {self.microbatch}: microbatches "
+                "run independently of each other, so return the tensor from the `smp.step` function and combine the "
+                "microbatches' values in its `StepOutput`"
+                if handle.recording.held is self.held
+                else "a tensor of an earlier `smp.step` call is used in this one: return it from the function, and take it "
+                "from the `StepOutput`"
+            )
+        if type(handle.value) is Lost:
+            raise SMPUsageError(handle.value.reason)
+        return handle.value
 
     def close_level(self) -> None:
         """Tasks from now on come after all so far."""

@@ -10,6 +10,7 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.tasks import Context, Task, Value
 
 
@@ -66,7 +67,8 @@ class Simple:
 class Contexts:
     """PyTorch's state as it was when the body called a task; what is the same for the next task stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: ModuleState) -> None:
+        self._modules = modules
         self._stack: contextlib.ExitStack | None = None
         self._entered: Context | None = None
 
@@ -82,6 +84,7 @@ class Contexts:
         entered = self._entered
         if entered is context or (entered is not None and entered.same(context)):
             return
+        self._modules.apply(context.modules)
         if self._stack is not None:
             self._stack.close()
         self._entered, self._stack = context, contextlib.ExitStack()

@@ -96,6 +96,8 @@ class StepFunction:
             for args, kwargs in calls:
                 model.begin_microbatch(len(calls))
                 outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
+        if model.pipeline is not None:
+            model.pipeline.module_state.end_of_bodies()
         pipeline = model.pipeline
         if pipeline is None or len(recordings) != len(calls):
             # The body has not called the model; in a join, the other replicas ask for a round all the same.
@@ -124,12 +126,20 @@ class StepFunction:
                 pipeline.detach = self._detach
                 if not recordings:
                     pipeline.refresh()
+                    pipeline.module_state.begin()
                     calls_are_recorded.enter_context(intercepted(pipeline))
-                recording = model.recording = Recording(pipeline, len(recordings), pipeline.calls.get(self))
+                recording = model.recording = Recording(
+                    pipeline,
+                    len(recordings),
+                    pipeline.calls.get(self),
+                    recordings[0].held if recordings else None,
+                )
                 recordings.append(recording)
                 stack.callback(model.end_recording)
                 stack.enter_context(recording)
 
+            if model.pipeline is None:
+                model.divide_by_hand()
             if model.pipeline is None:
                 # The model is divided when it is called for the first time, by what it is called with.
                 model.when_divided = begin

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.metadata import Outcome
+from smdistributed.modelparallel.torch.module_state import UNCHANGED, AttributeSnapshot
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.running import Simple
@@ -24,26 +25,52 @@ class Value:
         level: How many changes of the partition lie before it.
         meta: All but its numbers.
         parameter: The path of the parameter or buffer that it is.
+        base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
+        offset: Of a view, its place in the storage of ``base``, in elements.
     """
 
     _smp_leaf = True
-    __slots__ = ("index", "level", "meta", "parameter", "rank")
+    __slots__ = ("base", "index", "level", "meta", "offset", "parameter", "rank")
 
     def __init__(self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None) -> None:
         self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
+        self.base: Value | None = None
+        self.offset = 0
+
+    @property
+    def storage(self) -> Value:
+        """The value that stands for the storage: ``base``, or the value itself."""
+        return self.base or self
+
+    @property
+    def storage_key(self) -> int | str:
+        """Identifies the storage among those of one recording; equal for recordings with equal tasks."""
+        storage = self.base or self
+        return storage.index if storage.parameter is None else storage.parameter
 
 
 class Context:
-    """What of PyTorch's state a task needs as it was when the body called it."""
+    """The state of PyTorch and of the model's modules at the moment when the body made a call.
 
-    __slots__ = ("autocast", "grad")
+    Attributes:
+        grad: Whether gradients are enabled.
+        autocast: Of each device: its name, whether autocast is enabled, the dtype, whether casts are cached.
+        modules: Attributes of modules that the body has changed in this step.
+    """
 
-    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> None:
-        self.grad, self.autocast = grad, autocast
+    __slots__ = ("autocast", "grad", "modules")
+
+    def __init__(
+        self,
+        grad: bool,
+        autocast: tuple[tuple[str, bool, torch.dtype, bool], ...],
+        modules: AttributeSnapshot = UNCHANGED,
+    ) -> None:
+        self.grad, self.autocast, self.modules = grad, autocast, modules
 
     @classmethod
-    def current(cls) -> Context:
-        """That of this moment."""
+    def current(cls, modules: AttributeSnapshot) -> Context:
+        """Returns the state of this moment; ``modules`` is the part that PyTorch does not keep."""
         devices = ("cpu", "cuda") if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else ()
         autocast = tuple(
             (
@@ -54,15 +81,27 @@ class Context:
             )
             for device in devices
         )
-        return cls(torch.is_grad_enabled(), autocast)
+        return cls(torch.is_grad_enabled(), autocast, modules)
 
     def key(self) -> Any:
         """Equal for equal contexts."""
-        return (self.grad, self.autocast)
+        return (self.grad, self.autocast, self.modules)
 
     def same(self, other: Context) -> bool:
         """Whether a task cannot tell them apart."""
-        return self.grad is other.grad and self.autocast == other.autocast
+        return self.grad is other.grad and self.modules is other.modules and self.autocast == other.autocast
+
+
+class Write(NamedTuple):
+    """A tensor that a task changes in place, or that shares the storage of one.
+
+    Attributes:
+        source: The value before; of a replicated tensor, its place among the leaves of the arguments.
+        result: The value after.
+    """
+
+    source: Value | int
+    result: Value
 
 
 class Task:
@@ -73,16 +112,16 @@ class Task:
         call: What is called.
         module: Of a task that is a call of a module, that.
         args, kwargs: With values instead of handles.
-        inputs: Values among them, in the order of the structure.
-        outputs: Values that come out, then new versions of what is changed in place.
-        mutated: Of the latter, the values that they replace.
+        inputs: Values among them, in the order of the structure; then other values of a storage that the task writes to.
+        outputs: Values that come out, then those after the writes.
+        writes: What the task changes in place; of each storage its base first.
         outcome: What comes out, ``None`` until it is known.
         digest: The same on ranks that record the same.
     """
 
     __slots__ = (
-        "args", "call", "context", "copies", "digest", "inputs", "kwargs", "level", "module", "mutated", "name",
-        "outcome", "outputs", "rank", "simple",
+        "args", "call", "context", "digest", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
+        "simple", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -90,9 +129,7 @@ class Task:
         self.rank = self.level = self.digest = 0
         self.module: nn.Module | None = None
         self.outputs: list[Value] = []
-        self.mutated: list[Value] = []
-        #: Places among all leaves of the tensors that are changed and need a copy of their own for that.
-        self.copies: frozenset[int] = frozenset()
+        self.writes: list[Write] = []
         self.outcome: Outcome | None = None
         #: How the executor runs it, once it has looked.
         self.simple: Simple | Literal[False] | None = None
@@ -102,3 +139,17 @@ class Task:
         takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)
         gives = ", ".join(f"%{value.index}: {value.meta}" for value in self.outputs)
         return f"`{self.name}` on partition {self.rank} ({takes}) -> ({gives})"
+
+
+class WithAttributes:
+    """A call of a module that also returns the tensors which its forward leaves in attributes."""
+
+    __slots__ = ("_attributes", "_call", "_module")
+
+    def __init__(self, call: Callable[..., Any], module: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
+        self._call, self._module, self._attributes = call, module, attributes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(*args, **kwargs)
+        owners = [(self._module.get_submodule(path), name) for path, name in self._attributes]
+        return result, tuple(getattr(owner, name) for owner, name in owners)

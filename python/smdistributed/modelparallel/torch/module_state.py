@@ -1,0 +1,181 @@
+"""Attributes of modules that a step body changes, such as ``training``: each task runs with those of its call.
+
+The body runs before the tasks do. So every change of an attribute is noted as it is made, a task refers to the snapshot of
+its call, and the executor sets the attributes to that snapshot before it runs the task.
+
+- MST-1: a snapshot has only the attributes that differ from their values at the start of the step. Equal snapshots
+  are one object, on each rank, so tasks compare them by identity.
+- MST-2: while the body runs and after the step, attributes have the values that the body gave them.
+- MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs it holds the
+  remote tensor; when tasks run, it is as they left it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+#: Snapshots that are remembered.
+_LIMIT = 1 << 10
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
+
+
+class AttributeSnapshot:
+    """Values of changed attributes, by (identity of their owner, name)."""
+
+    __slots__ = ("text", "values")
+
+    def __init__(self, values: Mapping[tuple[int, str], Any], text: str) -> None:
+        self.values, self.text = values, text
+
+    def __repr__(self) -> str:
+        """The same on all ranks."""
+        return self.text
+
+
+#: The attributes as they were at the start of the step.
+UNCHANGED = AttributeSnapshot({}, "{}")
+
+
+class ModuleState:
+    """The attributes of the modules of one model, during its steps.
+
+    Args:
+        paths: Names of the modules, by identity; those that run inside of tasks.
+
+    Attributes:
+        current: The snapshot of this moment of the body.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self._paths = paths
+        self.current = UNCHANGED
+        self._applied = UNCHANGED
+        self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
+        #: Attributes that hold remote tensors now, with their values before.
+        self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+
+    def begin(self) -> None:
+        """Starts a step: nothing has changed."""
+        self.current = self._applied = UNCHANGED
+        self._before.clear()
+        self._outputs.clear()
+        if len(self._known) > _LIMIT:
+            self._known = {(): UNCHANGED}
+
+    def follows(self, owner: Any) -> bool:
+        """Whether tasks see attributes of ``owner``."""
+        return id(owner) in self._paths
+
+    @contextlib.contextmanager
+    def changing(self, owner: Any, name: str, path: str | None = None) -> Iterator[None]:
+        """Around a change of an attribute by the body."""
+        before = _value(owner, name)
+        yield
+        self._note(owner, name, path or self._paths[id(owner)], before, _value(owner, name))
+
+    def _note(self, owner: Any, name: str, path: str, before: Any, after: Any) -> None:
+        key = (id(owner), name)
+        self._outputs.pop(key, None)
+        if key not in self._before:
+            self._before[key] = (owner, path, before)
+        values = dict(self.current.values)
+        if _same(self._before[key][2], after):
+            values.pop(key, None)
+        else:
+            values[key] = after
+        identity = tuple(sorted(((each, _identity(value)) for each, value in values.items()), key=str))
+        known = self._known.get(identity)
+        if known is None:
+            texts = sorted(f"{self._before[each][1]}.{each[1]}={_text(value)}" for each, value in values.items())
+            known = self._known[identity] = AttributeSnapshot(values, "{" + ", ".join(texts) + "}")
+        self.current = self._applied = known
+
+    # Outputs in attributes (MST-3).
+
+    def put(self, owner: Any, name: str, tensors: Any) -> None:
+        """Has the body see remote tensors in an attribute, until :meth:`hide`."""
+        key = (id(owner), name)
+        before = self._outputs[key][1] if key in self._outputs else _value(owner, name)
+        self._outputs[key] = (owner, before, tensors)
+        owner.__dict__[name] = tensors
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Around tasks that run while the body is still at work: attributes have no remote tensors."""
+        self._hide()
+        try:
+            yield
+        finally:
+            for (_, name), (owner, _, tensors) in self._outputs.items():
+                owner.__dict__[name] = tensors
+
+    def _hide(self) -> None:
+        for (_, name), (owner, before, tensors) in self._outputs.items():
+            if owner.__dict__.get(name) is tensors:
+                _set(owner, name, before)
+
+    def end_of_bodies(self) -> None:
+        """The bodies of all microbatches have run: from now on attributes are as tasks leave them."""
+        self._hide()
+        self._outputs.clear()
+
+    # Around tasks.
+
+    def apply(self, snapshot: AttributeSnapshot) -> None:
+        """Sets the attributes to a snapshot."""
+        applied = self._applied
+        if snapshot is applied:
+            return
+        self._applied = snapshot
+        for key in applied.values.keys() | snapshot.values.keys():
+            owner, _, before = self._before[key]
+            _set(owner, key[1], snapshot.values.get(key, before))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Around tasks: afterwards the attributes have the values that the body gave them (MST-2)."""
+        try:
+            yield
+        finally:
+            self.apply(self.current)
+
+
+def _value(owner: Any, name: str) -> Any:
+    if isinstance(owner, torch.Tensor):
+        return owner.requires_grad
+    return owner.__dict__.get(name, _MISSING)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            owner.requires_grad_(value)
+    elif value is _MISSING:
+        owner.__dict__.pop(name, None)
+    else:
+        owner.__dict__[name] = value
+
+
+def _identity(value: Any) -> tuple[str, Any]:
+    return (type(value).__name__, repr(value)) if type(value) in _ATOMS else ("object", id(value))
+
+
+def _text(value: Any) -> str:
+    return repr(value) if type(value) in _ATOMS else type(value).__qualname__
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in _ATOMS and repr(a) == repr(b))

@@ -1,0 +1,343 @@
+"""What a step body does has the meaning of the plain PyTorch program, or raises: each body beside one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import Forked, run_ranks
+
+FORKED = Forked("torch")
+
+
+def _model(kind="plain"):
+    """Two layers on two partitions, called by the body or by a forward that is spread."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Scaled(nn.Module):
+        """What it does depends on an attribute and on its mode."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.scale = 1.0
+            self.aux = 0.0
+
+        def forward(self, x):
+            if kind == "inplace":
+                x.mul_(1.5)
+            out = self.linear(x) * self.scale
+            if kind == "aux":
+                self.aux = out.square().mean()
+            return out if self.training else out + 1
+
+    class Shift(nn.Module):
+        """Does not need its argument for its backward, so that may be changed."""
+
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            return (x + self.shift) * 2
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Scaled(), Shift() if kind == "shift" else Scaled()
+            self.register_buffer("count", torch.zeros(3))
+            for place, part in enumerate((self.a, self.b)):
+                smp.set_partition(part, place % smp.pp_size())
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    return Model
+
+
+def _loss(out, y):
+    return (out - y).square().mean()
+
+
+def _modes(model, backward, x, y):
+    """Calls in both modes."""
+    model.eval()
+    t = model(x)
+    model.train()
+    s = model(x)
+    loss = _loss(t + 2 * s, y)
+    backward(loss)
+    return loss, t, s
+
+
+def _attributes(model, backward, x, y):
+    """An attribute changes between calls."""
+    core = getattr(model, "module", model)
+    out = 0
+    for scale in (1.0, 0.5, 3.0):
+        core.b.scale = core.a.scale = scale
+        out = out + model(x)
+    loss = _loss(out, y)
+    backward(loss)
+    core.b.scale = core.a.scale = 1.0
+    return loss, out
+
+
+def _freezes(model, backward, x, y):
+    """Parameters are frozen for one of two calls, as adapters are switched."""
+    core = getattr(model, "module", model)
+    core.b.requires_grad_(False)
+    t = model(x)
+    core.b.requires_grad_(True)
+    loss = _loss(t + model(x * 2), y)
+    backward(loss)
+    return loss
+
+
+def _refilled(model, backward, x, y):
+    """A replicated mask is refilled in a loop."""
+    import torch
+
+    mask, out = torch.zeros(6), 0
+    view = mask[2:]
+    for number in range(3):
+        mask.fill_(number)
+        view.add_(1)
+        out = out + model(x) + mask
+    z, seen = x * 2, []
+    with torch.no_grad():
+        seen.append(model(z))
+        z.zero_()
+        seen.append(model(z))
+        torch.mul(x, 2, out=z)
+        seen.append(model(z))
+        torch.nn.functional.relu(z, True)
+        seen.append(model(z))
+        z[1:, :2] = 5
+        seen.append(model(z))
+        z.data.mul_(3)
+        seen.append(model(z))
+    loss = _loss(out, y)
+    backward(loss)
+    return loss, seen
+
+
+def _views(model, backward, x, y):
+    """A write through a view after another partition has been given the tensor."""
+    core = getattr(model, "module", model)
+    h = core.a(x)
+    f = core.b(h)
+    h[:, :4].mul_(2)
+    g = core.b(h)
+    t = h.transpose(0, 1)
+    t[1] += 1
+    k = core.b(h) + core.b(t.t() + 3)
+    loss = _loss(f + g + k + h, y)
+    backward(loss)
+    return loss, f, g, h
+
+
+def _late_views(model, backward, x, y):
+    """The write comes in a later stage than the tensor and its views."""
+    import torch
+
+    core = getattr(model, "module", model)
+    h = core.a(x) + 2
+    left, right = h[:, :3], h.narrow(1, 3, 3)
+    f = core.b(h)
+    left.add_(core.a(f).mean())
+    out = torch.cat([left, right], dim=1) + h + core.b(h + 2)
+    loss = _loss(out + f, y)
+    backward(loss)
+    return loss, left, right, h
+
+
+def _data(model, backward, x, y):
+    """Writes that autograd does not see."""
+    core = getattr(model, "module", model)
+    h = core.a(x)
+    f = core.b(h)
+    h.data.mul_(2)
+    g = core.b(h)
+    h.detach().clamp_(-0.5, 0.5)
+    loss = _loss(f + g + h * 1, y)
+    backward(loss)
+    return loss, g, h
+
+
+def _module_writes(model, backward, x, y):
+    """A module changes its argument in place."""
+    core = getattr(model, "module", model)
+    h = core.a(x + 1)
+    f = core.b(h)
+    g = core.a(f)
+    out = f + g + h
+    loss = _loss(out, y)
+    backward(loss)
+    return loss, f
+
+
+def _functions(model, backward, x, y):
+    """Custom autograd functions."""
+    import torch
+
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, factor):
+            ctx.factor = factor
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -ctx.factor * gradient, None
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(value):
+            return value * value, value.sum()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, gradient, total):
+            (value,) = ctx.saved_tensors
+            return 3 * value * gradient + total
+
+    core = getattr(model, "module", model)
+    h, total = Square.apply(core.a(x))
+    out = core.b(Reverse.apply(h, 0.7))
+    loss = _loss(out, y) + 0.1 * total
+    backward(loss)
+    return loss, out
+
+
+def _auxiliary(model, backward, x, y):
+    """A loss that a module leaves in an attribute."""
+    core = getattr(model, "module", model)
+    out = model(x)
+    loss = _loss(out, y) + 0.3 * core.a.aux + core.b.aux
+    backward(loss)
+    return loss, core.b.aux
+
+
+def _nested(model, backward, x, y):
+    """Results in structures, and a value that is used after its view died."""
+    core = getattr(model, "module", model)
+    h = core.a(x)
+    pieces = [core.b(piece) for piece in (h[:, ::2].repeat(1, 2), h.t().contiguous().t())]
+    h[:, 1:3] = pieces[0][:, :2]
+    h[0].zero_()
+    loss = _loss(core.b(h) + pieces[1], y)
+    backward(loss)
+    return {"loss": loss, "pieces": pieces, "h": h}
+
+
+def _run(cases, partitions, schedule):
+    import traceback
+    import warnings
+
+    from support.bodies import compare
+
+    warnings.simplefilter("ignore")
+    failures = {}
+    for name, kind in cases:
+        try:
+            compare(lambda kind=kind: _model(kind)(), globals()[name], partitions=partitions, schedule=schedule)
+        except Exception:
+            failures[name] = traceback.format_exc()
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+CASES = [
+    ("_modes", "plain"),
+    ("_attributes", "plain"),
+    ("_freezes", "plain"),
+    ("_refilled", "plain"),
+    ("_views", "shift"),
+    ("_late_views", "shift"),
+    ("_data", "shift"),
+    ("_module_writes", "inplace"),
+    ("_functions", "plain"),
+    ("_auxiliary", "aux"),
+    ("_nested", "shift"),
+]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_bodies_equal_one_process(schedule):
+    run_ranks(_run, 2, CASES, 2, schedule, launcher=FORKED)
+
+
+def _kept(model, backward, x, y, kept=[]):  # noqa: B006 - kept from one microbatch to the next
+    out = model(x)
+    if kept:
+        out = out + kept[-1]
+    kept.append(out)
+    backward(_loss(out, y))
+
+
+def _reads_gradient(model, backward, x, y):
+    backward(_loss(model(x), y))
+    return next(parameter.grad for parameter in model.parameters())
+
+
+def _retains(model, backward, x, y):
+    out = model(x)
+    out.retain_grad()
+    backward(_loss(out, y))
+    return out.grad
+
+
+def _replaces_module(model, backward, x, y):
+    import torch
+
+    model.module.b.linear = torch.nn.Linear(6, 6)
+    backward(_loss(model(x), y))
+
+
+def _lost_view(model, backward, x, y):
+    h = model.module.a(x)
+    row = h[0]
+    h = model.module.b(h)
+    backward(_loss(h + row, y))
+
+
+REFUSED = [
+    ("_kept", "plain", "a tensor of microbatch 0 is used in microbatch 1"),
+    ("_reads_gradient", "plain", "gradients are there when the step function has returned"),
+    ("_retains", "plain", "gradients are there when the step function has returned"),
+    ("_replaces_module", "plain", "`b.linear` is a parameter, a buffer or a module"),
+    ("_lost_view", "inplace", "`b` on partition 1 changed the storage of this view in place"),
+]
+
+
+def _refused(name, kind, text):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.exceptions import SMPUsageError
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    model = smp.DistributedModel(_model(kind)())
+
+    @smp.step
+    def step(model, x, y):
+        return globals()[name](model, model.backward, x, y)
+
+    with pytest.raises(SMPUsageError) as caught:
+        step(model, torch.randn(4, 6), torch.randn(4, 6))
+    assert text in str(caught.value), f"{name}: {caught.value}"
+    smp.shutdown()
+
+
+def _refused_all():
+    for case in REFUSED:
+        _refused(*case)
+
+
+def test_what_cannot_be_followed_raises():
+    run_ranks(_refused_all, 2, launcher=FORKED)
