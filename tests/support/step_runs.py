@@ -149,7 +149,9 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
             result = step_function(model, keep, x, y)
             for place in range(MICROBATCHES):
                 outcome.add(f"result of microbatch {place} of step {step}", _piece(result, place))
-            outcome.add(f"batch of step {step}", [x, y])
+            if smp.pp_rank() == 0:
+                # What later ranks pass is not used.
+                outcome.add(f"batch of step {step}", [x, y])
             _note_module(outcome, step, model.local_named_parameters(), model.local_named_buffers())
         return outcome
     finally:
@@ -164,7 +166,7 @@ def differences(ours: Outcome, expected: Outcome, tolerance: float) -> list[str]
             found.append(f"{name} is {value!r} instead of {expected.others.get(name, 'nothing')!r}")
     for name, theirs in expected.tensors.items():
         if name not in ours.tensors:
-            if name.startswith(("result", "batch")):
+            if name.startswith("result"):
                 found.append(f"{name} is not there")
             continue
         mine = ours.tensors[name]

@@ -12,7 +12,7 @@ import torch
 
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import feeding, structure
 from smdistributed.modelparallel.torch.handle import Handle
 from smdistributed.modelparallel.torch.interception import intercepted
 from smdistributed.modelparallel.torch.model import DistributedModel
@@ -58,7 +58,8 @@ class StepFunction:
             raise SMPUsageError("a `smp.step` function needs a model: wrap it in `smp.DistributedModel` first")
         if state.model.in_step:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
-        calls = self._calls(args, kwargs, cfg.microbatches)
+        with errors.translated(CLASSES):
+            calls = self._calls(args, kwargs, cfg.microbatches)
         with errors.translated(CLASSES), state.model.step():
             if cfg.pipeline_parallel_degree == 1:
                 outputs = self._run_alone(state.model, calls)
@@ -67,9 +68,12 @@ class StepFunction:
         return _merged(outputs)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        bound = self._signature.bind(*args, **kwargs)
+        if state.cfg.pipeline_parallel_degree == 1:
+            arguments = self._signature.bind(*args, **kwargs).arguments
+        else:
+            arguments = feeding.of_first(self._signature, args, kwargs)
         pieces: dict[str, list[Any]] = {}
-        for name, value in bound.arguments.items():
+        for name, value in arguments.items():
             pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
         calls = []
         for index in range(microbatches):
