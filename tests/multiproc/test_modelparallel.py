@@ -320,7 +320,7 @@ def _features_body():
     norm = smp.clip_grad_norm_(model.parameters(), 1e9)
     assert optimizer._global_grad_norm is norm
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scaler = smp.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = smp.amp.GradScaler(init_scale=1024.0, device="cpu")
     optimizer.zero_grad()
     before = [p.detach().clone() for p in model.local_parameters()]
     train(model, x, -x, scaler)

@@ -58,9 +58,13 @@ class Config(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self._values[name]
+            # Not by `self._values`: an object without it, which `copy` and `pickle` may ask for names, would come here again.
+            return self.__dict__["_values"][name]
         except KeyError:
             raise AttributeError(f"the configuration has no key `{name}`") from None
+
+    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Any]]]:
+        return Config, (dict(self._values),)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"the configuration is read only: `{name}` is set before `smp.init()`")
@@ -82,8 +86,13 @@ def read(given: Mapping[str, Any] | None = None, framework: str = "torch") -> Co
     """
     channels = [("smp.init", dict(given or {})), *_from_environment()]
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for source, channel in channels:
-        values.update(_checked(channel, source, framework))
+        found = _checked(channel, source)
+        values.update(found)
+        sources.update(dict.fromkeys(found, source))
+    # After the merge: a launcher's value replaces one of the script's that this version does not have.
+    _refuse_what_is_not_there(values, sources, framework)
     return Config(_complete(values))
 
 
@@ -124,7 +133,7 @@ def _in_json(name: str, value: Any, source: str) -> str:
         raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected what JSON can hold") from None
 
 
-def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, Any]:
+def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
     words = ", ".join(
         f"{json.dumps(str(name))}: {_in_json(str(name), value, source)}" for name, value in channel.items()
     )
@@ -138,14 +147,17 @@ def _checked(channel: dict[str, Any], source: str, framework: str) -> dict[str, 
     values = json.loads(text)
     if "partitions" in values:
         values["pipeline_parallel_degree"] = values.pop("partitions")
+    return values
+
+
+def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, str], framework: str) -> None:
     for name, (only, but_for) in LIMITS.items():
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{source}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor parallelism, sharded data "
+                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor parallelism, sharded data "
                 "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds of "
                 "activations for TensorFlow are not there yet"
             )
-    return values
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:

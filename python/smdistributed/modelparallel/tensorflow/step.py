@@ -17,6 +17,7 @@ from tensorflow.python.eager import record
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
+from smdistributed.modelparallel.binding import takes_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import agreement, channels, gradients, layers, optimizers, placement
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
@@ -241,11 +242,15 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the function's."""
-        return self._step(self.__self__, *args, **kwargs)
+        return self._step(*self._arguments(args, kwargs), **kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
         """As the function's."""
-        return self._step.get_concrete_function(self.__self__, *args, **kwargs)
+        return self._step.get_concrete_function(*self._arguments(args, kwargs), **kwargs)
+
+    def _arguments(self, args: Any, kwargs: Any) -> Any:
+        bound = takes_instance(self._step._signature, self.__self__, args, kwargs)
+        return (self.__self__, *args) if bound else args
 
 
 def _rows(value: Any) -> list[int]:

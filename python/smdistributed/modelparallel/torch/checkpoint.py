@@ -17,7 +17,7 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import state_dicts
+from smdistributed.modelparallel.torch import hugging_face, state_dicts
 from smdistributed.modelparallel.torch.communication import barrier, together
 from smdistributed.modelparallel.torch.manager import CheckpointManager
 from smdistributed.modelparallel.torch.state import state
@@ -240,10 +240,11 @@ def resume_from_checkpoint(
         folder = old
     if (partial or tag.endswith(_PARTIAL)) and folder.is_dir():
         return _resume_partial(folder, model, optimizer, strict)
-    if not (root / tag).is_file():
+    other = hugging_face.safetensors_instead(root / tag)
+    if other is None and not (root / tag).is_file():
         raise SMPCheckpointError(f"neither `{folder}` nor `{root / tag}` is there")
     if model is not None:
-        whole = _get(root / tag)
+        whole = _get(root / tag) if other is None else hugging_face.read_safetensors(other, model)
         model.load_state_dict(translate_function(whole) if translate_function else whole, strict=strict)
     content = root / f"user_content_{tag}"
     return _get(content) if content.exists() else {}

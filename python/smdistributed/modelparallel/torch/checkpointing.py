@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ import torch.utils.checkpoint
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPValidationError
-from smdistributed.modelparallel.torch import prices
-from smdistributed.modelparallel.torch.recording import active
+from smdistributed.modelparallel.torch import prices, structure
+from smdistributed.modelparallel.torch.handle import Handle
+from smdistributed.modelparallel.torch.recording import Recording, active
 from smdistributed.modelparallel.torch.state import state
+
+#: Rows of sequentials, by their length and the pipeline. Not in the modules: copies of a model have rows of their own.
+_known_rows: weakref.WeakKeyDictionary[nn.Sequential, dict[Any, list[nn.Module]]] = weakref.WeakKeyDictionary()
 
 _STRATEGY = re.compile(r"each|contiguous|group_([1-9]\d*)")
 
@@ -44,12 +50,13 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
         return again(*args, **kwargs)
     placement = recording.pipeline.placement
     rank = placement.whole.get(id(module))
-    if rank is None and any(True for _ in module.parameters()):
+    if rank is None and not _has_parameters(module):
+        return _call_where_input_is(recording, module, args, kwargs, again, module)
+    if rank is None:
         path = recording.pipeline.paths.get(id(module), type(module).__name__)
         if not state.cfg.auto_partition:
             raise SMPPartitionError(f"`{path}` is checkpointed as a whole, and spread over partitions")
         warnings.warn(f"`{path}` is spread over partitions: it runs without checkpointing", stacklevel=2)
-    if rank is None:
         return module(*args, **kwargs)
     return recording.call_module(module, recording.pipeline.paths[id(module)], rank, args, kwargs, again)
 
@@ -100,8 +107,9 @@ def checkpoint_sequential(
 def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
     """Children as they are, or several in a container of their own."""
     recording = active.recording
-    known: dict[Any, list[nn.Module]] = sequential.__dict__.setdefault("_smp_rows", {})
-    key = (limit, None if recording is None else id(recording.pipeline))
+    known = _known_rows.setdefault(sequential, {})
+    # Which children, as a script may replace them.
+    key = (limit, None if recording is None else weakref.ref(recording.pipeline), tuple(map(id, sequential)))
     if key in known:
         for row in known[key]:
             if isinstance(row, _Row):
@@ -146,7 +154,9 @@ class _Row(nn.Sequential):
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:
-    """Has ``module`` checkpointed whenever it is called, without a change of its code.
+    """Checkpoint ``module`` whenever it is called, without a change of its code.
+
+    Of a module that is spread over partitions, each module in it is checkpointed, with a warning.
 
     Args:
         module: A module, or an ``nn.Sequential`` whose children are.
@@ -162,16 +172,103 @@ def set_activation_checkpointing(
         raise SMPValidationError("`strategy` and `pack_args_as_tuple` are for an nn.Sequential")
     if _STRATEGY.fullmatch(strategy) is None:
         raise SMPValidationError(f"`strategy` is {strategy!r}: expected 'each', 'contiguous' or 'group_N'")
-    original: Callable[..., Any] = module.forward
+    own = module.__dict__.get("forward")
+    if isinstance(own, _CheckpointedForward):
+        # A second call changes the settings.
+        own = own.original
+    module.forward = _CheckpointedForward(module, own, preserve_rng_state, pack_args_as_tuple, strategy)  # type: ignore[method-assign]
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if sequential:
+
+class _CheckpointedForward:
+    """The ``forward`` of a module that :func:`set_activation_checkpointing` has marked.
+
+    An object that refers to its module, and no closure over it: in a copy of the model, by ``copy.deepcopy`` or pickle, it refers to
+    the copy.
+
+    Args:
+        module: The module.
+        original: What the script had put in the place of the class's ``forward``, if anything.
+        preserve_rng_state, pack_args_as_tuple, strategy: As for :func:`set_activation_checkpointing`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        preserve_rng_state: bool,
+        pack_args_as_tuple: bool,
+        strategy: str,
+    ) -> None:
+        self.module, self.original = module, original
+        self._preserve, self._pack, self._strategy = preserve_rng_state, pack_args_as_tuple, strategy
+        self._bound: Callable[..., Any] | None = None
+        self._has_warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A bound method is pickled by its name, which leads here.
+        return {**self.__dict__, "_bound": None}
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's ``forward`` without checkpointing, for ``inspect.signature`` as well. One object: recordings compare it."""
+        if self._bound is None:
+            kind = type(self.module)
+            self._bound = self.original or inspect.getattr_static(kind, "forward").__get__(self.module, kind)
+        return self._bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, recording = self.module, active.recording
+        if isinstance(module, nn.Sequential):
             first = args[0] if len(args) == 1 else args
-            return checkpoint_sequential(module, first, strategy, preserve_rng_state, pack_args_as_tuple)
-        if active.recording is not None:
-            # Spread over partitions: it runs here, its parts do not.
-            return original(*args, **kwargs)
-        return _run(original, preserve_rng_state, *args, **kwargs)
+            return checkpoint_sequential(module, first, self._strategy, self._preserve, self._pack)
+        if recording is None:
+            return _run(self.__wrapped__, self._preserve, *args, **kwargs)
+        if not _has_parameters(module):
+            again = functools.partial(_run, self.__wrapped__, self._preserve)
+            return _call_where_input_is(recording, module, args, kwargs, again, self.__wrapped__)
+        self._mark_parts(module, recording)
+        return self.__wrapped__(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    def _mark_parts(self, module: nn.Module, recording: Recording) -> None:
+        """The module is spread over partitions: it runs on all ranks, and modules in it are checkpointed."""
+        if not self._has_warned:
+            self._has_warned = True
+            path = recording.pipeline.paths.get(id(module), type(module).__name__)
+            warnings.warn(
+                f"`{path}` is checkpointed and spread over partitions: each module in it is checkpointed by itself, and the "
+                "activations of its own operations are kept",
+                stacklevel=3,
+            )
+        for child in _called_parts(module):
+            # PyTorch's own leaves keep little more than their inputs.
+            is_leaf = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
+            if not is_leaf and not isinstance(child.__dict__.get("forward"), _CheckpointedForward):
+                set_activation_checkpointing(child, self._preserve)
+
+
+def _called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Children, and those of containers that are not called themselves."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_parts(child)
+        else:
+            yield child
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _call_where_input_is(
+    recording: Recording,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    again: Callable[..., Any],
+    without: Callable[..., Any],
+) -> Any:
+    """A call of a module without parameters, as one task; ``without`` if nothing that it takes is on a partition."""
+    if not any(type(tensor) is Handle for tensor in structure.tensors_of((args, kwargs))):
+        return without(*args, **kwargs)
+    path = recording.pipeline.paths.get(id(module), type(module).__name__)
+    return recording.call_module(module, path, None, args, kwargs, again)  # type: ignore[arg-type]

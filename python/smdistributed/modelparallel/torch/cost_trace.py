@@ -144,8 +144,12 @@ def _take(result: Any) -> None:
 
 
 def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """Each entry of a module's tables once, also where the module has several parents: ``functional_call`` would restore such an
+    entry to the fake tensor that it put there first. Tensors that several modules share have an entry in each of them."""
+    for path, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:

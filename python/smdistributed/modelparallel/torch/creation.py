@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 
-from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.materialize import delay_param_initialization
 
-_NOT_YET = "tensor parallelism is not there yet"
+_Class = TypeVar("_Class", bound=type)
+
+#: Calls that have warned.
+_warned: set[str] = set()
 
 
 @contextmanager
@@ -22,13 +24,13 @@ def model_creation(
     """Modules that are created inside take no memory until the model is divided.
 
     Args:
-        tensor_parallelism: Not there yet.
+        tensor_parallelism: Whether modules are marked for tensor parallelism; without effect, as ``tensor_parallel_degree`` is 1.
         dtype: Of parameters; PyTorch's default by default.
-        **tensor_parallel_config: For tensor parallelism; ignored without.
+        **tensor_parallel_config: For tensor parallelism; without effect.
     """
     if tensor_parallelism:
-        raise SMPUnsupportedError(_NOT_YET)
-    if tensor_parallel_config:
+        _has_no_effect("smp.model_creation(tensor_parallelism=True)", stacklevel=4)
+    elif tensor_parallel_config:
         names = ", ".join(f"`{name}`" for name in tensor_parallel_config)
         warnings.warn(f"{names} only matter with tensor parallelism", stacklevel=3)
     before = torch.get_default_dtype()
@@ -41,35 +43,68 @@ def model_creation(
         torch.set_default_dtype(before)
 
 
-def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Any:
-    """Marks modules for tensor parallelism, which is not there yet; without effect where it is switched off."""
-    del kwargs
-    return _unmarked() if not enabled else _refuse()
-
-
-def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **kwargs: Any) -> None:
-    """As :func:`tensor_parallelism`, for a module that exists."""
-    del module, kwargs
-    if enabled:
-        _refuse()
-
-
-def tp_register(dist_module: type, **hooks: Any) -> NoReturn:
-    """Not there yet."""
-    del dist_module, hooks
-    _refuse()
-
-
-def tp_register_with_module(module_cls: type, dist_module: type, **hooks: Any) -> NoReturn:
-    """Not there yet."""
-    del module_cls, dist_module, hooks
-    _refuse()
+# Tensor parallelism. `smp.init` refuses a degree above 1, and at degree 1 no module is divided.
 
 
 @contextmanager
-def _unmarked() -> Iterator[None]:
+def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
+    """Mark modules that are created inside for tensor parallelism; without effect, as ``tensor_parallel_degree`` is 1.
+
+    Args:
+        enabled: Whether they are marked.
+        **kwargs: For the modules that would replace them.
+    """
+    del kwargs
+    if enabled:
+        _has_no_effect("smp.tensor_parallelism()", stacklevel=4)
     yield
 
 
-def _refuse() -> NoReturn:
-    raise SMPUnsupportedError(_NOT_YET)
+def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **kwargs: Any) -> None:
+    """Mark a module that exists, as :func:`tensor_parallelism` does.
+
+    Args:
+        module: The module.
+        enabled: Whether it is marked.
+        **kwargs: For the modules that would replace it.
+    """
+    del module, kwargs
+    if enabled:
+        _has_no_effect("smp.set_tensor_parallelism()", stacklevel=3)
+
+
+def tp_register(dist_module: type, **hooks: Any) -> Callable[[_Class], _Class]:
+    """Name the class that replaces the decorated one under tensor parallelism; without effect, as
+    ``tensor_parallel_degree`` is 1.
+
+    Args:
+        dist_module: The class that would replace it.
+        **hooks: ``init_hook``, ``forward_hook`` and ``return_hook``.
+
+    Returns:
+        A decorator that leaves the class as it is.
+    """
+    del dist_module, hooks
+    return _itself
+
+
+def tp_register_with_module(module_cls: type, dist_module: type, **hooks: Any) -> None:
+    """Name the class that replaces ``module_cls``, as :func:`tp_register` does.
+
+    Args:
+        module_cls: The class that would be replaced.
+        dist_module: The class that would replace it.
+        **hooks: ``init_hook``, ``forward_hook`` and ``return_hook``.
+    """
+    del module_cls, dist_module, hooks
+
+
+def _itself(decorated: _Class) -> _Class:
+    return decorated
+
+
+def _has_no_effect(call: str, stacklevel: int) -> None:
+    """Warns once a process."""
+    if call not in _warned:
+        _warned.add(call)
+        warnings.warn(f"`{call}` has no effect: `tensor_parallel_degree` is 1", stacklevel=stacklevel)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -171,6 +173,40 @@ class GradientReducer:
         # A gradient that no replica has stays none.
         self._give(place for place in range(len(self._parameters)) if place not in self._ready)
         self._reducer.close()
+
+
+class GradientSnapshot:
+    """The gradients at the start of a step with one partition: they tell whether its body has made or changed any, by whichever
+    call.
+
+    Args:
+        parameters: The model's.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._gradients = [(each.grad, _version(each.grad)) for each in parameters]
+
+    def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether a parameter has another gradient now."""
+        now = [each.grad for each in parameters]
+        return len(now) != len(self._gradients) or any(
+            gradient is not None and (gradient is not before or gradient._version != version)
+            for gradient, (before, version) in zip(now, self._gradients, strict=True)
+        )
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+@functools.cache
+def warn_of_sums() -> None:
+    """Warns once a process of gradients that are those of the sum over microbatches."""
+    warnings.warn(
+        "the body of a `smp.step` function made gradients without `model.backward`, as by `loss.backward()`: they are averaged over "
+        "replicas, and summed over microbatches, where `model.backward(loss)` averages over both",
+        stacklevel=5,
+    )
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

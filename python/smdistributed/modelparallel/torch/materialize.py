@@ -38,10 +38,13 @@ def settle(
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fresh: dict[int, str] = {}
+    delayed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for path, module in root.named_modules():
         if placement.of(module) != partition:
             continue
         for table, name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                delayed.append((table, name, tensor))
             known = replaced.get(id(tensor))
             if known is not None:
                 table[name] = known[1]
@@ -60,7 +63,13 @@ def settle(
             # It keeps its parameters in a list as well.
             module._init_flat_weights()
     if fresh:
-        _initialize(root, fresh)
+        try:
+            _initialize(root, fresh)
+        except BaseException:
+            # The script may mend the model and try again: what has no values yet must not look as if it had some.
+            for table, name, tensor in delayed:
+                table[name] = tensor
+            raise
     # Only now: what starts a module may look at, or write to, what is in it on other partitions.
     for path, module in root.named_modules():
         rank = placement.of(module)

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, materialize, offloading, state_dicts
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.executor import Microbatch
-from smdistributed.modelparallel.torch.gradients import GradientReducer
+from smdistributed.modelparallel.torch.gradients import GradientReducer, GradientSnapshot, warn_of_sums
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.pipeline import Pipeline
@@ -109,6 +109,7 @@ class DistributedModel(nn.Module):
         documented_spellings(module)
         self._trace_execution_times = trace_execution_times
         self.post_partition_hooks: list[Callable[..., Any]] = []
+        self.post_step_hooks: list[Callable[..., Any]] = []
         self.pipeline: Pipeline | None = None
         self.recording: Recording | None = None
         self.in_step = False
@@ -124,6 +125,7 @@ class DistributedModel(nn.Module):
         self._is_whole = False
         self._scale = 1.0
         self._has_backward = False
+        self._before: GradientSnapshot | None = None
         self.randomness = Randomness()
         self._deferred: list[Callable[[], None]] = []
         self.offloader = offloading.make(cfg.offload_activations, current_device(), cfg.activation_loading_horizon)
@@ -134,8 +136,13 @@ class DistributedModel(nn.Module):
             else None
         )
         state.model = self
-        if cfg.pipeline_parallel_degree == 1:
-            self._settle(Placement(module, {"": 0}))
+        try:
+            if cfg.pipeline_parallel_degree == 1:
+                self._settle(Placement(module, {"": 0}))
+        except BaseException:
+            # The script may try again.
+            state.model = None
+            raise
 
     # Division.
 
@@ -203,11 +210,12 @@ class DistributedModel(nn.Module):
         """Makes the model what ``placement`` says."""
         groups, cfg = state.groups, state.cfg
         device = current_device()
-        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
-        self._placement = placement
         if cfg.partition_file and not cfg.load_partition:
+            # First: a file that cannot be written leaves the model whole.
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
+        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
+        self._placement = placement
         if state.optimizer is not None:
             state.optimizer.localize(replaced)
         for action in self._deferred:
@@ -245,6 +253,21 @@ class DistributedModel(nn.Module):
         self.post_partition_hooks.append(hook)
         return Removable(self.post_partition_hooks, hook)
 
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> Removable:
+        """Run ``hook(model, optimizer)`` once, when the next call of a ``smp.step`` function has ended.
+
+        The model is divided by then and has its gradients, so the hook can load the state of the optimizer before the first
+        ``optimizer.step()``.
+
+        Args:
+            hook: A function of as many of the two arguments as it takes.
+
+        Returns:
+            A handle whose ``remove()`` takes back a hook that has not run.
+        """
+        self.post_step_hooks.append(hook)
+        return Removable(self.post_step_hooks, hook)
+
     # Forward and backward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +302,11 @@ class DistributedModel(nn.Module):
             return
         if state.cfg.pipeline_parallel_degree > 1:
             raise SMPUsageError("with several partitions, `model.backward` is called inside of `smp.step` functions")
+        if self._reducer is not None and not self.in_step:
+            raise SMPUsageError(
+                "with replicas, `model.backward` is called inside of `smp.step` functions: outside, its gradients would not be "
+                "reduced"
+            )
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
@@ -293,11 +321,16 @@ class DistributedModel(nn.Module):
     def step(self) -> Iterator[None]:
         """Around a ``smp.step`` function's microbatches."""
         self.in_step, self._has_backward = True, False
+        if self._reducer is not None and self.pipeline is None and self.is_partitioned:
+            self._before = GradientSnapshot(self.local_parameters())
         try:
             self.follow_buffers([1 + TRAINING * self.training] if self.joining is None else self.joining.round(True))
             yield
         finally:
-            self.in_step, self._scale, self.when_divided = False, 1.0, None
+            self.in_step, self._scale, self.when_divided, self._before = False, 1.0, None, None
+        hooks, self.post_step_hooks[:] = list(self.post_step_hooks), ()
+        for hook in hooks:
+            _call_hook(hook, self)
 
     def begin_microbatch(self, count: int) -> None:
         """The body runs for one of so many microbatches."""
@@ -311,8 +344,28 @@ class DistributedModel(nn.Module):
 
     def finish_alone(self) -> None:
         """All microbatches have run here."""
-        if self._reducer is not None and self.reduces():
+        if self._reducer is None:
+            return
+        if self._before is not None and not self._has_backward and self._before.has_changed(self.local_parameters()):
+            # `loss.backward()`, or gradients that the body has set.
+            self._has_backward = True
+            if self._scale != 1.0:
+                warn_of_sums()
+        if self.reduces():
             self._reducer.reduce(self.local_named_parameters())
+
+    def leaves_step(self, tensor: torch.Tensor) -> None:
+        """A tensor leaves a step with its graph: gradients of a later backward would not be reduced."""
+        if self._reducer is not None and self.training and tensor.grad_fn is not None:
+            tensor.register_hook(self._refuse_late_backward)
+
+    def _refuse_late_backward(self, gradient: torch.Tensor) -> None:
+        del gradient
+        if not self.in_step:
+            raise SMPUsageError(
+                "backward of what a `smp.step` function returned, after that function has ended: its gradients would not be "
+                "reduced over the replicas; call `model.backward` inside of the function"
+            )
 
     def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
         """Runs what was recorded on all partitions; then the gradients are there, and reduced."""

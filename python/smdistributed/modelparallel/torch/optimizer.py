@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +26,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: The optimizer.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args, more: Of FP16, which is not there yet.
+        static_loss_scale: The loss scale of the configuration's ``fp16``. Scales have no effect without ``fp16``, and a warning
+            says so once.
+        dynamic_loss_scale: Whether that scale is found during training.
+        dynamic_loss_args: How it is found: ``init_scale``, ``scale_window`` and others.
+        **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or what ``dynamic_loss_args`` may hold.
 
     Attributes:
         optimizer: The wrapped one.
@@ -43,23 +49,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         static_loss_scale = more.pop("static_loss_scaling", static_loss_scale)
         dynamic_loss_scale = more.pop("dynamic_loss_scaling", dynamic_loss_scale)
-        unknown = more.keys() - _DYNAMIC
+        unknown = {*more, *(dynamic_loss_args or ())} - _DYNAMIC
         if unknown:
             raise TypeError(f"`smp.DistributedOptimizer` has no argument `{min(unknown)}`")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPUsageError("the optimizer is wrapped in `smp.DistributedOptimizer` already")
+        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+            raise TypeError(f"`smp.DistributedOptimizer` takes an optimizer, not a {type(optimizer).__name__}")
         if static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
-            raise SMPUnsupportedError(
-                "scales of the loss belong to FP16, which is not there yet: see `smp.amp.GradScaler`"
-            )
+            _warn_of_scales()
         # Not `super().__init__`: everything that an optimizer has is the wrapped one's.
         self.__dict__["optimizer"] = optimizer
         self.overflow = False
         self.fp16_groups: list[Any] = []
         self._global_grad_norm: torch.Tensor | None = None
-        state.optimizer = self
         if state.model is not None and state.model.is_partitioned:
             self.localize({})
+        # Last: an optimizer that could not be wrapped is not the job's.
+        state.optimizer = self
 
     #: A scaler would leave the scale here, where a fused optimizer inside does not look.
     _step_supports_amp_scaling = False
@@ -165,6 +172,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         if state.model is not None and state.model.is_partitioned:
             self.localize({})
+
+
+@functools.cache
+def _warn_of_scales() -> None:
+    warnings.warn(
+        "the loss scale of `smp.DistributedOptimizer` has no effect without the configuration's `fp16`: `smp.amp.GradScaler` "
+        "scales losses under autocast",
+        stacklevel=3,
+    )
 
 
 def _model() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 
+class ModuleManager:
+    """What Hugging Face's Trainer asks about modules that tensor parallelism has replaced: there are none.
+
+    Attributes:
+        translate_functions: For each family of such modules two functions, which translate a whole state of a model to the names
+            of its own modules, and back.
+    """
+
+    def __init__(self) -> None:
+        self.translate_functions: list[
+            tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]
+        ] = []
+
+
 class State:
     """See the module's text; ``smp.state`` is the only one.
 
@@ -22,6 +37,7 @@ class State:
         initialized: Whether ``smp.init`` has been called.
         model: The wrapped model, if there is one.
         optimizer: The wrapped optimizer, if there is one.
+        module_manager: What tensor parallelism has replaced: nothing.
         tracing: Whether the model is being looked at to divide it.
         delay: Undoes what delays parameters until there is a model, if the configuration has it so.
     """
@@ -30,6 +46,7 @@ class State:
         self.initialized = False
         self.model: DistributedModel | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self.module_manager = ModuleManager()
         self.tracing = False
         self.delay: RemovableHandle | None = None
         self._cfg: Config | None = None

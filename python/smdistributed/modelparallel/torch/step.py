@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from smdistributed._common import errors
+from smdistributed.modelparallel.binding import takes_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch import feeding, structure
 from smdistributed.modelparallel.torch.handle import Handle
@@ -24,7 +25,7 @@ from smdistributed.modelparallel.torch.tasks import Value
 
 
 class StepFunction:
-    """A decorated function; methods bind as functions do.
+    """A decorated function; as a class attribute, it gets the object if its body takes one.
 
     Args:
         function: The body.
@@ -49,7 +50,7 @@ class StepFunction:
         check_names(self._axes, self._signature.parameters, "input_split_axes")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _OfAnObject(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the body for each microbatch of the batch; on all ranks of the job."""
@@ -88,7 +89,12 @@ class StepFunction:
             model.begin_microbatch(len(calls))
             with contextlib.nullcontext() if model.offloader is None else model.offloader.gathering():
                 output = self._function(*args, **kwargs)
-            outputs.append(structure.transform(output, torch.Tensor.detach) if self._detach else output)
+            if self._detach:
+                output = structure.transform(output, torch.Tensor.detach)
+            else:
+                for tensor in structure.tensors_of(output):
+                    model.leaves_step(tensor)
+            outputs.append(output)
         model.finish_alone()
         return outputs
 
@@ -153,6 +159,20 @@ class StepFunction:
         if model.pipeline is not None and recordings:
             model.pipeline.calls[self] = recordings[-1].calls if recordings[-1].begun is None else []
         return output
+
+
+class _OfAnObject:
+    """A step function that was looked up on an object."""
+
+    def __init__(self, step: StepFunction, instance: Any) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.__self__, self.__func__ = instance, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.__func__
+        if takes_instance(step._signature, self.__self__, args, kwargs):
+            return step(self.__self__, *args, **kwargs)
+        return step(*args, **kwargs)
 
 
 def _refuse_parameters(values: Sequence[Value]) -> None:

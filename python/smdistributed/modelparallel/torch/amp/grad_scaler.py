@@ -15,15 +15,38 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As ``torch.amp.GradScaler``: a step in which any partition found a gradient that is not finite is skipped by all.
+    """Scale losses as ``torch.cuda.amp.GradScaler`` does; all partitions skip a step in which one found a gradient that is
+    not finite.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``; by default where the partitions are.
-        *args, **kwargs: As for PyTorch's.
+        init_scale: The first scale.
+        growth_factor: The factor after ``growth_interval`` steps without an overflow.
+        backoff_factor: The factor after an overflow.
+        growth_interval: The number of steps without an overflow before the scale grows.
+        enabled: Whether losses are scaled at all.
+        device: ``"cuda"`` or ``"cpu"``; by default the device of the partitions.
+
+    Raises:
+        TypeError: ``init_scale`` is no number, as where the device comes first, which is ``torch.amp.GradScaler``'s order.
     """
 
-    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(device or current_device().type, *args, **kwargs)
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if isinstance(init_scale, str | torch.device):
+            raise TypeError(
+                f"`init_scale` is {init_scale!r}: expected a number, since `smp.amp.GradScaler` takes its arguments in the order "
+                f"of `torch.cuda.amp.GradScaler`; pass `device={str(init_scale)!r}`"
+            )
+        kind = current_device().type if device is None else torch.device(device).type
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, *args)

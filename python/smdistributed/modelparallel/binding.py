@@ -1,0 +1,34 @@
+"""How a step function that is a class attribute is called."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+#: First parameters that stand for the object.
+_OBJECTS = ("self", "cls")
+
+
+def takes_instance(signature: inspect.Signature, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``instance.step(*args, **kwargs)`` passes ``instance`` to the body, as calls of methods do.
+
+    Bodies such as ``def train_step(model, batch)`` become class attributes, too, and their callers pass no object. The
+    signature that fits the call decides; where both fit, the name of the first parameter does.
+
+    Args:
+        signature: That of the body.
+        instance: The object whose attribute was called.
+        args, kwargs: What it was called with.
+    """
+    named = next(iter(signature.parameters), None) in _OBJECTS
+    with_it, without = _fits(signature, (instance, *args), kwargs), _fits(signature, args, kwargs)
+    # Where neither fits, the body's own error follows from what its parameters are called.
+    return named if with_it == without else with_it
+
+
+def _fits(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

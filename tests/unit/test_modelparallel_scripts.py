@@ -1,0 +1,364 @@
+"""What published scripts rely on, in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed.modelparallel import binding, config  # noqa: E402
+from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError  # noqa: E402
+from smdistributed.modelparallel.torch import cost_trace, creation, hugging_face, optimizer  # noqa: E402
+from smdistributed.modelparallel.torch.exceptions import SMPCheckpointError  # noqa: E402
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job of one process, without the others' variables."""
+    for name in ("SM_HP_MP_PARAMETERS", "SMP_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    smp.init({"microbatches": 2})
+    yield smp
+    smp.shutdown()
+
+
+@pytest.mark.parametrize("change", [copy.copy, copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg))])
+def test_the_configuration_can_be_copied_and_pickled(change):
+    cfg = config.read({"microbatches": 3})
+    new = change(cfg)
+    assert type(new) is config.Config
+    assert dict(new) == dict(cfg)
+    assert new.microbatches == 3
+    with pytest.raises(AttributeError, match="read only"):
+        new.microbatches = 4
+    with pytest.raises(AttributeError, match="no key `_values_`"):
+        _ = config.Config.__new__(config.Config)._values_
+
+
+def test_the_launchers_value_wins_before_limits_are_checked(monkeypatch):
+    monkeypatch.delenv("SMP_CONFIG", raising=False)
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 1, "fp16": false}')
+    cfg = config.read({"tensor_parallel_degree": 4, "fp16": True})
+    assert (cfg.tensor_parallel_degree, cfg.fp16) == (1, False)
+    with pytest.raises(NotImplementedError, match=r"smp\.init: `bf16` is True"):
+        config.read({"bf16": True})
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"shard_optimizer_state": true}')
+    with pytest.raises(NotImplementedError, match="SM_HP_MP_PARAMETERS: `shard_optimizer_state` is True"):
+        config.read({"shard_optimizer_state": False})
+
+
+def test_the_scaler_takes_the_arguments_of_torch_cuda_amp():
+    names = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
+    parameters = inspect.signature(smp.amp.GradScaler).parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = inspect.signature(torch.cuda.amp.GradScaler).parameters
+    assert [name for name in parameters if name != "device"] == names == list(theirs)
+    assert all(parameters[name].default == theirs[name].default for name in names)
+    scaler = smp.amp.GradScaler(1024.0, 3.0, 0.25, 7, device="cpu")
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 1024.0
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
+    assert not smp.amp.GradScaler(enabled=False).is_enabled()
+    with pytest.raises(TypeError, match=r"`device='cuda'`"):
+        smp.amp.GradScaler("cuda")
+
+
+class _WithoutValues(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def test_a_failed_constructor_registers_nothing(job):
+    with smp.delay_param_initialization():
+        module = _WithoutValues()
+    for _ in range(2):
+        # The second try sees what the first one saw: nothing looks as if it had values.
+        with pytest.raises(SMPPartitionError, match="`scale` was created without memory"):
+            smp.DistributedModel(module)
+        assert smp.state.model is None
+        assert module.inner.weight.is_meta
+    module.reset_parameters = lambda: module.scale.data.fill_(2.0)
+    model = smp.DistributedModel(module)
+    assert smp.state.model is model
+    assert torch.equal(module.scale, torch.full((2,), 2.0))
+    assert not module.inner.weight.isnan().any()
+    for wrong in (module, None, 3):
+        with pytest.raises(TypeError, match="takes an optimizer"):
+            smp.DistributedOptimizer(wrong)
+        assert smp.state.optimizer is None
+    broken = torch.optim.SGD(model.parameters(), 0.1)
+    broken.param_groups[0].pop("params")
+    with pytest.raises(KeyError):
+        smp.DistributedOptimizer(broken)
+    assert smp.state.optimizer is None
+    ours = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    assert smp.state.optimizer is ours
+
+
+def test_scales_and_marks_without_effect_say_so_once(job, monkeypatch):
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer._warn_of_scales.cache_clear()
+    arguments = {"init_scale": 2.0**32, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+    with pytest.warns(UserWarning, match="no effect without the configuration's `fp16`") as found:
+        smp.DistributedOptimizer(plain, dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    assert [each.filename for each in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smp.DistributedOptimizer(plain, static_loss_scale=128.0)
+        smp.DistributedOptimizer(plain, static_loss_scale=None, dynamic_loss_scale=False)
+    with pytest.raises(TypeError, match="no argument `scale`"):
+        smp.DistributedOptimizer(plain, dynamic_loss_args={"scale": 2.0})
+
+    monkeypatch.setattr(creation, "_warned", set())
+
+    def create():
+        with smp.model_creation(tensor_parallelism=True, dtype=torch.float64, flash_attention=True):
+            return torch.nn.Linear(2, 2)
+
+    with pytest.warns(UserWarning, match="has no effect: `tensor_parallel_degree` is 1") as found:
+        create()
+    assert [each.filename for each in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = create()
+    assert layer.weight.is_meta
+    assert layer.weight.dtype == torch.float64
+    with pytest.warns(UserWarning, match=r"`smp\.tensor_parallelism\(\)`"), smp.tensor_parallelism():
+        layer = torch.nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"`smp\.set_tensor_parallelism\(\)`"):
+        smp.set_tensor_parallelism(layer, True)
+    assert smp.tp_register(torch.nn.Linear)(_WithoutValues) is _WithoutValues
+    smp.tp_register_with_module(_WithoutValues, torch.nn.Linear, init_hook=None)
+
+
+def test_a_step_gets_the_object_only_if_its_body_takes_one(job):
+    module = torch.nn.Linear(2, 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def plain(model, x):
+        return model(x).sum()
+
+    class Script:
+        attribute = plain
+        static = staticmethod(plain)
+        factor = 3.0
+
+        @smp.step
+        def in_class(model, x, scale=1.0):  # noqa: N805
+            return scale * model(x).sum()
+
+        @smp.step(input_split_axes={"x": 0})
+        def method(self, model, x):
+            return self.factor * model(x).sum()
+
+        @smp.step
+        def named_otherwise(script, model, x):  # noqa: N805
+            return script.factor * model(x).sum()
+
+        @classmethod
+        @smp.step
+        def of_class(cls, model, x):
+            return cls.factor * model(x).sum()
+
+    script, x = Script(), torch.randn(4, 2)
+    once = [float(module(part).detach().sum()) for part in x.chunk(2)]
+    cases = [
+        (script.attribute, 1),
+        (script.static, 1),
+        (script.in_class, 1),
+        (script.method, 3),
+        (script.named_otherwise, 3),
+        (functools.partial(script.in_class, scale=2.0), 2),
+        (functools.partial(Script.method, script), 3),
+        (functools.partial(script.method, script), 3),
+        (script.of_class, 3),
+        (Script.of_class, 3),
+    ]
+    for call, factor in cases:
+        assert [float(each) for each in call(model, x)] == pytest.approx([factor * each for each in once])
+    assert script.method.__name__ == "method"
+    assert script.method.__self__ is script
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        script.method(model)
+
+
+def test_the_object_is_passed_by_the_signature_that_fits():
+    def takes(function, *args, **kwargs):
+        return binding.takes_instance(inspect.signature(function), object(), args, kwargs)
+
+    assert takes(lambda self, x: 0, 1)
+    assert not takes(lambda self, x: 0, 1, 2)
+    assert not takes(lambda model, x: 0, 1, 2)
+    assert takes(lambda trainer, x: 0, 1)
+    assert takes(lambda trainer, x: 0, x=1)
+    assert not takes(lambda model, *batch: 0, 1, 2)
+    assert takes(lambda self, *batch: 0, 1, 2)
+    assert not takes(lambda **batch: 0, x=1)
+
+
+class _Shared(torch.nn.Module):
+    """As T5 has it: one embedding under three parents."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Embedding(8, 4)
+        self.encoder, self.decoder = torch.nn.Module(), torch.nn.Module()
+        self.encoder.tokens = self.decoder.tokens = self.shared
+        self.register_buffer("offset", torch.ones(4))
+        self.encoder.register_buffer("offset", self.offset)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.head(self.encoder.tokens(x) + self.decoder.tokens(x) + self.encoder.offset)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_trace_leaves_shared_modules_as_they_were(measure):
+    module = _Shared()
+    before = [*module.parameters(), *module.buffers()]
+    trace = cost_trace.trace(module, (torch.zeros(2, 3, dtype=torch.long),), {}, measure_times=measure)
+    assert all(now is then for now, then in zip([*module.parameters(), *module.buffers()], before, strict=True))
+    assert type(module.shared.weight) is torch.nn.Parameter
+    assert module.head.weight is module.encoder.tokens.weight is module.shared.weight
+    assert module.encoder.offset is module.offset
+    paths = [each.path for each in trace.modules]
+    assert [paths.index("shared"), paths.index("head")] in trace.ties
+
+
+class _Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = torch.nn.Linear(3, 3), 0
+
+    def forward(self, x, *, scale: float = 1.0):
+        self.calls += 1
+        return torch.tanh(self.linear(x)) * scale
+
+
+@pytest.mark.parametrize("kind", ["module", "sequential"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(kind, way):
+    model = _Block() if kind == "module" else torch.nn.Sequential(_Block(), _Block(), torch.nn.Tanh())
+    options = {} if kind == "module" else {"strategy": "group_2"}
+    smp.set_activation_checkpointing(model, **options)
+    # Again: the settings change, and nothing is checkpointed twice.
+    smp.set_activation_checkpointing(model, preserve_rng_state=False, **options)
+    x = torch.randn(2, 3)
+    expected = model(x)
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        other = torch.load(stream, weights_only=False)
+    assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(model(x), expected)
+    assert torch.equal(other(x), torch.zeros(2, 3))
+    blocks = [module for module in other.modules() if isinstance(module, _Block)]
+    before = [block.calls for block in blocks]
+    other(x.requires_grad_()).sum().backward()
+    assert [block.calls - then for block, then in zip(blocks, before, strict=True)] == [2] * len(blocks), "recomputed"
+    assert all(parameter.grad is not None for parameter in other.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if kind == "module":
+        assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
+        assert torch.equal(model(x, scale=2.0), 2 * expected)
+
+
+def test_a_checkpointed_sequential_runs_the_children_that_it_has():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    smp.set_activation_checkpointing(model, strategy="contiguous")
+    x = torch.randn(2, 3)
+    model(x)
+    model[1] = torch.nn.Tanh()
+    assert torch.equal(model(x), torch.tanh(model[0](x)))
+    assert "_smp_rows" not in model.__dict__
+
+
+def test_hooks_after_a_step_run_once(job):
+    model = smp.DistributedModel(torch.nn.Linear(2, 1))
+    ours = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    seen = []
+
+    @smp.step
+    def train(model, x, fails=False):
+        if fails:
+            raise ArithmeticError
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    def hook(*arguments):
+        # The step is over: its gradients are there, and another may begin.
+        assert next(model.parameters()).grad is not None
+        assert not model.in_step
+        seen.append(arguments)
+
+    model.register_post_step_hook(hook)
+    model.register_post_step_hook(lambda model: seen.append(model))
+    model.register_post_step_hook(lambda: seen.append("never")).remove()
+    x = torch.randn(4, 2)
+    with pytest.raises(ArithmeticError):
+        train(model, x, fails=True)
+    assert seen == []
+    train(model, x)
+    train(model, x)
+    assert seen == [(model, ours), model]
+    assert smp.state.module_manager.translate_functions == []
+
+
+def test_a_whole_model_is_read_from_safetensors(job, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = _Shared()
+    model = smp.DistributedModel(module)
+    values = {"shared.weight": torch.randn(8, 4), "offset": torch.full((4,), 5.0)}
+    safetensors.save_file(values, tmp_path / "model.safetensors")
+    assert smp.resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False, load_optimizer=False) == {}
+    assert torch.equal(module.head.weight, values["shared.weight"])
+    assert torch.equal(module.encoder.offset, values["offset"])
+    with pytest.raises(SMPCheckpointError, match="neither"):
+        smp.resume_from_checkpoint(tmp_path, tag="other.bin", partial=False)
+    safetensors.save_file({"offset": values["offset"]}, tmp_path / "model.safetensors")
+    with pytest.raises(SMPCheckpointError, match=r"missing .*shared\.weight"):
+        smp.resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(SMPCheckpointError, match="damaged"):
+        smp.resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False)
+    assert hugging_face.safetensors_instead(tmp_path / "pytorch_model.bin") == tmp_path / "model.safetensors"
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert hugging_face.safetensors_instead(tmp_path / "pytorch_model.bin") is None
+
+
+def test_a_backward_by_pytorchs_own_call_is_summed_over_microbatches(job):
+    """Without replicas nothing is reduced, and the numbers are those of the plain program."""
+    model = smp.DistributedModel(torch.nn.Linear(2, 1))
+
+    @smp.step
+    def train(model, x):
+        model(x).sum().backward()
+
+    x = torch.randn(4, 2)
+    train(model, x)
+    assert torch.allclose(model.module.weight.grad, x.sum(0, keepdim=True))
+    with pytest.raises(SMPUsageError, match="already"):
+        smp.DistributedModel(torch.nn.Linear(1, 1))
