@@ -276,3 +276,59 @@ def _early_body():
 
 def test_early_termination_and_other_joinables():
     run_ranks(_early_body, 2, launcher=Forked("torch"))
+
+
+def _without_a_group_body():
+    """Torch's own process group is missing: the error has the lines that make one, and with these the hook works."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
+
+    dist.init_process_group()
+    torch.manual_seed(0)
+
+    def wrapped():
+        return DistributedDataParallel(_model(torch))
+
+    def step(ddp):
+        x = _x(torch, dist.get_rank(), 0)
+        ddp(x).sum().backward()
+
+    for hook in (powerSGD_hook.powerSGD_hook, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)):
+        with pytest.raises(RuntimeError, match=r'init_process_group\("smddp"\)'):
+            wrapped().register_comm_hook(None, hook)
+    # These need none.
+    for hook in (default_hooks.allreduce_hook, debugging_hooks.noop_hook):
+        ddp = wrapped()
+        ddp.register_comm_hook(None, hook)
+        step(ddp)
+
+    def own(state, bucket):
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    ddp = wrapped()
+    ddp.register_comm_hook(None, own)
+    with pytest.raises(ValueError, match="has not been initialized") as found:
+        step(ddp)
+    if hasattr(found.value, "__notes__"):
+        assert 'torch.distributed.init_process_group("smddp")' in found.value.__notes__[0]
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    torch.distributed.init_process_group("smddp")
+    ddp = wrapped()
+    state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.distributed.optim.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(4):
+        step(ddp)
+        _same_on_all(torch, ddp)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+
+
+def test_hooks_without_torchs_process_group_say_how_to_make_one():
+    run_ranks(_without_a_group_body, 2, launcher=Forked("torch"))

@@ -20,8 +20,6 @@ prints, copies and pickles as the list that it was.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed import _core
+from smdistributed._common import import_hooks
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
 _OFF = ("0", "false", "off", "no")
@@ -41,29 +40,12 @@ def install() -> None:
     for package, adapt in _ADAPTED.items():
         if _imported(package):
             adapt()
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        import_hooks.after_import(package, functools.partial(_adapt_imported, package))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing of its own: sees to it that a Keras package gets its adapters as soon as it has been imported."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        adapt = _ADAPTED.get(fullname)
-        if adapt is None:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_adapt(module: Any) -> None:
-                execute(module)
-                if _imported(fullname):
-                    adapt()
-
-            spec.loader.exec_module = execute_and_adapt
-        return spec
+def _adapt_imported(package: str) -> None:
+    if _imported(package):
+        _ADAPTED[package]()
 
 
 def _imported(package: str) -> bool:

@@ -29,7 +29,7 @@ _ops = shims.load_torch()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from smdistributed.dataparallel.torch import _c10d  # noqa: E402
+from smdistributed.dataparallel.torch import _accelerate, _c10d  # noqa: E402
 from smdistributed.dataparallel.torch._c10d import NAME, monitored_barrier  # noqa: E402, F401
 
 
@@ -61,3 +61,4 @@ def _create(options: Any, _: object) -> Any:
 if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _c10d.install()
+    _accelerate.install()

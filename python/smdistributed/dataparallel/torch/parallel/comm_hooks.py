@@ -20,7 +20,7 @@ shims.load_torch()
 
 import torch  # noqa: E402
 from torch.distributed import GradBucket  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks  # noqa: E402
 
 #: The core's reductions (``smd::Reduction`` of the bridge).
 AVERAGE, FLOAT16, BFLOAT16 = 0, 1, 2
@@ -30,6 +30,12 @@ _BY_CORE = {
     default_hooks.fp16_compress_hook: FLOAT16,
     default_hooks.bf16_compress_hook: BFLOAT16,
 }
+
+_WITHOUT_GROUP = (
+    "without a process group of `torch.distributed`. If it communicates by that, add this before, on every rank:\n"
+    "    import smdistributed.dataparallel.torch.torch_smddp\n"
+    '    torch.distributed.init_process_group("smddp")'
+)
 
 #: Hooks by the number under which C++ knows them.
 _hooks: weakref.WeakValueDictionary[int, CommHook] = weakref.WeakValueDictionary()
@@ -49,7 +55,13 @@ class CommHook:
 
     def start(self, bucket: Any) -> None:
         """Lets the function work on a bucket."""
-        future = self.function(self.state, bucket)
+        try:
+            future = self.function(self.state, bucket)
+        except Exception as error:
+            # It may be the reason; Python 3.10 has no notes.
+            if not torch.distributed.is_initialized() and hasattr(error, "add_note"):
+                error.add_note(f"communication hook `{self.name}` ran {_WITHOUT_GROUP}")
+            raise
         # The base of torch.futures.Future, which operations of torch.distributed return.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
@@ -82,6 +94,19 @@ def builtin_reduction(comm_hook_type: Any) -> int:
     if comm_hook_type not in reductions:
         raise ValueError(f"`comm_hook_type` is {comm_hook_type!r}: expected a torch.distributed.BuiltinCommHookType")
     return reductions[comm_hook_type]
+
+
+def check_group(hook: Callable[..., Any]) -> None:
+    """Checks that torch's own hooks, which communicate by ``torch.distributed``, have its default group.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    module = getattr(hook, "__module__", None) or ""
+    communicates = module.startswith("torch.distributed.") and hook is not debugging_hooks.noop_hook
+    if communicates and not torch.distributed.is_initialized():
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise RuntimeError(f"communication hook `{name}` was registered {_WITHOUT_GROUP}")
 
 
 def check(hook: Callable[..., Any]) -> None:

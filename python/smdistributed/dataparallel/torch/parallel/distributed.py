@@ -380,15 +380,16 @@ class DistributedDataParallel(_TorchDDP):
                 ``torch.futures.Future`` of the bucket's new values.
 
         Raises:
-            RuntimeError: There is a hook already.
+            RuntimeError: There is a hook already, or a hook of torch's own has no process group of ``torch.distributed``.
             TypeError: The hook cannot be called.
             MismatchError: Ranks registered different hooks.
         """
         comm_hooks.check(hook)
+        reduction = comm_hooks.reduction_of(state, hook, self.process_group)
+        if reduction is None:
+            comm_hooks.check_group(hook)
         self._register(
-            getattr(hook, "__qualname__", type(hook).__qualname__),
-            comm_hooks.reduction_of(state, hook, self.process_group),
-            comm_hooks.CommHook(state, hook),
+            getattr(hook, "__qualname__", type(hook).__qualname__), reduction, comm_hooks.CommHook(state, hook)
         )
         self._comm_hooks.append((hook, state))
 

@@ -1,0 +1,41 @@
+"""Hugging Face's accelerate takes ``backend="smddp"`` for CPU processes.
+
+Its ``PartialState(cpu=True, backend=..)``, which the Trainer's ``ddp_backend`` with ``use_cpu`` becomes, knows ``mpi`` and ``gloo`` and refuses
+every other name, whatever is registered with PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from smdistributed._common import import_hooks
+from smdistributed.dataparallel.torch._c10d import NAME
+
+_MODULE = "accelerate.state"
+
+
+def install() -> None:
+    """Has accelerate take the name, now or when it is imported."""
+    if hasattr(sys.modules.get(_MODULE), "PartialState"):
+        _adapt()
+    import_hooks.after_import(_MODULE, _adapt)
+
+
+def _adapt() -> None:
+    state: Any = sys.modules[_MODULE]
+    theirs = getattr(state.PartialState, "_prepare_backend", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        # A version that chooses elsewhere has its own rules.
+        return
+
+    @functools.wraps(theirs)
+    def prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        if not cpu or sagemaker_dp or backend != NAME:
+            return theirs(self, cpu, sagemaker_dp, backend)
+        # With the choice left to accelerate, it tells whether there are several processes.
+        _, kind = theirs(self, cpu, sagemaker_dp, None)
+        return (NAME, kind) if kind is state.DistributedType.MULTI_CPU else theirs(self, cpu, sagemaker_dp, backend)
+
+    state.PartialState._prepare_backend = prepare_backend
