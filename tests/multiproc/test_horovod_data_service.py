@@ -28,11 +28,11 @@ def trains_on_what_the_job_prepares(folder, side):
     ended = []
 
     def compute():
-        compute_worker.main(arguments)
+        compute_worker.run_commandline(arguments)
         ended.append(True)
 
     with pytest.raises(ValueError, match=r"\(2\) must be a multiple of number of dispatchers \(3\)"):
-        compute_worker.run(3, side, file, 1)
+        compute_worker.main(3, side, file, 1)
     thread = threading.Thread(target=compute, daemon=True)
     thread.start()
     config = TfDataServiceConfig.read(file, wait_for_file_creation=True)

@@ -6,6 +6,7 @@ the original's or is given by name only.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -137,7 +138,7 @@ prefix_connection GRACEFUL_TERMINATION_TIME_S
     "horovod.runner.common.util.timeout": "Timeout(timeout, message) TimeoutException",
     "horovod.runner.common.util.settings": "BaseSettings Settings",
     "horovod.runner.common.util.env": "get_env_rank_and_size() is_exportable(v)",
-    "horovod.runner.common.util.host_hash": "host_hash(salt=None)",
+    "horovod.runner.common.util.host_hash": "host_hash(salt=None) _hash(string)",
     "horovod.runner.common.util.tiny_shell_exec": "execute(command, env=None)",
     "horovod.runner.util.threads": "in_thread on_event execute_function_multithreaded",
     "horovod.runner.util.streams": "Pipe",
@@ -153,7 +154,32 @@ get_run_command register_shutdown_event _get_min_start_hosts
     "horovod.runner.mpi_run": """
 mpi_available(env=None) mpi_run(settings, nics, env, command, stdout=None, stderr=None) _get_mpi_implementation(env=None)
 """,
-    "horovod.runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
+    "horovod.runner.common.util.network": """
+AckResponse AckStreamResponse BasicService(service_name, key, nics=None)
+BasicClient(service_name, addresses, key, verbose=0, match_intf=False, probe_timeout=20, attempts=3)
+BasicClient._send(self, req, stream=None) get_local_intfs(nic=None)
+""",
+    "horovod.runner.util.network": "get_local_intfs(nic=None) get_local_host_intfs() get_local_host_addresses() get_driver_ip(nics)",
+    "horovod.runner.common.service.task_service": """
+BasicTaskService(name, index, key, nics=None, command_env=None, verbose=0)
+BasicTaskClient(service_name, task_addresses, key, verbose=0, match_intf=False)
+BasicTaskClient.run_command(self, command, env, capture_stdout=False, capture_stderr=False, prefix_output_with_timestamp=False)
+BasicTaskClient.stream_command_output(self, stdout=None, stderr=None)
+RunCommandRequest(command, env, capture_stdout=False, capture_stderr=False, prefix_output_with_timestamp=False)
+StreamCommandOutputRequest StreamCommandStdOutRequest StreamCommandStdErrRequest CommandOutputNotCaptured
+""",
+    "horovod.runner.common.service.driver_service": """
+BasicDriverService(num_proc, name, key, nics=None)
+BasicDriverClient(service_name, driver_addresses, key, verbose=0, match_intf=False)
+""",
+    "horovod.runner.elastic.discovery": """
+HostDiscovery HostDiscoveryScript(discovery_script, slots) FixedHosts(host_slots) HostManager(discovery, cooldown_range=None)
+HostManager.order_available_hosts(available_hosts, ordered_hosts)
+""",
+    "horovod.runner.elastic.driver": """
+ElasticDriver(rendezvous, discovery, min_num_proc, max_num_proc, timeout=None, reset_limit=None, cooldown_range=None, verbose=0)
+ElasticDriver.host_assignments
+""",
     "horovod.runner.elastic.worker": "HostUpdateResult WorkerNotificationManager",
     "horovod.runner.elastic.settings": "ElasticSettings",
     "horovod.runner.elastic.constants": "RESET_LIMIT_EXCEEDED_MESSAGE",
@@ -209,6 +235,10 @@ DistributedOptimizer(optimizer, name=None, use_locking=False, DEVICES, NONE, spa
 DistributedGradientTape({TAPE}, scale_local_gradients=True)
 PartialDistributedGradientTape({TAPE}, local_layers=None, scale_local_gradients=True)
 SyncBatchNormalization LocalGradientAggregationHelper util
+_executing_eagerly() _make_subgraph(f) _cache(f) vars_to_refs(vars) refs_to_vars(refs) split_list(l, n)
+gpu_available(ext_base_name, verbose=False) check_num_rank_power_of_2(num_rank) handle_average_backwards_compatibility
+_allreduce(tensor, name=None, op=Sum, FACTORS, ignore_name_scope=False, PS)
+_grouped_allreduce(tensors, name=None, op=Sum, FACTORS, ignore_name_scope=False, PS)
 """,
     "horovod.tensorflow.mpi_ops": f"""
 {SESSION} handle_average_backwards_compatibility check_installed_version gpu_available
@@ -228,6 +258,7 @@ _grouped_reducescatter(tensors, name=None, op=Sum, ignore_name_scope=False, PS, 
 run(func) TensorFlowState(variables=None, session=None, **kwargs)
 TensorFlowKerasState(model, optimizer=None, backend=None, **kwargs)
 """,
+    "horovod.tensorflow.data.compute_worker": "main(dispatchers, dispatcher_side, filename, timeout)",
     "horovod.tensorflow.keras": KERAS,
     "horovod.tensorflow.keras.callbacks": CALLBACKS
     + "BestModelCheckpoint(monitor='val_loss', verbose=0, save_weights_only=False, mode='auto', save_freq='epoch')",
@@ -284,7 +315,9 @@ def differences(modules):
             found.append(f"{module}: {error}")
             continue
         for name, arguments in entries(text):
-            if not hasattr(there, name):
+            try:
+                attribute = functools.reduce(getattr, name.split("."), there)
+            except AttributeError:
                 found.append(f"{module}.{name} is missing")
                 continue
             if arguments is None:
@@ -293,7 +326,7 @@ def differences(modules):
                 arguments = arguments.replace(short, long)
             arguments = arguments.replace("op=Average", "op=0").replace("op=Sum", "op=1")
             expected = arguments.split(", ") if arguments else []
-            own = arguments_of(getattr(there, name))
+            own = arguments_of(attribute)
             # What is ours comes last and has a default.
             if own[: len(expected)] != expected or not all("=" in more or "*" in more for more in own[len(expected) :]):
                 found.append(f"{module}.{name}({', '.join(own)}): expected ({', '.join(expected)})")

@@ -163,6 +163,15 @@ def test_a_function_on_all_ranks():
         horovod.run(fail, hosts="a:1", hostfile="b")
 
 
+def test_a_launcher_that_gets_a_function_returns_its_results():
+    from horovod.runner import _HorovodArgs, launch
+
+    options = _HorovodArgs()
+    options.num_proc = 2
+    options.run_func = lambda: int(os.environ["HOROVOD_RANK"]) + 10
+    assert launch._run(options) == [10, 11]
+
+
 def test_processes_that_the_script_starts(tmp_path):
     """They meet through the launcher's store, twice."""
     script = (

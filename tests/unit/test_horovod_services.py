@@ -1,6 +1,8 @@
 """What a launcher of Horovod's is made of: the store over HTTP, services, hosts that come and go, and the driver of an elastic job."""
 
 import http.client
+import io
+import socket
 import sys
 import threading
 import time
@@ -107,9 +109,94 @@ def test_services_answer_who_knows_the_secret():
         service.shutdown()
 
 
+@pytest.mark.parametrize("kind", ["service", "store"])
+def test_a_shutdown_waits_for_requests_and_for_nobody_else(kind):
+    asked, answered = threading.Event(), []
+
+    def slowly():
+        asked.set()
+        time.sleep(0.5)
+        return b"done"
+
+    class Slow(network.BasicService):
+        def _handle(self, req, client_address):
+            return slowly().decode() if req == "slow" else super()._handle(req, client_address)
+
+    class SlowHandler(http_server.KVStoreHandler):
+        def _get(self, scope, key):
+            return http_server.OK, slowly()
+
+    if kind == "service":
+        service = Slow("slow", KEY)
+        client, port = network.BasicClient("slow", service.addresses(), KEY), service.get_port()
+        ask, stop = lambda: client._send("slow"), service.shutdown
+    else:
+        service = http_server.KVStoreServer(key=KEY)
+        port = service.start_server(SlowHandler)
+        ask, stop = lambda: http_client.request("GET", "127.0.0.1", port, "a", "b", b"", KEY).decode(), service.shutdown_server
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        request = threading.Thread(target=lambda: answered.append(ask()))
+        request.start()
+        assert asked.wait(10)
+        start = time.monotonic()
+        stop()
+        took = time.monotonic() - start
+        request.join(10)
+        assert answered == ["done"]
+        assert 0.2 < took < 10, "neither the answer is lost nor does a client that says nothing delay it"
+        stranger.settimeout(10)
+        assert len(stranger.recv(100)) in (0, 16)
+    with pytest.raises(OSError):
+        ask()
+
+
+def test_a_shutdown_ends_waits_of_requests():
+    service = compute_service.ComputeService(1, 1, KEY)
+    client = compute_service.ComputeClient(service.addresses(), KEY)
+    threading.Timer(0.3, service.shutdown).start()
+    start = time.monotonic()
+    with pytest.raises((OSError, EOFError)):
+        client.wait_for_dispatcher_registration(0, 30)
+    assert time.monotonic() - start < 10
+
+
+def test_output_of_commands_comes_as_a_stream():
+    command = "for i in 1 2 3; do echo out $i; echo err $i >&2; done"
+    task = task_service.BasicTaskService("task", 5, KEY)
+    try:
+        client = task_service.BasicTaskClient("task", task.addresses(), KEY)
+        out, err = io.StringIO(), io.StringIO()
+        threads = client.stream_command_output(out, err)
+        client.run_command(command, {}, capture_stdout=True, capture_stderr=True)
+        client.wait_for_command_termination(delay=0.2)
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert client.command_result() == (True, 0)
+        for name, text in (("out", out), ("err", err)):
+            assert text.getvalue() == "".join(f"[5]<std{name}>:{name} {i}\n" for i in (1, 2, 3))
+        # What is not captured goes where the task's own output goes, and its stream ends.
+        more = io.StringIO()
+        client.run_command("true", {}, capture_stderr=True)
+        threads = client.stream_command_output(stdout=more)
+        assert threads[1] is None
+        threads[0].join(10)
+        assert (client.wait_for_command_exit_code(), more.getvalue()) == (0, "")
+        # Text that is longer than a pipe holds.
+        client.run_command("yes äöü | head -c 300000", {}, capture_stdout=True)
+        (thread, _), more = client.stream_command_output(more), more
+        assert client.wait_for_command_exit_code() == 0
+        thread.join(10)
+        assert more.getvalue().count("[5]<stdout>:äöü\n") == 300_000 // 7
+    finally:
+        task.shutdown()
+
+
 def test_addresses_of_this_host():
     found = interfaces.get_local_host_intfs()
     assert found["lo"] == "127.0.0.1"
+    assert interfaces.get_local_intfs() == set(found)
+    assert (interfaces.get_local_intfs("lo"), interfaces.get_local_intfs("none0")) == ({"lo"}, set())
     assert interfaces.get_local_host_addresses() == set(found.values())
     assert interfaces.get_driver_ip(["lo"]) == "127.0.0.1"
     with pytest.raises(RuntimeError, match="none of the interfaces"):
@@ -213,6 +300,7 @@ def test_hosts_by_age():
     assert hosts.update_available_hosts() == HostUpdateResult.no_update, "for ever"
     with pytest.raises(ValueError, match="1 to 3600"):
         HostManager(discovery, (5, 2))
+    assert HostManager.order_available_hosts({"a": 1, "c": 3, "d": 1}, ["c", "b", "a"]) == ["c", "a", "d"]
     hosts = HostManager(discovery, (1, 2))
     hosts.update_available_hosts()
     hosts.blacklist("a")
@@ -262,6 +350,23 @@ def test_an_elastic_job_ends_well():
     assert sorted(job.seen) == [("a:0", 0, 3), ("a:1", 1, 3), ("b:0", 2, 3)]
 
 
+def test_places_by_host():
+    job = Elastic({"a": 2, "b": 1}, 3)
+    found = []
+
+    def body(host, slot, events):
+        job.enter(host, slot)
+        if host == "b":
+            places = job.driver.host_assignments
+            found.append({name: [place.rank for place in slots] for name, slots in places.items()})
+        while not found:
+            time.sleep(0.01)
+        return 0
+
+    assert job.run(3, body)[0] is None
+    assert found == [{"a": [0, 1], "b": [2]}]
+
+
 def test_a_worker_that_fails_takes_its_host_out_of_the_job():
     job = Elastic({"a": 1, "b": 2}, 1)
 
@@ -277,7 +382,7 @@ def test_a_worker_that_fails_takes_its_host_out_of_the_job():
             time.sleep(0.02)
         return 0 if job.enter(host, slot).size == 1 and job.driver.world_size() == 1 else 1
 
-    assert job.run(3, body) == (None, {"a[0]": 0, "b[0]": 143, "b[1]": 7})
+    assert job.run(3, body) == (None, {"a[0]": 0}), "workers of the failed host do not count"
     assert job.seen[-1] == ("a:0", 0, 1)
 
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import struct
+import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 
@@ -80,99 +75,6 @@ _OPTIONS = [
     "run_func",
     "executable",
 ]
-
-
-#: Who does not prove the secret in this time is a stranger; in seconds.
-_GREETING_TIME = 10
-
-
-class _Desk:
-    """Where the processes of a job fetch their function and leave what it returns. Both sides prove a secret first."""
-
-    def __init__(self, task: bytes) -> None:
-        from horovod.runner.common.util import secret
-
-        self.key = secret.make_secret_key()
-        self.results: dict[int, Any] = {}
-        self.failures: dict[int, BaseException] = {}
-        self._task = task
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._peers: dict[threading.Thread, socket.socket] = {}
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=128)
-        self.port = self._listener.getsockname()[1]
-        self._server = threading.Thread(target=self._serve, name="horovod-run", daemon=True)
-        self._server.start()
-
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                # Closed, or the peer is gone again, or there are too many files for now.
-                self._closed.wait(0.1)
-                continue
-            thread = threading.Thread(target=self._talk, args=(peer,), daemon=True)
-            with self._lock:
-                self._peers[thread] = peer
-            thread.start()
-
-    def _talk(self, peer: socket.socket) -> None:
-        try:
-            with peer, Connection(os.dup(peer.fileno())) as connection:
-                if self._is_ours(peer, connection):
-                    self._take_result(connection)
-        finally:
-            with self._lock:
-                del self._peers[threading.current_thread()]
-
-    def _is_ours(self, peer: socket.socket, connection: Connection) -> bool:
-        try:
-            _limit_waits(peer, _GREETING_TIME)
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            _limit_waits(peer, 0)
-        except Exception:
-            # Somebody else knocked; nothing of theirs was read.
-            return False
-        return True
-
-    def _take_result(self, connection: Connection) -> None:
-        import pickle
-
-        try:
-            connection.send_bytes(self._task)
-            rank, succeeded, outcome = pickle.loads(connection.recv_bytes())
-            (self.results if succeeded else self.failures)[rank] = outcome
-            # Now the process may end.
-            connection.send_bytes(b"")
-        except (EOFError, OSError):
-            # It ended without a result, which its exit code tells.
-            return
-
-    def close(self) -> None:
-        """Nobody comes any more, and who is still here is sent away."""
-        self._closed.set()
-        _end(self._listener)
-        self._server.join()
-        self._listener.close()
-        with self._lock:
-            peers = dict(self._peers)
-            for peer in peers.values():
-                _end(peer)
-        for thread in peers:
-            thread.join()
-
-
-def _limit_waits(peer: socket.socket, seconds: int) -> None:
-    """How long one read may wait; 0 is for ever. Unlike `settimeout` it also holds for a `Connection` of this socket."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
-
-
-def _end(one: socket.socket) -> None:
-    """Wakes whoever waits at a socket."""
-    with suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
 
 
 def run(
@@ -245,11 +147,6 @@ def run(
     from horovod.runner import launch
     from horovod.runner.util.network import Interfaces
 
-    try:
-        import cloudpickle as pickle
-    except ImportError:
-        import pickle
-
     def renamed(old: str, value: Any, new: str, current: Any) -> Any:
         if value is None:
             return current
@@ -266,7 +163,6 @@ def run(
         raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if not callable(func):
         raise ValueError(f"func is {func!r}: expected a function")
-    desk = _Desk(pickle.dumps((func, tuple(args), kwargs or {})))
     options = _HorovodArgs()
     options.num_proc = num_proc
     options.min_num_proc = min_num_proc
@@ -287,23 +183,6 @@ def run(
     options.use_mpi = use_mpi
     options.mpi_args = mpi_args
     options.nics = nics if nics is None else Interfaces(nics.split(",") if isinstance(nics, str) else nics)
-    options.run_func = func
+    options.run_func = functools.partial(func, *args, **(kwargs or {}))
     options.executable = executable or sys.executable
-    options.command = [options.executable, "-m", "horovod.runner.run_task"]
-    from horovod.common.util import env
-
-    try:
-        with env(HOROVOD_RUN_DESK=f"{desk.port}:{desk.key.hex()}"):
-            launch._run(options)
-    except RuntimeError as error:
-        if desk.failures:
-            rank = min(desk.failures)
-            raise RuntimeError(f"{error} Rank {rank}: {desk.failures[rank]!r}") from desk.failures[rank]
-        raise
-    finally:
-        desk.close()
-    wanted = range(num_proc if min_num_proc is None else min_num_proc)
-    missing = [rank for rank in wanted if rank not in desk.results]
-    if missing:
-        raise RuntimeError(f"no results came from rank(s) {missing}")
-    return [desk.results[rank] for rank in wanted]
+    return launch._run(options)

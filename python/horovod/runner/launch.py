@@ -17,6 +17,7 @@ from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import settings as elastic_settings
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
+from horovod.runner.function import run_function
 from horovod.runner.gloo_run import FAILED, gloo_run, gloo_run_elastic, is_here
 from horovod.runner.js_run import is_jsrun_installed, js_run
 from horovod.runner.mpi_run import mpi_available, mpi_run
@@ -434,11 +435,26 @@ def _run_elastic(args: argparse.Namespace) -> None:
     gloo_run_elastic(settings, env, args.command)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> list[Any] | None:
+    """Runs a job.
+
+    Args:
+        args: The options. With a `run_func`, all processes call that function instead of running a command.
+
+    Returns:
+        What `run_func` returned, by rank; ``None`` for a command.
+    """
     if args.hosts and args.host_discovery_script:
         raise ValueError("give either hosts or a host discovery script")
+    if getattr(args, "run_func", None) is not None:
+        return run_function(args, _run_command)
     if not args.command:
         raise ValueError("the command to run is missing")
+    _run_command(args)
+    return None
+
+
+def _run_command(args: argparse.Namespace) -> None:
     if _is_elastic(args):
         _run_elastic(args)
     else:

@@ -10,6 +10,8 @@ from horovod.common.process_sets import add_process_set as add_process_set
 from horovod.common.process_sets import global_process_set as global_process_set
 from horovod.common.process_sets import remove_process_set as remove_process_set
 from horovod.common.util import check_extension as check_extension
+from horovod.common.util import gpu_available as gpu_available
+from horovod.common.util import split_list as split_list
 from horovod.tensorflow import mpi_ops as mpi_ops
 
 # isort: split
@@ -33,12 +35,15 @@ from horovod.tensorflow.mpi_ops import Max as Max
 from horovod.tensorflow.mpi_ops import Min as Min
 from horovod.tensorflow.mpi_ops import Product as Product
 from horovod.tensorflow.mpi_ops import Sum as Sum
+from horovod.tensorflow.mpi_ops import _allreduce as _allreduce
+from horovod.tensorflow.mpi_ops import _grouped_allreduce as _grouped_allreduce
 from horovod.tensorflow.mpi_ops import allgather as allgather
 from horovod.tensorflow.mpi_ops import alltoall as alltoall
 from horovod.tensorflow.mpi_ops import barrier as barrier
 from horovod.tensorflow.mpi_ops import broadcast as broadcast
 from horovod.tensorflow.mpi_ops import broadcast_ as broadcast_
 from horovod.tensorflow.mpi_ops import ccl_built as ccl_built
+from horovod.tensorflow.mpi_ops import check_num_rank_power_of_2 as check_num_rank_power_of_2
 from horovod.tensorflow.mpi_ops import cross_rank as cross_rank
 from horovod.tensorflow.mpi_ops import cross_size as cross_size
 from horovod.tensorflow.mpi_ops import cuda_built as cuda_built
@@ -46,6 +51,9 @@ from horovod.tensorflow.mpi_ops import ddl_built as ddl_built
 from horovod.tensorflow.mpi_ops import gloo_built as gloo_built
 from horovod.tensorflow.mpi_ops import gloo_enabled as gloo_enabled
 from horovod.tensorflow.mpi_ops import grouped_allgather as grouped_allgather
+from horovod.tensorflow.mpi_ops import (
+    handle_average_backwards_compatibility as handle_average_backwards_compatibility,
+)
 from horovod.tensorflow.mpi_ops import init as init
 from horovod.tensorflow.mpi_ops import is_homogeneous as is_homogeneous
 from horovod.tensorflow.mpi_ops import is_initialized as is_initialized
@@ -70,6 +78,11 @@ from horovod.tensorflow.mpi_ops import stop_timeline as stop_timeline
 from horovod.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 from horovod.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+from horovod.tensorflow.util import _cache as _cache
+from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
+from horovod.tensorflow.util import _make_subgraph as _make_subgraph
+from horovod.tensorflow.util import refs_to_vars as refs_to_vars
+from horovod.tensorflow.util import vars_to_refs as vars_to_refs
 
 
 def __getattr__(name: str) -> Any:

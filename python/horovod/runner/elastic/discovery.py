@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from horovod.runner.common.util import safe_shell_exec
@@ -24,12 +25,12 @@ class HostDiscoveryScript(HostDiscovery):
 
     Args:
         discovery_script: The script.
-        default_slots: Of lines without a number.
+        slots: Of lines without a number.
     """
 
-    def __init__(self, discovery_script: str, default_slots: int | None) -> None:
+    def __init__(self, discovery_script: str, slots: int | None) -> None:
         self.script = discovery_script
-        self.default_slots = default_slots
+        self.default_slots = slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         output = io.StringIO()
@@ -49,18 +50,18 @@ class FixedHosts(HostDiscovery):
     """Hosts that are set.
 
     Args:
-        available_hosts: Names and slots.
+        host_slots: Names and slots.
     """
 
-    def __init__(self, available_hosts: dict[str, int]) -> None:
-        self._available_hosts = available_hosts
+    def __init__(self, host_slots: dict[str, int]) -> None:
+        self._host_slots = host_slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        return self._available_hosts
+        return self._host_slots
 
-    def set(self, available_hosts: dict[str, Any]) -> None:
-        """Other ones."""
-        self._available_hosts = available_hosts
+    def set(self, host_slots: dict[str, int]) -> None:
+        """Replaces the hosts."""
+        self._host_slots = host_slots
 
 
 class DiscoveredHosts:
@@ -140,6 +141,21 @@ class HostManager:
         """Whether it may not be used now."""
         with self._lock:
             return bool(self._hosts.is_banned(host))
+
+    @staticmethod
+    def order_available_hosts(available_hosts: Iterable[str], ordered_hosts: Iterable[str]) -> list[str]:
+        """Orders hosts by age: hosts that were there before keep their order, and new ones follow.
+
+        Args:
+            available_hosts: Names of the hosts that are there now.
+            ordered_hosts: Names of the hosts that were there before, oldest first.
+
+        Returns:
+            The names of `available_hosts`, oldest first.
+        """
+        available = list(available_hosts)
+        kept = [host for host in ordered_hosts if host in available]
+        return [*kept, *(host for host in available if host not in kept)]
 
     def decided_by(self, make: Any) -> Any:
         """From now on, what `make` makes of the hosts so far decides; it is returned."""

@@ -38,7 +38,7 @@ class Results:
 
     Args:
         error_message: Why it could not go on; ``None`` if it is done.
-        worker_results: Exit code and time of the end of the last worker of each place, by ``host[slot]``.
+        worker_results: Exit code and time of the end of each worker of the last session, by ``host[slot]``.
     """
 
     def __init__(self, error_message: str | None, worker_results: dict[str, tuple[int, float]]) -> None:
@@ -51,6 +51,8 @@ class _Worker:
         self.number = number
         self.place = place
         self.stop = threading.Event()
+        #: Number of the last session that it had a place in.
+        self.session = 0
         #: It waits for a session.
         self.is_waiting = False
         #: Where it hears of hosts.
@@ -95,7 +97,9 @@ class ElasticDriver:
         self._create_worker: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]] | None = None
         self._workers: dict[int, _Worker] = {}
         self._seats: dict[Place, SlotInfo] = {}
-        self._results: dict[str, tuple[int, float]] = {}
+        # Sessions so far. Workers that start before the first one count for it.
+        self._session = 0
+        self._results: dict[Place, tuple[int, float]] = {}
         self._error: str | None = None
         self._shutdown = threading.Event()
         self._finished = threading.Event()
@@ -151,10 +155,19 @@ class ElasticDriver:
                 raise RuntimeError(f"the job has ended: {self._error or 'it was stopped'}")
 
     def get_results(self) -> Results:
-        """Waits for the end of the job, and returns how it ended."""
+        """Waits for the end of the job.
+
+        Returns:
+            How the job ended, and how the workers of its last session ended. Workers of earlier sessions do not count. If the
+            job succeeded, neither do those of a blacklisted host: the session goes on, or ends, without that host.
+        """
         self._finished.wait()
         with self._changed:
-            return Results(self._error, dict(self._results))
+            results = self._results
+            if self._error is None:
+                banned = {place for place in results if self._host_manager.is_blacklisted(place[0])}
+                results = {place: result for place, result in results.items() if place not in banned}
+            return Results(self._error, {f"{host}[{slot}]": result for (host, slot), result in results.items()})
 
     def stop(self, error_message: str | None = None) -> None:
         """Ends the job and its workers."""
@@ -217,6 +230,15 @@ class ElasticDriver:
         """The place in the present session; that with the rank -1 if there is none."""
         with self._changed:
             return self._seats.get((host, slot), INVALID_SLOT_INFO)
+
+    @property
+    def host_assignments(self) -> dict[str, list[SlotInfo]]:
+        """The places of the present session by host, those of a host in the order of local ranks."""
+        found: dict[str, list[SlotInfo]] = {}
+        with self._changed:
+            for slot in sorted(self._seats.values(), key=lambda slot: slot.rank):
+                found.setdefault(slot.hostname, []).append(slot)
+        return found
 
     def has_rank_assignment(self, host: str, slot: int) -> bool:
         """Whether there is one."""
@@ -352,7 +374,8 @@ class ElasticDriver:
         with self._changed:
             del self._workers[worker.number]
             self._seats.pop(worker.place, None)
-            self._results[f"{host}[{number}]"] = (code, at)
+            if worker.session == self._session:
+                self._results[worker.place] = (code, at)
             failure = None if code == 0 else why or f"{host}[{number}] exit with status code {code}"
             self._core.ended(worker.number, failure)
             self._acts()
@@ -365,6 +388,8 @@ class ElasticDriver:
         patience.start()
 
     def _seat(self, workers: list[_Worker]) -> None:
+        self._session += 1
+        self._results.clear()
         local: dict[str, int] = collections.Counter()
         slots = []
         for rank, worker in enumerate(workers):
@@ -372,6 +397,7 @@ class ElasticDriver:
             slots.append(SlotInfo(host, rank, local[host], 0, len(workers)))
             local[host] += 1
             worker.is_waiting = False
+            worker.session = self._session
         across: dict[int, int] = collections.Counter()
         for slot in slots:
             slot.local_size, slot.cross_rank = local[slot.hostname], across[slot.local_rank]

@@ -18,6 +18,7 @@ from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.util.connections import Connections
 from horovod.runner.util.threads import in_thread
 
 OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, FAILED = 200, 400, 403, 404, 500
@@ -52,6 +53,11 @@ class KVStoreHandler(BaseHTTPRequestHandler):
     timeout = _GREETING_TIME
     server: KVStoreHTTPServer
 
+    def handle(self) -> None:
+        """Answers requests until the client leaves, or the server is stopped."""
+        with self.server.connections.open(self.connection):
+            super().handle()
+
     def do_GET(self) -> None:
         """Answers with a value."""
         self._answer("GET")
@@ -65,6 +71,10 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         self._answer("DELETE")
 
     def _answer(self, method: str) -> None:
+        with self.server.connections.answering(self.connection):
+            self._reply(method)
+
+    def _reply(self, method: str) -> None:
         nonce = self.headers.get(NONCE, "")
         status, body = self._done(method, nonce)
         self.send_response_only(status)
@@ -129,6 +139,7 @@ class KVStoreHTTPServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, bytes]] = collections.defaultdict(dict)
         self._nonces: set[str] = set()
+        self.connections = Connections("the store")
         super().__init__(("0.0.0.0", 0), handler)
 
     def is_new(self, nonce: str) -> bool:
@@ -221,6 +232,7 @@ class _Service:
             self.httpd.shutdown()
             self.httpd.server_close()
             self._thread.join()
+            self.httpd.connections.close()
             self._thread = None
 
 
@@ -241,7 +253,7 @@ class KVStoreServer(_Service):
         return self._run(KVStoreHTTPServer(handler_cls, self.key, self._verbose))
 
     def shutdown_server(self) -> None:
-        """Ends."""
+        """Takes no more requests, and returns when those that it has are answered."""
         self._end()
 
 
@@ -266,5 +278,5 @@ class RendezvousServer(_Service):
         self.httpd.init(host_alloc_plan)
 
     def stop(self) -> None:
-        """Ends."""
+        """Takes no more requests, and returns when those that it has are answered."""
         self._end()

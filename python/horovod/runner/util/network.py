@@ -50,6 +50,15 @@ def get_local_host_intfs() -> dict[str, str]:
     return found
 
 
+def get_local_intfs(nic: str | None = None) -> set[str]:
+    """The names of this host's interfaces that have an IPv4 address.
+
+    Args:
+        nic: Only this interface, if it is here; all by default.
+    """
+    return {name for name in get_local_host_intfs() if nic is None or name == nic}
+
+
 def get_local_host_addresses() -> set[str]:
     """Addresses of IPv4 of this host."""
     return set(get_local_host_intfs().values())

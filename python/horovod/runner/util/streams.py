@@ -43,6 +43,11 @@ class Pipe:
                 self._changed.notify_all()
             return piece
 
+    def at_end(self) -> bool:
+        """Whether the pipe is closed and all of it was read."""
+        with self._changed:
+            return self._closed and self._buffer is None
+
     def flush(self) -> None:
         """Nothing is held back."""
 

@@ -20,7 +20,7 @@ from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute
 _LOOK_EVERY = 0.2
 
 
-def run(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
+def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
     """Runs one process of the job until the training is done. The first one says in a file where the service is.
 
     Args:
@@ -70,8 +70,8 @@ def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
             return config
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+def run_commandline(argv: Sequence[str] | None = None) -> None:
+    """Runs :func:`main` with the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m horovod.tensorflow.data.compute_worker", description=__doc__)
     parser.add_argument(
         "configfile", help="is written by the first process, and read by others and by the training job"
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--timeout", type=int, default=60, help="longest wait for dispatchers and workers, in seconds")
     args = parser.parse_args(argv)
-    run(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
+    main(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
 
 
 if __name__ == "__main__":
     # A launcher ends its jobs so; the file is to go then, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    main()
+    run_commandline()

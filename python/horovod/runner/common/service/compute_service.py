@@ -78,7 +78,8 @@ class ComputeService(network.BasicService):
         self._workers_per_dispatcher = workers_per_dispatcher
         self._dispatchers = Registrations()
         self._workers = [Registrations() for _ in self._numbers]
-        self._done = threading.Event()
+        self._changed = threading.Condition()
+        self._done = False
         super().__init__(self.NAME, key, nics)
 
     def _check(self, dispatcher_id: int) -> None:
@@ -106,11 +107,21 @@ class ComputeService(network.BasicService):
             numbers = range(first, first + self._workers_per_dispatcher)
             return _Answer(self._within(self._workers[req.dispatcher_id], numbers, req.seconds))
         if isinstance(req, _Shutdown):
-            self._done.set()
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()
             return network.AckResponse()
         if isinstance(req, _IsShutdown):
-            return _Answer(self._done.wait(req.seconds))
+            with self._changed:
+                self._changed.wait_for(lambda: self._done or self._connections.closing, req.seconds)
+                return _Answer(self._done)
         return super()._handle(req, client_address)
+
+    def _wake(self) -> None:
+        for told in (self._dispatchers, *self._workers):
+            told.close()
+        with self._changed:
+            self._changed.notify_all()
 
     @staticmethod
     def _within(told: Registrations, numbers: Any, seconds: float) -> Any:

@@ -141,7 +141,29 @@ class BasicDriverService(network.BasicService):
 
 
 class BasicDriverClient(network.BasicClient):
-    """Tells the driver, and asks it. See :class:`~horovod.runner.common.util.network.BasicClient`."""
+    """Tells the driver, and asks it.
+
+    Args:
+        service_name: The service's name.
+        driver_addresses: Where it may be found.
+        key: The secret.
+        verbose: Accepted.
+        match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+        probe_timeout: Longest wait for an address, in seconds.
+        attempts: How often each is tried.
+    """
+
+    def __init__(
+        self,
+        service_name: str,
+        driver_addresses: network.Addresses,
+        key: bytes,
+        verbose: int = 0,
+        match_intf: bool = False,
+        probe_timeout: float = 20,
+        attempts: int = 3,
+    ) -> None:
+        super().__init__(service_name, driver_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
     def register_task(self, index: int, task_addresses: Addresses, host_hash: str) -> None:
         """A task is there."""

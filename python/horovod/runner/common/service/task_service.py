@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Any, TextIO
 
 from horovod.runner.common.util import network, safe_shell_exec
 from horovod.runner.common.util.timeout import Timeout
+from horovod.runner.util.streams import Pipe
 from horovod.runner.util.threads import in_thread
 
 
@@ -17,11 +18,40 @@ class RunCommandRequest:
     Args:
         command: For the shell.
         env: Variables beside the task's own.
+        capture_stdout: The output waits for a client that streams it.
+        capture_stderr: The same for errors.
+        prefix_output_with_timestamp: Lines begin with the time.
     """
 
-    def __init__(self, command: str, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: str,
+        env: dict[str, str],
+        capture_stdout: bool = False,
+        capture_stderr: bool = False,
+        prefix_output_with_timestamp: bool = False,
+    ) -> None:
         self.command = command
         self.env = env
+        self.capture_stdout = capture_stdout
+        self.capture_stderr = capture_stderr
+        self.prefix_output_with_timestamp = prefix_output_with_timestamp
+
+
+class StreamCommandOutputRequest:
+    """Stream what the command prints. Waits for the command to start."""
+
+
+class StreamCommandStdOutRequest(StreamCommandOutputRequest):
+    """Its output."""
+
+
+class StreamCommandStdErrRequest(StreamCommandOutputRequest):
+    """Its errors."""
+
+
+class CommandOutputNotCaptured(Exception):  # noqa: N818 - the documented name
+    """The command was started without capturing this output."""
 
 
 class AbortCommandRequest:
@@ -92,6 +122,8 @@ class BasicTaskService(network.BasicService):
         self._exit_code: int | None = None
         self._abort = threading.Event()
         self._result: Any = None
+        # Captured output of the command, by the request that streams it.
+        self._captured: dict[type, Pipe] = {}
         super().__init__(name, key, nics)
 
     def _handle(self, req: Any, client_address: tuple[str, int]) -> Any:
@@ -101,8 +133,10 @@ class BasicTaskService(network.BasicService):
             self._abort.set()
         elif isinstance(req, CommandExitCodeRequest):
             with self._changed:
-                self._changed.wait_for(lambda: self._exit_code is not None, req.wait)
+                self._changed.wait_for(lambda: self._exit_code is not None or self._connections.closing, req.wait)
                 return CommandExitCodeResponse(self._exit_code is not None, self._exit_code)
+        elif isinstance(req, StreamCommandOutputRequest):
+            return network.AckStreamResponse(), self._output(type(req))
         elif isinstance(req, NotifyInitialRegistrationCompleteRequest):
             with self._changed:
                 self._complete = True
@@ -119,15 +153,41 @@ class BasicTaskService(network.BasicService):
                 raise RuntimeError(f"task {self._index} runs a command already")
             self._runs, self._exit_code = True, None
             self._abort.clear()
+            wanted = {StreamCommandStdOutRequest: req.capture_stdout, StreamCommandStdErrRequest: req.capture_stderr}
+            self._captured = {kind: Pipe() for kind, captures in wanted.items() if captures}
             self._changed.notify_all()
-        in_thread(self._run, (req,))
+        in_thread(self._run, (req, self._captured))
 
-    def _run(self, req: RunCommandRequest) -> None:
+    def _output(self, kind: type) -> Pipe:
+        """A captured output of the command, once there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._runs or self._exit_code is not None or self._connections.closing)
+            if kind not in self._captured:
+                raise CommandOutputNotCaptured(
+                    f"task {self._index} runs no command whose output is captured: ask for it in `run_command`"
+                )
+            return self._captured[kind]
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self, req: RunCommandRequest, captured: dict[type, Pipe]) -> None:
         own = os.environ if self._environment is None else self._environment
         code = 1
         try:
-            code = safe_shell_exec.execute(req.command, env={**own, **req.env}, events=[self._abort])
+            code = safe_shell_exec.execute(
+                req.command,
+                env={**own, **req.env},
+                stdout=captured.get(StreamCommandStdOutRequest),
+                stderr=captured.get(StreamCommandStdErrRequest),
+                index=self._index if captured else None,
+                events=[self._abort],
+                prefix_output_with_timestamp=req.prefix_output_with_timestamp,
+            )
         finally:
+            for pipe in captured.values():
+                pipe.close()
             with self._changed:
                 self._runs, self._exit_code = False, code
                 self._changed.notify_all()
@@ -170,15 +230,79 @@ class BasicTaskService(network.BasicService):
 
 
 class BasicTaskClient(network.BasicClient):
-    """Tells a task what to do. See :class:`~horovod.runner.common.util.network.BasicClient`."""
+    """Tells a task what to do.
 
-    def run_command(self, command: str, env: dict[str, str]) -> None:
+    Args:
+        service_name: The service's name.
+        task_addresses: Where it may be found.
+        key: The secret.
+        verbose: Accepted.
+        match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+        probe_timeout: Longest wait for an address, in seconds.
+        attempts: How often each is tried.
+    """
+
+    def __init__(
+        self,
+        service_name: str,
+        task_addresses: network.Addresses,
+        key: bytes,
+        verbose: int = 0,
+        match_intf: bool = False,
+        probe_timeout: float = 20,
+        attempts: int = 3,
+    ) -> None:
+        super().__init__(service_name, task_addresses, key, verbose, match_intf, probe_timeout, attempts)
+
+    def run_command(
+        self,
+        command: str,
+        env: dict[str, str],
+        capture_stdout: bool = False,
+        capture_stderr: bool = False,
+        prefix_output_with_timestamp: bool = False,
+    ) -> None:
         """Starts a command of the shell.
+
+        Args:
+            command: The command.
+            env: Variables beside the task's own.
+            capture_stdout: The output goes to :meth:`stream_command_output`, without which the command waits.
+            capture_stderr: The same for errors.
+            prefix_output_with_timestamp: Captured lines begin with the time.
 
         Raises:
             RuntimeError: One runs already.
         """
-        self._send(RunCommandRequest(command, env))
+        captures = capture_stdout, capture_stderr, prefix_output_with_timestamp
+        self._send(RunCommandRequest(command, env, *captures))
+
+    def stream_command_output(
+        self, stdout: TextIO | None = None, stderr: TextIO | None = None
+    ) -> tuple[threading.Thread | None, threading.Thread | None]:
+        """Passes on what the command prints, in threads, until it ends. If the connection breaks, the command is aborted.
+
+        May be called before the command is started. The thread of an output that is not captured ends with the start.
+
+        Args:
+            stdout: Gets the output, which `run_command` has captured.
+            stderr: Gets the errors, likewise.
+
+        Returns:
+            A thread for each of both, ``None`` for one that is not asked for.
+        """
+
+        def stream(request: StreamCommandOutputRequest, target: TextIO) -> None:
+            try:
+                self._send(request, target)
+            except (OSError, EOFError):
+                self.abort_command()
+                raise
+
+        return (
+            None if stdout is None else in_thread(stream, (StreamCommandStdOutRequest(), stdout), silent=True),
+            None if stderr is None else in_thread(stream, (StreamCommandStdErrRequest(), stderr), silent=True),
+        )
 
     def abort_command(self) -> None:
         """Ends it."""
@@ -199,6 +323,10 @@ class BasicTaskClient(network.BasicClient):
             answer = self._send(CommandExitCodeRequest(delay), timeout=delay + 60)
             if answer.terminated:
                 return int(answer.exit_code)
+
+    def wait_for_command_termination(self, delay: float = 10.0) -> None:
+        """Waits for its end. For `delay` see :meth:`wait_for_command_exit_code`."""
+        self.wait_for_command_exit_code(delay)
 
     def notify_initial_registration_complete(self) -> None:
         """All tasks are there."""

@@ -18,6 +18,11 @@ def _namespaces() -> str:
     return "-".join(found)
 
 
+def _hash(string: str) -> str:
+    """The MD5 digest of a text, in hexadecimal digits. It tells hosts apart and protects nothing."""
+    return hashlib.md5(string.encode(), usedforsecurity=False).hexdigest()
+
+
 def host_hash(salt: str | None = None) -> str:
     """The name of this host and what is only its own.
 
@@ -26,4 +31,4 @@ def host_hash(salt: str | None = None) -> str:
     """
     hostname = socket.gethostname()
     text = "-".join([hostname, _namespaces(), *([salt] if salt is not None else [])])
-    return f"{hostname.split('.')[0]}-{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}"
+    return f"{hostname.split('.')[0]}-{_hash(text)}"

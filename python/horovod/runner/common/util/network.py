@@ -6,6 +6,8 @@ challenge of either side and the service's name, so that nobody can say again wh
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import os
 import pickle
 import socket
@@ -13,10 +15,13 @@ import socketserver
 import struct
 import threading
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from horovod.runner.common.util import secret
+from horovod.runner.util.connections import Connections
 from horovod.runner.util.network import get_local_host_intfs
+from horovod.runner.util.network import get_local_intfs as get_local_intfs
+from horovod.runner.util.streams import Pipe
 from horovod.runner.util.threads import execute_function_multithreaded, in_thread
 
 try:
@@ -28,6 +33,8 @@ _CHALLENGE_BYTES = 16
 _LENGTH = struct.Struct("!Q")
 #: Who has not sent its request in this time is a stranger; in seconds.
 _GREETING_TIME = 20
+#: How often a stream that has no text looks whether the service is being shut down, in seconds.
+_LOOK_AT_SHUTDOWN_S = 0.5
 
 #: Interfaces, and where a service is found there.
 Addresses = dict[str, list[tuple[str, int]]]
@@ -56,6 +63,10 @@ class PingResponse:
 
 class AckResponse:
     """It is done."""
+
+
+class AckStreamResponse(AckResponse):
+    """It is done, and a stream of text follows. A handler returns it with the stream, as a pair."""
 
 
 class _Failure:
@@ -127,6 +138,22 @@ def _exactly(rfile: BinaryIO, count: int) -> bytes:
     return data
 
 
+def _piece(number: int) -> bytes:
+    """What marks a piece of a stream: pieces cannot change places."""
+    return b"text %d" % number
+
+
+def _receive_text(wire: Wire, rfile: BinaryIO, stream: TextIO | None) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for number in itertools.count():
+        piece = wire.read_proved(rfile, _piece(number))
+        if stream is not None:
+            stream.write(decoder.decode(piece, final=not piece))
+            stream.flush()
+        if not piece:
+            return
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
@@ -152,31 +179,54 @@ class BasicService:
         self._service_name = service_name
         self._key = key
         self._nics = set(nics or ())
+        self._connections = Connections(service_name)
         self._server = _Server(("0.0.0.0", 0), Handler)
         self._port = self._server.server_address[1]
         self._thread = in_thread(self._server.serve_forever, (0.05,), name=service_name)
 
     def _talk(self, connection: socketserver.StreamRequestHandler) -> None:
         challenge = os.urandom(_CHALLENGE_BYTES)
+        with self._connections.open(connection.connection):
+            try:
+                connection.connection.settimeout(_GREETING_TIME)
+                connection.wfile.write(challenge)
+                theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
+                wire = Wire(self._key, challenge + theirs + self._service_name.encode())
+                message = wire.read_proved(connection.rfile, b"request")
+                connection.connection.settimeout(None)
+            except Exception:
+                # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
+                return
+            with self._connections.answering(connection.connection):
+                self._reply(connection, wire, message)
+
+    def _reply(self, connection: socketserver.StreamRequestHandler, wire: Wire, message: bytes) -> None:
+        text: Pipe | None = None
         try:
-            connection.connection.settimeout(_GREETING_TIME)
-            connection.wfile.write(challenge)
-            theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
-            wire = Wire(self._key, challenge + theirs + self._service_name.encode())
-            message = wire.read_proved(connection.rfile, b"request")
-            connection.connection.settimeout(None)
-        except Exception:
-            # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
-            return
-        try:
-            answer = cloudpickle.dumps(self._handle(pickle.loads(message), connection.client_address))
+            answer = self._handle(pickle.loads(message), connection.client_address)
+            if isinstance(answer, tuple) and isinstance(answer[0], AckStreamResponse):
+                answer, text = answer
+            pickled = cloudpickle.dumps(answer)
         except Exception as error:
-            answer = cloudpickle.dumps(_Failure(f"{type(error).__name__}: {error}"))
+            pickled = cloudpickle.dumps(_Failure(f"{type(error).__name__}: {error}"))
         try:
-            wire.write_pickled(answer, connection.wfile, b"answer")
+            wire.write_pickled(pickled, connection.wfile, b"answer")
+            if text is not None:
+                self._stream(text, connection.wfile, wire)
         except OSError:
-            # It does not wait for the answer any more.
-            return
+            # The client is gone, or does not wait for the answer any more. The writer of a stream must not wait for it.
+            while text is not None and (text.read() is not None):
+                continue
+
+    def _stream(self, text: Pipe, wfile: BinaryIO, wire: Wire) -> None:
+        """Sends text piece by piece until its end, or until the service is shut down. An empty piece is the end."""
+        for number in itertools.count():
+            piece = None
+            while piece is None and not text.at_end() and not self._connections.closing:
+                piece = text.read(timeout=_LOOK_AT_SHUTDOWN_S)
+            wire.write_pickled((piece or "").encode(), wfile, _piece(number))
+            if not piece:
+                return
 
     def _handle(self, req: Any, client_address: tuple[str, int]) -> Any:
         """The answer to a request.
@@ -197,11 +247,17 @@ class BasicService:
         """Its port, at all interfaces."""
         return self._port
 
+    def _wake(self) -> None:
+        """Ends the waits of handlers, since the service is being shut down. Services whose handlers wait extend it."""
+
     def shutdown(self) -> None:
-        """Answers no more."""
+        """Takes no more requests, and returns when those that it has are answered."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._connections.mark_closing()
+        self._wake()
+        self._connections.close()
 
 
 class BasicClient:
@@ -272,28 +328,38 @@ class BasicClient:
             return not self._match_intf or get_local_host_intfs().get(name) == answer.source_address
         return False
 
-    def _ask(self, address: tuple[str, int], request: Any, timeout: float | None) -> Any:
+    def _ask(
+        self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None
+    ) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
             # An answer may take its time, but not a host that is gone.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-            with connection.makefile("rwb") as stream:
+            with connection.makefile("rwb") as file:
                 challenge = os.urandom(_CHALLENGE_BYTES)
-                wire = Wire(self._key, _exactly(stream, _CHALLENGE_BYTES) + challenge + self._service_name.encode())
-                stream.write(challenge)
+                wire = Wire(self._key, _exactly(file, _CHALLENGE_BYTES) + challenge + self._service_name.encode())
+                file.write(challenge)
                 connection.settimeout(timeout)
-                wire.write(request, stream, b"request")
-                return wire.read(stream, b"answer")
+                wire.write(request, file, b"request")
+                answer = wire.read(file, b"answer")
+                if isinstance(answer, AckStreamResponse):
+                    _receive_text(wire, file, stream)
+                return answer
 
-    def _send(self, req: Any, timeout: float | None = None) -> Any:
+    def _send(self, req: Any, stream: TextIO | None = None, timeout: float | None = None) -> Any:
         """The answer to a request.
+
+        Args:
+            req: The request.
+            stream: Gets the text that follows the answer, if there is any.
+            timeout: Longest wait for the answer, in seconds.
 
         Raises:
             RuntimeError: The service could not do it.
             OSError, EOFError: It is gone.
         """
         address = next(iter(self._addresses.values()))[0]
-        answer = self._ask(address, req, timeout)
+        answer = self._ask(address, req, timeout, stream)
         if isinstance(answer, _Failure):
             raise RuntimeError(f"{self._service_name}: {answer.text}")
         return answer
@@ -305,6 +371,7 @@ class Registrations:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._told: dict[Any, Any] = {}
+        self._closed = False
 
     def __getitem__(self, number: Any) -> Any:
         with self._changed:
@@ -325,6 +392,12 @@ class Registrations:
             self._told[number] = told
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Ends all waits, as if their time were over."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def wait(self, numbers: Iterable[Any], seconds: float | None, what: str) -> None:
         """Waits until all these have.
 
@@ -333,6 +406,8 @@ class Registrations:
         """
         wanted = set(numbers)
         with self._changed:
-            if not self._changed.wait_for(lambda: wanted <= set(self._told), seconds):
-                missing = sorted(wanted - set(self._told))
-                raise TimeoutError(f"timed out after {seconds:.0f} s waiting for {what}: {missing} are missing")
+            self._changed.wait_for(lambda: self._closed or wanted <= set(self._told), seconds)
+            missing = sorted(wanted - set(self._told))
+            if missing:
+                ended = "the service was shut down while" if self._closed else f"timed out after {seconds:.0f} s"
+                raise TimeoutError(f"{ended} waiting for {what}: {missing} are missing")
