@@ -366,7 +366,46 @@ def mixed_precision():
         hvd.remove_process_set(only)
 
 
-PARTS = (values, optimizers, aggregation, fits, partial_and_custom, mixed_precision)
+def unbuilt_models():
+    """The callbacks of both modules, for a model of either Keras whose layers make their variables in the first batch."""
+    import importlib
+
+    import numpy as np
+
+    _, keras, _, rank, size = start()
+
+    class State:
+        batch, epoch, commits = 0, 0, 0
+
+        def commit(self):
+            self.commits += 1
+
+    for name in ("horovod.keras", "horovod.tensorflow.keras"):
+        hvd = importlib.import_module(name)
+        keras.utils.set_random_seed(rank)
+        model = keras.Sequential([keras.layers.Dense(3, activation="relu"), keras.layers.Dense(2)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+        if name == "horovod.keras" and rank == 0:
+            # As one that has loaded its weights.
+            model.build((None, 4))
+        assert bool(model.built) == (name == "horovod.keras" and rank == 0)
+        state = State()
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.01 * size, warmup_epochs=1),
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.UpdateEpochStateCallback(state),
+        ]
+        x = np.random.default_rng(rank).normal(size=(32, 4)).astype("float32")
+        model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+        values = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+        assert np.ptp(hvd.allgather(values[None]).numpy(), axis=0).max() == 0, name
+        assert (state.epoch, state.commits) == (2, 6)
+
+
+PARTS = (values, optimizers, aggregation, fits, partial_and_custom, mixed_precision, unbuilt_models)
 
 
 def everything():

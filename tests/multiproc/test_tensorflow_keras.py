@@ -29,6 +29,7 @@ def both(folder, name):
     sdp.init()
     assert tf.keras.Model is keras.Model
     broadcast_callback(keras, sdp)
+    broadcast_callback_of_unbuilt_models(keras, sdp)
     metrics_are_averaged(sdp)
     warmup(keras, sdp)
     momentum_follows(keras, sdp)
@@ -91,6 +92,20 @@ def broadcast_callback(keras, sdp):
     for wrong in (3, ["w"], tf.constant(1.0)):
         with pytest.raises((ValueError, TypeError)):
             sdp.keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=wrong)
+
+
+def broadcast_callback_of_unbuilt_models(keras, sdp):
+    """Layers make their variables in the first batch; rank 0's may have loaded theirs."""
+    for loaded in (False, True):
+        keras.utils.set_random_seed(sdp.rank())
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(sdp.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+        if loaded and sdp.rank() == 0:
+            model.build((None, 4))
+        callback = sdp.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback])
+        together = everybodys(sdp, flat(model.get_weights()))
+        assert (together == together[0]).all()
 
 
 def metrics_are_averaged(sdp):

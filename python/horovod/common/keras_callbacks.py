@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from horovod.common.keras_hooks import complete
 from smdistributed._common.training import is_number, warming_up
 
 Logs = dict[str, Any] | None
@@ -398,4 +399,5 @@ def _define(keras: Any, base: type, module: str, engine: Any) -> SimpleNamespace
     for cls in classes:
         cls.__module__, cls.__qualname__ = module, cls.__name__
         cls.engine = engine
+        complete(cls)
     return SimpleNamespace(**{cls.__name__: cls for cls in classes})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from horovod.common.keras_hooks import complete
+
 Logs = dict[str, Any] | None
 
 
@@ -142,4 +144,5 @@ def _define(base: type, module: str) -> SimpleNamespace:
     classes = (CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback)
     for cls in classes:
         cls.__module__, cls.__qualname__ = module, cls.__name__
+        complete(cls)
     return SimpleNamespace(**{cls.__name__: cls for cls in classes})

@@ -104,8 +104,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
             raise ValueError(f"local variables must be of tf.Variable type, not {local_variables!r}")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts what exists."""
-        if not self._done:
+        """Broadcasts what exists, if all ranks have it: one of them may have loaded more than others have made."""
+        if not self._done and _are_same_on_all_ranks([(v.shape.as_list(), v.dtype.name) for v in self._variables()]):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -115,10 +115,13 @@ class BroadcastGlobalVariablesCallback(_Callback):
             self._done = True
 
     def _broadcast(self) -> None:
+        broadcast_variables(self._variables(), self.root_rank)
+
+    def _variables(self) -> list[tf.Variable]:
+        """The model's and the optimizer's that exist, without local ones."""
         local = {id(variable) for variable in self._local}
-        optimizer = getattr(self.model, "optimizer", None)
-        variables = [*variables_of(self.model), *variables_of(optimizer)]
-        broadcast_variables([variable for variable in variables if id(variable) not in local], self.root_rank)
+        variables = [*variables_of(self.model), *variables_of(getattr(self.model, "optimizer", None))]
+        return [variable for variable in variables if id(variable) not in local]
 
 
 class MetricAverageCallback(_Callback):
@@ -140,9 +143,7 @@ class MetricAverageCallback(_Callback):
             return
         names = sorted(name for name, value in logs.items() if is_number(value))
         # Ranks with other names would average other things, or wait for ranks that have none.
-        mine = zlib.crc32(",".join(names).encode())
-        lowest, highest = oob_allreduce(tf.constant([mine, -mine], tf.int64), op=ReduceOp.MIN).numpy()
-        if lowest != -highest:
+        if not _are_same_on_all_ranks(names):
             raise MismatchError(f"ranks have different metrics at the end of epoch {epoch}: rank {rank()} has {names}")
         if names:
             values = oob_allreduce(tf.constant([float(logs[name]) for name in names], tf.float64)).numpy()
@@ -273,8 +274,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nepoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}")
 
 
+def _are_same_on_all_ranks(described: list[Any]) -> bool:
+    mine = zlib.crc32(repr(described).encode())
+    lowest, highest = oob_allreduce(tf.constant([mine, -mine], tf.int64), op=ReduceOp.MIN).numpy()
+    return bool(lowest == -highest)
+
+
 def variables_of(owner: Any) -> list[tf.Variable]:
-    """The variables of a model or an optimizer that exist; those of a lazy layer may be still to come."""
+    """The variables of a model or an optimizer that exist; those of a lazy layer may be still to come.
+
+    A model that is not built has none: tf_keras refuses to list those of its layers, and they are not all yet.
+    """
+    if hasattr(owner, "layers") and not getattr(owner, "built", True):
+        return []
     variables = getattr(owner, "variables", [])
     # A method in legacy optimizers.
     variables = variables() if callable(variables) else variables
