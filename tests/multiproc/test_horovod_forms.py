@@ -275,10 +275,23 @@ def torch_states(torch, hvd, rank, size):
         )
         assert all(one == types[0] for one in types), types
         assert net.bias.grad is None
+        # A new optimizer leaves zeros, which scripts broadcast or read.
+        assert torch.equal(hvd.broadcast(net.weight.grad, root_rank=0), torch.zeros(2, 3))
         net(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         weights = hvd.allgather(net.weight.detach()[None])
         assert all(torch.equal(one, weights[0]) for one in weights), kind
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    kept = table.weight.detach().clone()
+    for make in (torch.optim.SGD, torch.optim.SparseAdam):
+        table.weight.grad = None
+        hvd.broadcast_optimizer_state(make(table.parameters(), lr=0.1), root_rank=0, model=table)
+        assert table.weight.grad.is_sparse
+        assert not table.weight.grad.to_dense().any()
+        assert torch.equal(table.weight, kept)
+    net.weight.grad = torch.full((2, 3), 7.0)
+    hvd.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1), root_rank=0)
+    assert (net.weight.grad == 7).all(), "a gradient that is there stays"
     with pytest.raises(ValueError, match=r"cannot broadcast torch\.optim\.LBFGS state"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), root_rank=0)
     with pytest.raises(ValueError, match="invalid params of type"):

@@ -340,6 +340,12 @@ def sparse():
         assert isinstance(got, tf.IndexedSlices)
         assert got.values.shape == (2 * size, 3)
         assert abs(tf.convert_to_tensor(got) - hvd.allreduce(dense, op=op)).numpy().max() < 1e-6
+    # Averages of integers are not truncated.
+    whole = tf.IndexedSlices(tf.constant([[rank + 1]]), tf.constant([0]), tf.constant([1, 1]))
+    got = hvd.allreduce(whole)
+    assert got.values.dtype == tf.float64
+    assert got.values.numpy().ravel().tolist() == [(other + 1) / size for other in range(size)]
+    assert hvd.allreduce(whole, op=hvd.Sum).values.dtype == tf.int32
     mixed = hvd.grouped_allreduce([dense, slices, dense + 1.0], op=hvd.Sum)
     assert isinstance(mixed[1], tf.IndexedSlices)
     assert abs(tf.convert_to_tensor(mixed[1]) - mixed[0]).numpy().max() < 1e-6

@@ -95,7 +95,8 @@ def _gathered(
     indices = allgather(slices.indices, names[1], ignore_name_scope, process_set)
     if op == Average:
         ranks = tf.cast(size_op(_number(process_set)), values.dtype)
-        values = tf.truncatediv(values, ranks) if values.dtype.is_integer else values / ranks
+        # Also of integers: their averages are floats.
+        values = values / ranks
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 

@@ -92,7 +92,8 @@ def _name_of(tensor: Any) -> str:
 
 def _number(process_set: ProcessSet) -> int:
     number = process_set.process_set_id
-    if number is None:
+    is_known = number == 0 or not is_initialized() or number in _basics._get_process_set_ids_and_ranks()
+    if number is None or not is_known:
         raise ValueError(f"{process_set} does not exist, or has not been registered: call `add_process_set` first")
     return number
 
@@ -113,12 +114,16 @@ def _run(kind: str, call: Callable[..., Any], tensors: Sequence[Any], name: str 
     return result
 
 
-def _check_reduction(tensors: Sequence[Any], op: int, process_set: ProcessSet) -> None:
+def _check_types(tensors: Sequence[Any], op: int) -> None:
     if op not in _REDUCTIONS:
         raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
     for tensor in tensors:
         if tensor.dtype.base_dtype == tf.bool:
             raise ValueError(f"tensor type {tensor.dtype.name} is not supported in reductions")
+
+
+def _check_reduction(tensors: Sequence[Any], op: int, process_set: ProcessSet) -> None:
+    _check_types(tensors, op)
     if op == Adasum:
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -366,7 +371,8 @@ def _reducescatter(
 ) -> tf.Tensor:
     """As :func:`horovod.tensorflow.reducescatter` but for the default of `op`."""
     tensor = tf.convert_to_tensor(tensor)
-    _check_reduction([tensor], op, process_set)
+    # The core refuses the operations that a reduce-scatter does not have.
+    _check_types([tensor], op)
     options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
     factors = prescale_factor, postscale_factor
     return _reduce("HorovodReducescatter", MPI_LIB.horovod_reducescatter, [tensor], name, op, factors, **options)[0]
@@ -385,7 +391,7 @@ def _grouped_reducescatter(
     if not tensors:
         return []
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    _check_reduction(tensors, op, process_set)
+    _check_types(tensors, op)
     options = {
         "ignore_name_scope": ignore_name_scope,
         "process_set_id": _number(process_set),

@@ -10,6 +10,7 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from horovod.torch.sparse import no_rows
 
 try:
     import cloudpickle as pickle
@@ -87,12 +88,13 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the options and the state of the root's optimizer. Parameters stay as they are.
+    """Gives every rank the options and the state of the root's optimizer. Parameters and gradients stay as they are; where the
+    optimizer is new, parameters without a gradient get one of zeros.
 
     Args:
         optimizer: The same one on all ranks, or one that wraps it.
         root_rank: Whose.
-        model: Not needed.
+        model: Its embeddings tell which parameters have sparse gradients.
         process_set: Whose ranks.
 
     Raises:
@@ -101,6 +103,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     own = optimizer.state_dict()
+    if not own["state"]:
+        _give_zero_gradients(optimizer, model)
     shapes = broadcast_object(_without_tensors(own), root_rank, "optimizer_state", process_set)
     # Ranks may have another state, or none: what is missing is made.
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -134,6 +138,22 @@ def broadcast_optimizer_state(
     optimizer.state.clear()
     for index, entries in state.items():
         optimizer.state[parameters[index] if isinstance(index, int) else index] = entries
+
+
+def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Gives parameters without a gradient one of zeros, as scripts for the original find them after a broadcast of a new optimizer.
+
+    Gradients that are there stay as they are.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    layers = [] if model is None else [layer for layer in model.modules() if isinstance(layer, kinds)]
+    sparse = {layer.weight for layer in layers if layer.sparse}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad or parameter.grad is not None:
+                continue
+            is_sparse = parameter in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
 
 
 class _Like:

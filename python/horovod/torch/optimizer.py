@@ -31,7 +31,7 @@ from horovod.torch.mpi_ops import (
     synchronize,
 )
 from horovod.torch.rounds import PLANNED, Rounds
-from horovod.torch.sparse import sparse_of
+from horovod.torch.sparse import no_rows
 
 
 class _DistributedOptimizer:
@@ -150,7 +150,7 @@ class _DistributedOptimizer:
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None:
             # Other ranks may have one.
-            parameter.grad = _no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
+            parameter.grad = no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.is_sparse:
             self._rounds.sparse.add(parameter)
@@ -367,13 +367,6 @@ def _is_sparse(parameter: torch.Tensor) -> bool:
         known = any(layer.weight is parameter and layer.sparse for layer in layers)
         parameter._hvd_sparse = known
     return known
-
-
-def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient that adds nothing to the others'."""
-    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    return sparse_of(indices, values, parameter.shape)
 
 
 class _DistributedAdasumOptimizer:

@@ -20,6 +20,13 @@ def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) ->
     return torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
 
 
+def no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of a parameter that adds nothing to the others'."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return sparse_of(indices, values, parameter.shape)
+
+
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,

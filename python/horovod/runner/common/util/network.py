@@ -328,9 +328,7 @@ class BasicClient:
             return not self._match_intf or get_local_host_intfs().get(name) == answer.source_address
         return False
 
-    def _ask(
-        self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None
-    ) -> Any:
+    def _ask(self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
             # An answer may take its time, but not a host that is gone.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

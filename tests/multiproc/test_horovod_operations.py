@@ -1,0 +1,31 @@
+"""A sample of the table of Horovod's operations beside numpy; ``tests/parity/horovod_operations.py`` runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from parity import horovod_operations as table
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("framework", "size"), [("torch", 3), ("torch", 4), ("tensorflow", 2), ("graph", 3)])
+def test_a_sample(framework, size):
+    module = "torch" if framework == "torch" else "tensorflow"
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    # A prime, so that all choices occur.
+    counts, failures = table.run(framework, size, 17 if framework == "torch" else 61, 130)
+    assert failures == []
+    equal, errors = (sum(count[at] for count in counts.values()) for at in (0, 1))
+    assert equal > 20 * size
+    assert errors > 20 * size
+
+
+def test_adasum_is_that_of_the_formula():
+    numpy = pytest.importorskip("numpy")
+    one, two = numpy.array([1.0, 0.0]), numpy.array([0.0, 2.0])
+    assert table.adasum(numpy, [one, two]).tolist() == [1.0, 2.0], "orthogonal vectors are added"
+    assert table.adasum(numpy, [one, one, one, one]).tolist() == [1.0, 0.0], "equal ones are averaged"
+    assert table.adasum(numpy, [one, 0 * one]).tolist() == [1.0, 0.0]
