@@ -143,10 +143,10 @@ def _reduce(
     /,
     **arguments: Any,
 ) -> list[tf.Tensor]:
-    """Calls a reduction. Floats are scaled wherever they are, and factors are only compared; scaled integers and Adasum are
-    the host's: TensorFlow copies them."""
+    """Calls a reduction. Floats are scaled wherever they are, in their own type, and factors are only compared: a node's are float32.
+    Scaled integers and Adasum are the host's: TensorFlow copies them."""
     is_plain = factors == (1.0, 1.0)
-    is_scaled = not is_plain and op != Adasum and all(tensor.dtype.base_dtype.is_floating for tensor in tensors)
+    is_scaled = not is_plain and all(tensor.dtype.base_dtype.is_floating for tensor in tensors)
     sent = [_times(tensor, factors[0]) for tensor in tensors] if is_scaled else list(tensors)
     arguments |= {"tensors": sent} if "num_tensors" in arguments else {"tensor": sent[0]}
     arguments |= {
@@ -155,7 +155,7 @@ def _reduce(
         "postscale_factor": factors[1],
         "is_scaled": is_scaled,
     }
-    on_host = not is_scaled and (op == Adasum or not is_plain)
+    on_host = op == Adasum or not (is_scaled or is_plain)
     with tf.device("/CPU:0") if on_host else contextlib.nullcontext():
         result = _run(kind, call, tensors, name, **arguments)
     outputs = list(result) if "num_tensors" in arguments else [result]
