@@ -150,12 +150,17 @@ class Executor:
             for task_number in stage.tasks:
                 task = tasks[task_number]
                 contexts.enter(task.context)
+                draws = mb.recording.draws.get(task_number, ())
+                for draw in draws:
+                    draw.start()
                 if task.simple is None:
                     task.simple = Simple.of(task)
                 if task.simple is False:
                     self._run_task(task, env)
                 else:
                     task.simple.run(task, env)
+                for draw in draws:
+                    draw.stop()
                 if snapshots is not None:
                     for value in task.outputs:
                         if value.storage_key in layout.written and (self._early or value.index in stage.exports):

@@ -169,15 +169,18 @@ def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
         # What another rank passes counts for nothing.
         failure = error if is_first else None
     _warn_of_own_tensors(passed.own)
-    everybody = _compared(passed.header, failure is not None)
+    randomness = state.model.randomness
+    generators = randomness.states()
+    everybody = _compared(failure is not None, passed.header, generators)
     if everybody[0][0]:
         text = communication.allgather(f"{type(failure).__name__}: {failure}", CommGroup.PP_GROUP)[0]
         if failure is not None:
             raise failure
         raise SMPUsageError(f"the first rank of this pipeline cannot pass its arguments to the step: {text}")
+    randomness.follow_first(generators, all(each[3:] == everybody[0][3:] for each in everybody))
     header = passed.header
     own = passed.own
-    if any(each != everybody[0] for each in everybody):
+    if any(each[:3] != everybody[0][:3] for each in everybody):
         header = _sent_header(passed.header)
         own = _completed(header, passed)
     memory = _sent_memory(header, passed.memory if is_first else None)
@@ -187,10 +190,12 @@ def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
     return {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
 
 
-def _compared(header: _Header, has_failed: bool) -> list[list[int]]:
-    """Of all ranks: whether it has failed, and a digest of its header."""
-    digest = hashlib.blake2b(pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
-    numbers = [int(has_failed), *(int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:]))]
+def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
+    """Of all ranks: whether it has failed, and a digest of each of ``contents`` in two numbers."""
+    numbers = [int(has_failed)]
+    for content in contents:
+        digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
+        numbers += [int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:])]
     size = len(state.groups.members["pp"])
     everybody = torch.empty(size * len(numbers), dtype=torch.int64)
     dist.all_gather_into_tensor(everybody, torch.tensor(numbers), state.groups.pipe)

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch.generators import HostGenerators
 from smdistributed.modelparallel.torch.handle import Handle, Meta
 from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
 
@@ -36,6 +37,7 @@ class Outcome:
         storages: For each tensor that comes out, whose storage it shares, if it shares one.
         attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
             template is a pair of the result and the tuple of their values.
+        draws: Kinds of generators that the call draws from.
     """
 
     template: Any
@@ -45,6 +47,7 @@ class Outcome:
     price: Price = UNKNOWN
     storages: tuple[SharedStorage | None, ...] = ()
     attributes: tuple[tuple[str, str], ...] = ()
+    draws: frozenset[str] = frozenset()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_simple: bool = field(init=False, compare=False, default=False)
 
@@ -108,8 +111,9 @@ class Outcomes:
                 counter.parameter(leaves[-1])
             return leaves[-1]
 
+        host = HostGenerators()
         try:
-            with self._mode:
+            with host, self._mode:
                 fake_args, fake_kwargs = structure.transform((_own(args), _own(kwargs)), fake)
                 versions = [leaf._version for leaf in leaves]
                 with counter:
@@ -136,7 +140,8 @@ class Outcomes:
             counter.outside(tensor)
         aliases = tuple(places.get(id(output)) for output in outputs)
         storages = _shared_storages(counter, leaves, outputs)
-        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes)
+        draws = frozenset(counter.draws | host.draws)
+        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes, draws)
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""

@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.metadata import Outcome, Outcomes
 from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.offloading import Offloader
 from smdistributed.modelparallel.torch.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.randomness import Randomness
 from smdistributed.modelparallel.torch.recording import Recording, active, digest_of
 from smdistributed.modelparallel.torch.replay import Call
 from smdistributed.modelparallel.torch.state import state
@@ -109,6 +110,11 @@ class Pipeline:
         self.located[id(parameter)] = value
         return value
 
+    @property
+    def randomness(self) -> Randomness:
+        """The generators that the body and the tasks draw from."""
+        return state.model.randomness
+
     def refresh(self) -> None:
         """Looks at the parameters as they are now; before each step."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -168,7 +174,14 @@ class Pipeline:
         outcome = None
         if task.rank == self.rank:
             shape, tensors = structure.template(self._unknown)
-            outcome = Outcome(shape, tuple(Meta.of(tensor) for tensor in tensors), (), (None,) * len(tensors))
+            draws = recording.draws.get(recording.tasks.index(task), ())
+            outcome = Outcome(
+                shape,
+                tuple(Meta.of(tensor) for tensor in tensors),
+                (),
+                (None,) * len(tensors),
+                draws=frozenset(draw.generator.kind for draw in draws if draw.has_drawn),
+            )
         active.recording = None
         try:
             told = communication.allgather(outcome, CommGroup.PP_GROUP)[task.rank]
@@ -243,7 +256,7 @@ class Pipeline:
                 elif stage.rank == self.rank:
                     executor.receive_forward(mb, number, maker)()
             if stage.rank == self.rank:
-                with _alone(), state.model.randomness.own():
+                with _alone(), self.randomness.own():
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()

@@ -106,6 +106,8 @@ class Counter(TorchDispatchMode):
         self._multiplied: set[int] = set()
         self._gradient_bytes = 0
         self._computes_again = False
+        #: Kinds of the default generators of PyTorch that operations draw from.
+        self.draws: set[str] = set()
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Says that a tensor is a parameter; returns it."""
@@ -162,6 +164,8 @@ class Counter(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if func._schema.is_mutable:
             self.written.update(map(self._key, _written(func._schema, args, kwargs)))
         taken = {self._key(tensor) for tensor in operands}

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.handle import METADATA, Handle, Lost, Met
 from smdistributed.modelparallel.torch.held import HeldTensors
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
 from smdistributed.modelparallel.torch.module_state import UNCHANGED
+from smdistributed.modelparallel.torch.randomness import Draw
 from smdistributed.modelparallel.torch.replay import Call, Replay
 from smdistributed.modelparallel.torch.shared_storages import SharedStorages
 from smdistributed.modelparallel.torch.tasks import Context, Task, Value, WithAttributes
@@ -83,6 +84,8 @@ class Recording(TorchFunctionMode):
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
         self._storages = SharedStorages(self)
+        #: By the number of the task: what it draws (RNG-3).
+        self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
         #: Tasks before this one have run, because the body asked for numbers.
         self.done = 0
@@ -195,6 +198,8 @@ class Recording(TorchFunctionMode):
         if not call.plain:
             self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)])
         outcome = task.outcome
+        if outcome.draws:
+            self._draw(task, outcome.draws)
         if outcome.is_simple:
             return Handle(task.outputs[0], self)
         return self._values(task, tensors)
@@ -228,6 +233,8 @@ class Recording(TorchFunctionMode):
             task.call = WithAttributes(task.call, task.module, outcome.attributes)
         self._place(task, encoder, outcome, rank)
         self.tasks.append(task)
+        if outcome is None or outcome.draws:
+            self._draw(task, None if outcome is None else outcome.draws)
         self.held.add(task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)])
         if outcome is None:
             # Nobody can tell what comes out but the one who does it: now, and he tells the others.
@@ -236,6 +243,11 @@ class Recording(TorchFunctionMode):
             if not numbers_matter:
                 outcomes.keep(key, outcome)
         return self._results(task, encoder, outcome)
+
+    def _draw(self, task: Task, kinds: Collection[str] | None) -> None:
+        found = self.pipeline.randomness.draws(kinds, task.rank)
+        if found:
+            self.draws[len(self.tasks) - 1] = found
 
     def _place(self, task: Task, encoder: Encoder, outcome: Outcome | None, rank: int | None) -> None:
         inputs = task.inputs
@@ -281,7 +293,10 @@ class Recording(TorchFunctionMode):
         """Runs all tasks so far, this one included, whose outcome nobody knows yet."""
         task.digest = digest_of((task.name, task.rank, encoder.stable()))
         self.digest = _chain(self.digest, task.digest)
+        number = len(self.tasks) - 1
         outcome = self.pipeline.run_unknown(self, task)
+        if outcome.draws:
+            self.pipeline.randomness.has_drawn(self.draws[number], outcome.draws, task.rank)
         self._finish(task, encoder, outcome)
         self.pipeline.adopt(self, task)
         return outcome

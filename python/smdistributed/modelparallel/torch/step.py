@@ -66,6 +66,7 @@ class StepFunction:
                 outputs = self._run_alone(state.model, calls)
             else:
                 outputs = self._run_pipeline(state.model, calls)
+                state.model.randomness.end_of_step()
         return _merged(outputs)
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
