@@ -164,6 +164,11 @@ class Recording(TorchFunctionMode):
                 f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` instead"
             )
         name = getattr(func, "__name__", None) or str(func)
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            raise SMPUsageError(
+                f"`{name}` of a tensor on partition {_where(encoder.inputs)} with a `torch.Generator` of the body: draw into a tensor of the body, such "
+                "as `torch.rand(x.shape, generator=generator)`, or use the default generator"
+            )
         if name in ("__get__", "__set__"):
             name = f"{getattr(func.__self__, '__name__', '')}.{name}"
         task = Task(name, func, new_args, new_kwargs, encoder.inputs)
