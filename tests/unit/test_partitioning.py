@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import types
 import warnings
 
@@ -297,3 +298,18 @@ def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsy
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     partition_file.tell("one  0\n")
     assert capsys.readouterr().err == "Partition assignments:\none  0\n"
+
+
+def test_a_partition_file_is_written_beside_what_other_containers_write(tmp_path):
+    # Where processes have their ids of their own, another rank may have this one's.
+    other = tmp_path / f".decision.json.{os.getpid()}"
+    other.write_text("another rank is writing this")
+    partition_file.write(str(tmp_path / "decision.json"), {"": 0, "one": 1})
+    assert partition_file.read(str(tmp_path / "decision.json"), 2) == {"": 0, "one": 1}
+    assert other.read_text() == "another rank is writing this"
+    assert len(list(tmp_path.iterdir())) == 2
+    # What cannot be written leaves nothing.
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        partition_file.write(str(tmp_path / "folder"), {"": 0})
+    assert len(list(tmp_path.iterdir())) == 3

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,12 +25,18 @@ def tell(table: str) -> None:
 
 
 def write(file: str, partitions: Mapping[str, int]) -> None:
-    """Writes it; ranks may do so at once."""
+    """Writes it; ranks may do so at once, in containers too, where processes share their ids."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
-    whole.write_text(_core.partition_to_json(dict(partitions)))
-    whole.replace(path)
+    text = _core.partition_to_json(dict(partitions))
+    whole = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with whole.open("x") as written:
+            written.write(text)
+        whole.replace(path)
+    except BaseException:
+        whole.unlink(missing_ok=True)
+        raise
 
 
 def read(file: str, partitions: int) -> dict[str, int]:
