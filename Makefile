@@ -21,7 +21,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-python test-install format generated develop wheel \
+.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-python test-install test-trainer format generated develop wheel \
 	clean torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -80,6 +80,9 @@ bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill ran
 	$(BIN)/python tests/faults/kill_saves.py --runs $(or $(RUNS),500) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/kill_tensorflow_saves.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/end_tensorflow_steps.py --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
+
+test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 4.40.2 trains, saves and resumes on pipelines (installs it into build/)
+	$(BIN)/python tests/e2e/trainer.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)

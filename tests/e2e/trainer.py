@@ -1,0 +1,207 @@
+"""The Trainer of transformers 4.40.2, the last one with a branch for model parallelism on SageMaker: it trains, saves and resumes.
+
+`make test-trainer` installs that version into a folder of its own and starts this file; `smdrun` starts it again as the script of a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PINNED = ["transformers==4.40.2", "tokenizers==0.19.1", "huggingface-hub==0.23.5", "accelerate==0.30.1"]
+#: What these need beside PyTorch and numpy.
+NEEDED = ["requests", "psutil", "pyyaml", "regex", "tqdm", "packaging", "filelock", "fsspec", "safetensors"]
+WORDS, LENGTH, STEPS = 64, 12, 8
+TINY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def install(folder: Path) -> None:
+    """Puts the packages into `folder`, once."""
+    stamp = folder / ".installed"
+    wanted = "\n".join(PINNED + NEEDED)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", str(folder)]
+    # Without their dependencies: PyTorch is there.
+    subprocess.run([*pip, "--upgrade", *NEEDED], check=True)
+    subprocess.run([*pip, "--upgrade", "--no-deps", *PINNED], check=True)
+    stamp.write_text(wanted)
+
+
+def launch(folder: Path, processes: int, tasks: list[str]) -> None:
+    """Runs the tasks on pipelines of two partitions.
+
+    Raises:
+        subprocess.CalledProcessError: The job failed.
+    """
+    parameters = {"partitions": 2, "microbatches": 2, "ddp": processes > 2}
+    distribution = {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+        "mpi": {"enabled": True, "processes_per_host": processes},
+    }
+    with tempfile.TemporaryDirectory() as work:
+        config = Path(work) / "config.json"
+        config.write_text(json.dumps(distribution))
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        # The Trainer's file of random states is a pickle, which PyTorch 2.6 and newer do not read by themselves.
+        own = {"PYTHONPATH": path, "USE_TF": "0", "USE_FLAX": "0", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+        command = [sys.executable, "-m", "smdistributed", "-n", str(processes), "--config", str(config)]
+        command += [__file__, "--work", work, "--tasks", *tasks]
+        subprocess.run(command, env={**os.environ, **own}, check=True, timeout=1800)
+
+
+# A rank.
+
+
+def models(transformers: Any) -> dict[str, Any]:
+    """By task, what makes its model."""
+    gpt2 = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    t5 = {
+        "vocab_size": WORDS,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
+    t5 |= {"decoder_start_token_id": 0, "use_cache": False}
+    text = {"vocab_size": WORDS, "max_position_embeddings": 40, "num_labels": 3, **TINY, **QUIET}
+    image = {"image_size": 16, "patch_size": 4, "num_labels": 3, **TINY, **QUIET}
+    return {
+        "causal": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
+        "translation": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)),
+        "classification": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**text)),
+        "answers": lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**{**text, "num_labels": 2})),
+        "masked": lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**text)),
+        "tokens": lambda: transformers.BertForTokenClassification(transformers.BertConfig(**text)),
+        "images": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**image)),
+    }
+
+
+def item(torch: Any, task: str, number: int) -> dict[str, Any]:
+    """One example of a data set."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(4, WORDS, (LENGTH,), generator=generator)
+    if task == "images":
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": ids[0] % 3}
+    labels = {
+        "classification": {"labels": ids[0] % 3},
+        "answers": {"start_positions": ids[0] % LENGTH, "end_positions": ids[1] % LENGTH},
+        "tokens": {"labels": ids % 3},
+        "translation": {"labels": ids[:8]},
+    }.get(task, {"labels": ids})
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
+
+
+#: Options beside those that all tasks have.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"gradient_accumulation_steps": 2},
+    "translation": {"save_safetensors": False},
+    "classification": {"evaluation_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True},
+    "answers": {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "masked": {"optim": "adafactor", "max_grad_norm": 0.0},
+    "tokens": {"weight_decay": 0.1, "label_smoothing_factor": 0.0, "save_total_limit": 2},
+    "images": {"optim": "sgd"},
+}
+
+
+def _on_cpu(arguments: Any) -> Any:
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    arguments.distributed_state, arguments._n_gpu, arguments.local_rank = None, 1, smp.local_rank()
+    return torch.device("cpu")
+
+
+def rank(work: Path, tasks: list[str]) -> None:
+    """Trains each model without a break and with one, after half of the steps."""
+    import torch
+    import transformers
+
+    import smdistributed.modelparallel.torch as smp
+
+    assert transformers.__version__ == "4.40.2"
+    make = models(transformers)
+
+    if not torch.cuda.is_available():
+        # For model parallelism the Trainer takes no device but CUDA's.
+        transformers.TrainingArguments._setup_devices = property(_on_cpu)
+
+    class Data(torch.utils.data.Dataset):
+        def __init__(self, task: str) -> None:
+            self._task = task
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return item(torch, self._task, number)
+
+    def train(task: str, resume: str | None) -> tuple[list[float], float]:
+        if not smp.is_initialized():
+            smp.init()
+        transformers.set_seed(5)
+        options = {"per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": STEPS // 2, "logging_steps": 1}
+        options |= {"learning_rate": 0.01, "report_to": [], "seed": 3, "dataloader_pin_memory": False}
+        options |= {"disable_tqdm": True, **OPTIONS[task]}
+        trainer = transformers.Trainer(
+            make[task](),
+            transformers.TrainingArguments(str(work / task), **options),
+            train_dataset=Data(task),
+            eval_dataset=Data(task),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        found = {each["step"]: each["loss"] for each in trainer.state.log_history if "loss" in each}
+        evaluated = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(work / f"{task}-{resume is None}"))
+        smp.barrier()
+        smp.shutdown()
+        return [found[step] for step in sorted(found)], evaluated
+
+    for task in tasks:
+        expected, last = train(task, None)
+        resumed, again = train(task, str(work / task / f"checkpoint-{STEPS // 2}"))
+        assert len(expected) == len(resumed) == STEPS, (task, expected, resumed)
+        assert resumed == expected, (task, expected, resumed)
+        assert again == last, (task, last, again)
+        # Plain transformers reads what was saved.
+        plain = make[task]().from_pretrained(work / f"{task}-True")
+        assert all(torch.isfinite(parameter).all() for parameter in plain.parameters())
+        if int(os.environ["RANK"]) == 0:
+            print(f"{task}: {expected[0]:.4f} to {expected[-1]:.4f}, resumed alike; evaluated {last:.4f}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Of both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "transformers-4.40.2")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tasks", nargs="+", default=list(OPTIONS))
+    parser.add_argument("--work", type=Path, help="set by this file where it starts itself")
+    parser.add_argument(
+        "--mp_parameters", help="what the launcher adds for the Trainer; this file has them from the environment"
+    )
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        rank(arguments.work, arguments.tasks)
+        return
+    install(arguments.folder)
+    for processes in arguments.processes:
+        launch(arguments.folder, processes, arguments.tasks)
+
+
+if __name__ == "__main__":
+    main()
