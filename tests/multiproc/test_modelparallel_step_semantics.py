@@ -308,8 +308,8 @@ def _lost_view(model, backward, x, y):
 
 REFUSED = [
     ("_kept", "plain", "a tensor of microbatch 0 is used in microbatch 1"),
-    ("_reads_gradient", "plain", "gradients are there when the step function has returned"),
-    ("_retains", "plain", "gradients are there when the step function has returned"),
+    ("_reads_gradient", "plain", "`grad` of a tensor on a partition"),
+    ("_retains", "plain", "`retain_grad` of a tensor on a partition"),
     ("_replaces_module", "plain", "`b.linear` is a parameter, a buffer or a module"),
     ("_lost_view", "inplace", "`b` on partition 1 changed the storage of this view in place"),
 ]

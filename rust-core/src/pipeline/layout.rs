@@ -9,6 +9,8 @@
 //! - LAY-1: a stage holds the tasks of one rank that have the same level, the number of changes of the rank before them. So an
 //!   edge leads to a later stage, and stages can be ordered.
 //! - LAY-2: a stage that only one other stage of its rank takes values from becomes a part of that: it need not run earlier.
+//! - LAY-4: a gradient comes back for a value only if a value at which a backward begins depends on it through values that
+//!   want gradients. So a parameter that no loss depends on has no gradient, as in one process.
 //! - LAY-3: a layout is a function of its tasks, in their order: every rank comes to the same one.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,6 +77,10 @@ pub struct Layout {
     values: Vec<Made>,
     /// For each value, the stage that makes it.
     makers: Vec<usize>,
+    /// For each value, the task that makes it.
+    sources: Vec<usize>,
+    /// For each value, whether a backward reaches it (LAY-4).
+    reached: Vec<bool>,
 }
 
 impl Layout {
@@ -136,9 +142,10 @@ impl Layout {
         for (number, stage) in self.stages.iter().enumerate().skip(first_stage) {
             stage.tasks.iter().for_each(|task| stage_of_task[task - first_task] = number);
         }
-        for (task, stage) in self.tasks[first_task..].iter().zip(&stage_of_task) {
+        for ((number, task), stage) in self.tasks.iter().enumerate().skip(first_task).zip(&stage_of_task) {
             self.values.extend(&task.makes);
             self.makers.extend(task.makes.iter().map(|_| stage));
+            self.sources.extend(task.makes.iter().map(|_| number));
         }
         for number in first_stage..self.stages.len() {
             let inputs = self.inputs(&self.stages[number]);
@@ -162,6 +169,7 @@ impl Layout {
         let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
         self.values.extend(&makes);
         self.makers.extend(makes.iter().map(|_| stage));
+        self.sources.extend(makes.iter().map(|_| task));
         self.tasks[task].makes.extend(makes);
         Ok(stage)
     }
@@ -175,6 +183,7 @@ impl Layout {
             let stage = self.stage_of(value)?;
             self.stages[stage].seeds.push(value);
         }
+        self.reached = self.reached_from(seeds);
         for stage in &mut self.stages {
             let needed: BTreeSet<usize> = stage.gives.values().flatten().chain(&stage.seeds).copied().collect();
             stage.exports = needed.into_iter().collect();
@@ -200,7 +209,19 @@ impl Layout {
             return Vec::new();
         }
         let values = self.stages[maker].gives.get(&taker).into_iter().flatten();
-        values.copied().filter(|&value| self.values[value].wants_gradient).collect()
+        values.copied().filter(|&value| self.reached.get(value).copied().unwrap_or(false)).collect()
+    }
+
+    /// LAY-4, for backwards that begin at `seeds`.
+    fn reached_from(&self, seeds: &[usize]) -> Vec<bool> {
+        let mut reached = vec![false; self.values.len()];
+        let mut open: Vec<usize> = seeds.to_vec();
+        while let Some(value) = open.pop() {
+            if self.values[value].wants_gradient && !std::mem::replace(&mut reached[value], true) {
+                open.extend(&self.tasks[self.sources[value]].takes);
+            }
+        }
+        reached
     }
 
     /// What schedules are made for.

@@ -69,6 +69,8 @@ class Encoder:
                 self.leaves.append(located)
                 key.append(("located", located.meta))
             else:
+                if self._recording is not None:
+                    self._recording.check_fresh(value)
                 self.leaves.append(value)
                 key.append(Meta.of(value) if value.layout == torch.strided else str(value.layout))
             return

@@ -74,6 +74,11 @@ class Microbatch:
         self.returning: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.results: dict[int, torch.Tensor] = {}
 
+    @property
+    def runs_in_turn(self) -> bool:
+        """Whether the next microbatch begins when this one has ended, instead of beside it."""
+        return self.layout.runs_in_turn
+
     def keep(self, exports: Mapping[int, torch.Tensor]) -> None:
         """Keeps what the body returns."""
         for value in self.layout.returned:
@@ -231,6 +236,9 @@ class Executor:
             place += 1
             if isinstance(item, Value):
                 return self._tensor(item, env)
+            if isinstance(item, torch.Tensor) and self._early:
+                # The body may write to it before the backward.
+                item = item.clone()
             if place in changed:
                 replicated[place] = item = item.clone()
             return item

@@ -88,6 +88,10 @@ class Handle(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value, recording: Any = None) -> Handle:
         meta = value.meta
+        if meta.requires_grad and torch.is_inference_mode_enabled():
+            # There PyTorch makes no tensors that require gradients.
+            with torch.inference_mode(False):
+                return cls.__new__(cls, value, recording)
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,

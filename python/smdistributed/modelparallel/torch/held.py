@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -94,8 +94,32 @@ class HeldTensors:
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
 
 
+class StorageRange(NamedTuple):
+    """The part of a storage that a strided tensor covers, in bytes."""
+
+    storage: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StorageRange:
+        """The range of a tensor."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.storage_offset() * tensor.itemsize
+        return cls(_storage(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares bytes of the range."""
+        if tensor.layout != torch.strided or _storage(tensor) != self.storage:
+            return False
+        other = StorageRange.of(tensor)
+        return other.begin < self.end and self.begin < other.end
+
+
 def _storage(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()._cdata
 
 

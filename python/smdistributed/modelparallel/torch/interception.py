@@ -29,6 +29,11 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline) -> Callable[...,
         recording = active.recording
         rank = whole.get(id(self)) if recording is not None else None
         if rank is None:
+            if recording is not None and (self._backward_hooks or self._backward_pre_hooks) and id(self) in paths:
+                raise SMPUsageError(
+                    f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs and "
+                    "outputs: register the hooks on modules that are on one partition"
+                )
             return original(self, *args, **kwargs)
         assert recording is not None
         return recording.call_module(self, paths[id(self)], rank, args, kwargs)
@@ -88,7 +93,7 @@ def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def intercepted(pipeline: Pipeline) -> Iterator[None]:
     """Modules that are wholly on one partition are recorded inside."""
-    replaced: list[tuple[type, str, Any, Any]] = []
+    replaced: list[tuple[Any, str, Any, Any]] = []
     for owner in pipeline.callers:
         original = vars(owner)["__call__"]
         replaced.append((owner, "__call__", original, _recorded(original, pipeline)))

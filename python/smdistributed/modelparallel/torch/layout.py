@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from torch import nn
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import prices
@@ -51,6 +54,11 @@ class Layout:
         self.returned: list[int] = []
         #: Storages that a task writes to, by their keys (`Value.storage_key`): what others need of them is copied.
         self.written: set[int | str] = set()
+        #: Whether a module that changes its own state runs in several stages: then microbatches run one after the other, as
+        #: each reads what the one before it left.
+        self.runs_in_turn = False
+        self._stateful: dict[int, nn.Module] = {}
+        self._tasks: list[str] = []
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
@@ -60,6 +68,9 @@ class Layout:
         self._look()
         for task in new:
             self.values += task.outputs
+            if task.module is not None and task.outcome is not None and task.outcome.changes_state:
+                self._stateful[len(self._tasks)] = task.module
+            self._tasks.append(task.name)
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
 
@@ -77,6 +88,22 @@ class Layout:
         self.returned = sorted(set(returned))
         self._core.finish(list(seeds), self.returned)
         self._look()
+        self._find_state()
+
+    def _find_state(self) -> None:
+        stage_of: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            for task in stage.tasks:
+                module = self._stateful.get(task)
+                if module is None or stage_of.setdefault(id(module), number) == number:
+                    continue
+                if not self.runs_in_turn:
+                    self.runs_in_turn = True
+                    warnings.warn(
+                        f"`{self._tasks[task]}` changes its buffers or attributes, and is called before and after another "
+                        "partition computes: microbatches run one after the other, so that it sees them in that order",
+                        stacklevel=2,
+                    )
 
     def edges(self, stages: Iterable[int]) -> list[tuple[int, int]]:
         """Ranks between which the inputs of these stages go: the maker's and the taker's."""
@@ -110,9 +137,15 @@ class Layout:
 
 def _row(task: Task) -> tuple:
     takes = [value.index for value in task.inputs if value.parameter is None]
-    price = prices.UNKNOWN if task.outcome is None else task.outcome.price
+    price, makes = prices.UNKNOWN, _makes(task.outputs)
+    if task.outcome is not None:
+        price = task.outcome.price
+        if task.outcome.attributes:
+            # Their sizes may differ between ranks, and few are used: they do not count for the plan.
+            own, all_ = task.outcome.results, len(task.outcome.metas)
+            makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
     return (
-        task.rank, task.level, takes, _makes(task.outputs), (price.forward, price.input, price.weight),
+        task.rank, task.level, takes, makes, (price.forward, price.input, price.weight),
         (price.kept_bytes, price.waiting_bytes),
     )  # fmt: skip
 

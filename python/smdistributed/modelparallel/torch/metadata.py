@@ -48,12 +48,18 @@ class Outcome:
     storages: tuple[SharedStorage | None, ...] = ()
     attributes: tuple[tuple[str, str], ...] = ()
     draws: frozenset[str] = frozenset()
+    #: Whether it changes buffers or attributes of the called module, which the next call may read.
+    changes_state: bool = False
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_simple: bool = field(init=False, compare=False, default=False)
+    #: How many of the tensors are the result's, and not those of attributes.
+    results: int = field(init=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         simple = type(self.template) is structure.Slot and not self.mutated and not any(self.storages)
         object.__setattr__(self, "is_simple", simple)
+        results = len(structure.tensors_of(self.template[0])) if self.attributes else len(self.metas)
+        object.__setattr__(self, "results", results)
 
 
 class SharedStorage(NamedTuple):
@@ -80,8 +86,13 @@ class Outcomes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Outcome] = {}
         self._counter = Counter()
+        #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path, name).
+        self._known_attributes: dict[int, list[tuple[str, str]]] = {}
+        #: Modules that have been seen to change attributes of theirs.
+        self._changing: set[int] = set()
         #: What the module that is being called has set attributes to: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
+        self._changes_attributes = False
 
     def known(self, key: Any) -> Outcome | None:
         """What was found for a signature before."""
@@ -103,7 +114,7 @@ class Outcomes:
         """
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
-        self._attributes = []
+        self._attributes, self._changes_attributes = [], False
 
         def fake(leaf: Any) -> torch.Tensor:
             leaves.append(self.fake(meta_of(leaf)))
@@ -141,7 +152,8 @@ class Outcomes:
         aliases = tuple(places.get(id(output)) for output in outputs)
         storages = _shared_storages(counter, leaves, outputs)
         draws = frozenset(counter.draws | host.draws)
-        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes, draws)
+        changes_state = self._changes_attributes or counter.writes_parameters()
+        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes, draws, changes_state)
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
@@ -170,10 +182,28 @@ class Outcomes:
                 )
             with preserved_attributes(module, self.fake) as attributes:
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
-                self._attributes = attributes.set_to_tensors()
+                self._look_at_attributes(module, attributes)
                 return result
 
         return call
+
+    def _look_at_attributes(self, module: nn.Module, attributes: preserved_attributes) -> None:
+        """Ranks differ in what a module has cached in attributes, so what was seen once counts for all later calls."""
+        found = attributes.set_by_call()
+        known = self._known_attributes.setdefault(id(module), [])
+        known += [name for name, value in found.items() if name not in known and _is_of_tensors(value)]
+        if found:
+            self._changing.add(id(module))
+        self._changes_attributes = id(module) in self._changing
+        values = {(path, name): getattr(module.get_submodule(path), name, None) for path, name in known}
+        self._attributes = [(*name, value) for name, value in values.items() if _is_of_tensors(value)]
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if type(value) in structure.ATOMS:
+        return False
+    leaves = structure.tensors_of(value)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 class _Caller(nn.Module):
@@ -245,20 +275,18 @@ class preserved_attributes:  # noqa: N801 - a context
             for name, value in before.items():
                 if name not in _MODULE_INTERNALS and type(value) not in structure.ATOMS and _has_remote(value):
                     module.__dict__[name] = structure.transform(
-                        value, lambda leaf: self._fake(leaf.value.meta) if type(leaf) is Handle else leaf
+                        value, lambda leaf: self._fake(Meta.of(leaf)) if type(leaf) is Handle else leaf
                     )
         return self
 
-    def set_to_tensors(self) -> list[tuple[str, str, Any]]:
-        """Attributes that the call has set to tensors: path of the module, name, value."""
-        found = []
+    def set_by_call(self) -> dict[tuple[str, str], Any]:
+        """Attributes that the call has set, by the path of their module and their name."""
+        found = {}
         for (path, module), before in zip(self._modules, self._before, strict=True):
             for name, value in module.__dict__.items():
-                if name in _MODULE_INTERNALS or type(value) in structure.ATOMS or value is before.get(name):
-                    continue
-                leaves = structure.tensors_of(value)
-                if leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                    found.append((path, name, value))
+                is_known = name in _MODULE_INTERNALS or value is before.get(name, self)
+                if not is_known and not (type(value) in structure.ATOMS and value == before.get(name, self)):
+                    found[path, name] = value
         return found
 
     def __exit__(self, *_: object) -> None:

@@ -13,14 +13,21 @@ its call, and the executor sets the attributes to that snapshot before it runs t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
 
 #: Snapshots that are remembered.
 _LIMIT = 1 << 10
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+
+
+#: Attributes of every module.
+_INTERNALS = frozenset(nn.Module().__dict__)
 
 
 class _Missing:
@@ -52,13 +59,14 @@ class ModuleState:
     """The attributes of the modules of one model, during its steps.
 
     Args:
-        paths: Names of the modules, by identity; those that run inside of tasks.
+        modules: The modules that run inside of tasks.
+        paths: Their names, by identity.
 
     Attributes:
         current: The snapshot of this moment of the body.
     """
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], paths: Mapping[int, str]) -> None:
         self._paths = paths
         self.current = UNCHANGED
         self._applied = UNCHANGED
@@ -66,14 +74,42 @@ class ModuleState:
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
         #: Attributes that hold remote tensors now, with their values before.
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+        self._modules = modules
+        #: Lists, dictionaries and plain objects in attributes, as (where, object, description of its content).
+        self._contents: list[tuple[str, Any, Any]] = []
 
     def begin(self) -> None:
         """Starts a step: nothing has changed."""
+        found: dict[int, tuple[str, Any, Any]] = {}
+        for module in self._modules:
+            path = self._paths[id(module)]
+            for name, value in vars(module).items():
+                if (
+                    type(value) not in _ATOMS
+                    and name not in _INTERNALS
+                    and id(value) not in found
+                    and _is_mutable(value)
+                ):
+                    found[id(value)] = (f"{path}.{name}" if path else name, value, _content(value, 3))
+        self._contents = list(found.values())
         self.current = self._applied = UNCHANGED
         self._before.clear()
         self._outputs.clear()
         if len(self._known) > _LIMIT:
             self._known = {(): UNCHANGED}
+
+    def check_contents(self) -> None:
+        """Checks that the body has not changed objects in attributes, whose earlier content tasks would miss.
+
+        Raises:
+            SMPUsageError: it has.
+        """
+        for where, value, content in self._contents:
+            if _content(value, 3) != content:
+                raise SMPUsageError(
+                    f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read after "
+                    "that: change it before the step, or assign a changed copy to the attribute"
+                )
 
     def follows(self, owner: Any) -> bool:
         """Whether tasks see attributes of ``owner``."""
@@ -151,6 +187,27 @@ class ModuleState:
             yield
         finally:
             self.apply(self.current)
+
+
+def _is_mutable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return False
+    return isinstance(value, list | dict | set) or hasattr(value, "__dict__")
+
+
+def _content(value: Any, depth: int) -> Any:
+    """Equal as long as nobody changes the object, or one in it."""
+    if type(value) in _ATOMS:
+        return (type(value).__name__, repr(value)) if type(value) is float else value
+    if depth == 0 or not _is_mutable(value):
+        return id(value)
+    if isinstance(value, dict):
+        return (id(value), *((key, _content(item, depth - 1)) for key, item in value.items()))
+    if isinstance(value, list):
+        return (id(value), *(_content(item, depth - 1) for item in value))
+    if isinstance(value, set):
+        return (id(value), frozenset(map(id, value)))
+    return (id(value), *((name, _content(item, depth - 1)) for name, item in vars(value).items()))
 
 
 def _value(owner: Any, name: str) -> Any:

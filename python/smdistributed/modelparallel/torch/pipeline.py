@@ -61,7 +61,7 @@ class Pipeline:
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.outcomes = Outcomes()
         #: Attributes of the modules that run inside of tasks.
-        self.module_state = ModuleState(self._paths_in_tasks(root))
+        self.module_state = self._state_of_modules(root)
         self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -89,14 +89,15 @@ class Pipeline:
         #: Whether what the body returns leaves autograd's graph.
         self.detach = True
 
-    def _paths_in_tasks(self, root: nn.Module) -> dict[int, str]:
-        """Modules that are on one partition with all that is in them, and what is in them."""
-        paths: dict[int, str] = {}
+    def _state_of_modules(self, root: nn.Module) -> ModuleState:
+        """The attributes of modules that are on one partition with all that is in them, and of what is in them."""
+        found: dict[int, tuple[str, nn.Module]] = {}
         for path, module in root.named_modules():
             if id(module) in self.placement.whole:
                 for below, part in module.named_modules(prefix=path):
-                    paths.setdefault(id(part), below)
-        return paths
+                    found.setdefault(id(part), (below, part))
+        paths = {identity: path for identity, (path, _) in found.items()}
+        return ModuleState([part for _, part in found.values()], paths)
 
     def relocate(self, parameter: torch.Tensor) -> Value:
         """The value of a parameter whose ``requires_grad`` the body has changed."""
@@ -299,12 +300,18 @@ class Pipeline:
         ]
         begin = 0
         while begin < len(microbatches):
-            # Microbatches that are alike go through the pipeline together.
+            # Microbatches that are alike go through the pipeline together, unless each needs what the one before it left.
             end = begin + 1
+            in_turn = microbatches[begin].runs_in_turn
             alike = (microbatches[begin].recording.digest, microbatches[begin].layout.returned)
-            while end < len(microbatches) and alike == (
-                microbatches[end].recording.digest,
-                microbatches[end].layout.returned,
+            while (
+                end < len(microbatches)
+                and not in_turn
+                and alike
+                == (
+                    microbatches[end].recording.digest,
+                    microbatches[end].layout.returned,
+                )
             ):
                 end += 1
             part = microbatches[begin:end]

@@ -118,6 +118,10 @@ class Counter(TorchDispatchMode):
         """Identifies a tensor's storage, as long as this object exists."""
         return self._key(tensor)
 
+    def writes_parameters(self) -> bool:
+        """Whether a parameter or buffer is written to."""
+        return not self.written.isdisjoint(self._parameters)
+
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares the storage of a parameter."""
         return self._key(tensor) in self._parameters

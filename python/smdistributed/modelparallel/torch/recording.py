@@ -30,7 +30,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.encoder import Encoder
 from smdistributed.modelparallel.torch.handle import METADATA, Handle, Lost, Meta
-from smdistributed.modelparallel.torch.held import HeldTensors
+from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
 from smdistributed.modelparallel.torch.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.randomness import Draw
@@ -57,8 +57,22 @@ _READS = frozenset(
 )  # fmt: skip
 _REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})
 _GRADIENT = torch.Tensor.grad.__get__
-_GRADIENT_READS = frozenset({_GRADIENT, torch.Tensor.retain_grad})
-_METADATA = METADATA - _GRADIENT_READS
+_GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
+_IS_LEAF = torch.Tensor.is_leaf.__get__
+_GRAPH_READS = {
+    _GRADIENT: "grad", _GRADIENT_FUNCTION: "grad_fn", _IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
+}  # fmt: skip
+_METADATA = METADATA - _GRAPH_READS.keys()
+#: Functions that replace the storage of a tensor.
+_STORAGE_WRITES = frozenset(
+    {
+        torch.Tensor.set_,
+        torch.Tensor.resize_,
+        torch.Tensor.resize_as_,
+        torch.Tensor.data.__set__,
+        torch.Tensor.grad.__set__,
+    }
+)
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -97,11 +111,13 @@ class Recording(TorchFunctionMode):
         self.begun: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
+        #: Of replicated tensors, what tasks write to.
+        self._stale: list[StorageRange] = []
         self._count = 0
         self._levels = 0
         #: What was called, for the microbatches after this one.
         self.calls: list[Call] = []
-        self._replay = Replay(before, self.located) if before else None
+        self._replay = Replay(before, self.located, self) if before else None
 
     def __enter__(self) -> Recording:
         active.recording = self
@@ -126,9 +142,11 @@ class Recording(TorchFunctionMode):
             return self._set_requires_grad(
                 args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             )
-        if func in _GRADIENT_READS:
+        if func in _GRAPH_READS:
             if self.is_located(args[0]):
-                self._refuse_gradient(func)
+                answer = self._graph(func, args[0])
+                if answer is not None:
+                    return answer
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return self._operation(func, args, kwargs)
@@ -156,6 +174,11 @@ class Recording(TorchFunctionMode):
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
             return self.held.call(func, args, kwargs, encoder.leaves)
+        if func in _STORAGE_WRITES:
+            raise SMPUsageError(
+                f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a `smp.step` function, "
+                "assign the new tensor instead"
+            )
         if func in _READS:
             real = structure.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
@@ -322,7 +345,14 @@ class Recording(TorchFunctionMode):
     def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
         if task.outcome is None:
             self._finish(task, encoder, outcome)
-            key = (task.name, task.rank, encoder.stable(), outcome.metas, outcome.mutated, task.context.key())
+            key = (
+                task.name,
+                task.rank,
+                encoder.stable(),
+                outcome.metas[: outcome.results],
+                outcome.mutated,
+                task.context.key(),
+            )
             inputs = tuple(value.parameter or value.index for value in task.inputs)
             task.digest = self.pipeline.digest(key, inputs)
             self.digest = _chain(self.digest, task.digest)
@@ -352,9 +382,23 @@ class Recording(TorchFunctionMode):
         """From now on, a tensor of the body is another value."""
         if type(tensor) is Handle:
             tensor.value = value  # type: ignore[assignment]
-        else:
-            self._kept.append(tensor)
-            self.located[id(tensor)] = value
+            return
+        if id(tensor) not in self.located:
+            self._stale.append(StorageRange.of(tensor))
+        self._kept.append(tensor)
+        self.located[id(tensor)] = value
+
+    def check_fresh(self, tensor: torch.Tensor) -> None:
+        """Checks that no task writes to the storage of a replicated tensor.
+
+        Raises:
+            SMPUsageError: one does, so this rank does not have the numbers.
+        """
+        if self._stale and any(stale.overlaps(tensor) for stale in self._stale):
+            raise SMPUsageError(
+                "this tensor shares its storage with another one that was changed in place with numbers of a partition: use "
+                "the tensor that was changed, or change a copy"
+            )
 
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)
@@ -369,18 +413,22 @@ class Recording(TorchFunctionMode):
             self.located[id(tensor)] = self.pipeline.relocate(tensor)
         return tensor
 
-    def _refuse_gradient(self, func: Any) -> None:
-        """Gradients are there when the step function has returned: raises where the body would see others."""
-        if func is torch.Tensor.retain_grad:
-            raise SMPUsageError(
-                "`retain_grad` of a tensor on a partition: gradients are there when the step function has returned, and only "
-                "those of parameters"
-            )
-        if self.held.has_backward:
-            raise SMPUsageError(
-                "`grad` after `model.backward` inside of a `smp.step` function: gradients are there when the step function has "
-                "returned"
-            )
+    def _graph(self, func: Any, tensor: torch.Tensor) -> Any:
+        """Answers what the body asks of autograd's graph, which is on the partitions and is made later.
+
+        Raises:
+            SMPUsageError: the answer is not there yet.
+        """
+        if func == _IS_LEAF:
+            return not tensor.value.meta.requires_grad if type(tensor) is Handle else None
+        if func == _GRADIENT and not self.held.has_backward:
+            return None
+        if func == _GRADIENT_FUNCTION and (type(tensor) is not Handle or not tensor.value.meta.requires_grad):
+            return None
+        raise SMPUsageError(
+            f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, and gradients are "
+            "there, when the function has returned"
+        )
 
     # What the body asks for itself.
 

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.handle import Handle, Meta
 
 if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.recording import Recording
     from smdistributed.modelparallel.torch.tasks import Context, Task, Value
 
 
@@ -78,12 +79,13 @@ class Replay:
     Args:
         calls: They.
         located: Values of parameters and buffers, by the identity of what stands for them.
+        recording: The recording that makes them again.
     """
 
-    __slots__ = ("_calls", "_located", "place")
+    __slots__ = ("_calls", "_located", "_recording", "place")
 
-    def __init__(self, calls: list[Call], located: Mapping[int, Value]) -> None:
-        self._calls, self._located, self.place = calls, located, 0
+    def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
+        self._calls, self._located, self._recording, self.place = calls, located, recording, 0
 
     def find(
         self, what: Any, training: bool, args: Any, kwargs: Any, tensors: list[torch.Tensor], since: int
@@ -106,7 +108,8 @@ class Replay:
         kind = type(value)
         if kind is Handle:
             tensors.append(value)
-            return value.value is known
+            # Microbatches that are alike share their values, not their handles.
+            return value.value is known and value.recording is self._recording
         if kind is tuple or kind is list:
             return (
                 type(known) is kind
@@ -135,6 +138,7 @@ class Replay:
             located = self._located.get(id(value))
             if located is not None:
                 return located is known
+            self._recording.check_fresh(value)
             return type(known) is Replicated and value.layout == torch.strided and known.meta == Meta.of(value)
         return known is value and callable(value)
 

@@ -157,6 +157,8 @@ class StepFunction:
             else:
                 begin()
             output = self._function(*args, **kwargs)
+            if model.pipeline is not None:
+                model.pipeline.module_state.check_contents()
         if model.pipeline is not None and recordings:
             model.pipeline.calls[self] = recordings[-1].calls if recordings[-1].begun is None else []
         return output
