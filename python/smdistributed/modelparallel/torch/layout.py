@@ -10,6 +10,7 @@ from torch import nn
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import prices
+from smdistributed.modelparallel.torch.state_order import writes_parameter
 from smdistributed.modelparallel.torch.tasks import Task, Value
 
 
@@ -58,6 +59,8 @@ class Layout:
         #: each reads what the one before it left.
         self.runs_in_turn = False
         self._stateful: dict[int, nn.Module] = {}
+        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
+        self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
         self._core = _core.PipelineLayout()
 
@@ -68,6 +71,10 @@ class Layout:
         self._look()
         for task in new:
             self.values += task.outputs
+            if task.writes and writes_parameter(task):
+                self._writers[len(self._tasks)] = any(
+                    isinstance(source, Value) and source.storage.meta.requires_grad for source, _ in task.writes
+                )
             if task.module is not None and task.outcome is not None and task.outcome.changes_state:
                 self._stateful[len(self._tasks)] = task.module
             self._tasks.append(task.name)
@@ -95,13 +102,16 @@ class Layout:
         for number, stage in enumerate(self.stages):
             for task in stage.tasks:
                 module = self._stateful.get(task)
-                if module is None or stage_of.setdefault(id(module), number) == number:
-                    continue
-                if not self.runs_in_turn:
+                is_split = module is not None and stage_of.setdefault(id(module), number) != number
+                if task in self._writers:
+                    # A gradient needs the parameter as it was.
+                    others = sum(other.rank == stage.rank for other in self.stages)
+                    is_split = self._writers[task] or others > 1
+                if is_split and not self.runs_in_turn:
                     self.runs_in_turn = True
                     warnings.warn(
-                        f"`{self._tasks[task]}` changes its buffers or attributes, and is called before and after another "
-                        "partition computes: microbatches run one after the other, so that it sees them in that order",
+                        f"`{self._tasks[task]}` changes parameters, buffers or attributes that its partition uses before and "
+                        "after another one computes: microbatches run one after the other, in the order of the body",
                         stacklevel=2,
                     )
 

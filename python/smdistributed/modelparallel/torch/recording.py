@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.randomness import Draw
 from smdistributed.modelparallel.torch.replay import Call, Replay
 from smdistributed.modelparallel.torch.shared_storages import SharedStorages
+from smdistributed.modelparallel.torch.state_order import StateOrder
 from smdistributed.modelparallel.torch.tasks import Context, Task, Value, WithAttributes
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Recording(TorchFunctionMode):
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
         self._storages = SharedStorages(self)
+        self._order = StateOrder()
         #: By the number of the task: what it draws (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
@@ -222,6 +224,7 @@ class Recording(TorchFunctionMode):
         if call.before:
             self.tasks += call.before
         self.tasks.append(task)
+        self._order.note(task)
         self.digest, self._levels, self._count = call.after
         if not call.plain:
             self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)])
@@ -292,7 +295,8 @@ class Recording(TorchFunctionMode):
         )
         for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
-        task.level = level
+        writes_state = any(base.parameter is not None for base in written)
+        task.level = level = self._order.level(task, level, writes_state, outcome)
         self._levels = max(self._levels, level)
 
     def _send_parameters(self, task: Task, rank: int) -> None:
