@@ -74,6 +74,16 @@ class Lost:
         self.reason = reason
 
 
+class GraphNode:
+    """The ``grad_fn`` of a tensor on a partition: there will be one, and it cannot be looked into."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SMPUsageError(
+            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when the function has "
+            "returned"
+        )
+
+
 class Handle(torch.Tensor):
     """A value of the step that is being recorded; see ``recording.py``.
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.encoder import Encoder
-from smdistributed.modelparallel.torch.handle import METADATA, Handle, Lost, Meta
+from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
 from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
 from smdistributed.modelparallel.torch.module_state import UNCHANGED
@@ -427,8 +427,8 @@ class Recording(TorchFunctionMode):
             return not tensor.value.meta.requires_grad if type(tensor) is Handle else None
         if func == _GRADIENT and not self.held.has_backward:
             return None
-        if func == _GRADIENT_FUNCTION and (type(tensor) is not Handle or not tensor.value.meta.requires_grad):
-            return None
+        if func == _GRADIENT_FUNCTION:
+            return GraphNode() if type(tensor) is Handle and tensor.value.meta.requires_grad else None
         raise SMPUsageError(
             f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, and gradients are "
             "there, when the function has returned"
