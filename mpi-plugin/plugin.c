@@ -63,22 +63,30 @@ static void guard_abort(void) {
   } while (0)
 #define LEAVE (inside = 0)
 
-static int32_t start(int32_t slots, struct smd_mpi_world *world) {
-  int initialised = 0, finalised = 0, level = 0, code = 0, length = 0;
-  char library[MPI_MAX_LIBRARY_VERSION_STRING];
+static int32_t init(int32_t *any_thread) {
+  int initialised = 0, finalised = 0, level = 0;
   MPI_Finalized(&finalised);
   if (finalised) return SMD_MPI_FINALIZED;
   MPI_Initialized(&initialised);
   if (initialised) {
     MPI_Query_thread(&level);
-    if (level < MPI_THREAD_MULTIPLE) return SMD_MPI_THREADS;
   } else {
     /* One thread makes all of our calls. The highest level lets the script use MPI too, from its own threads. */
-    code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+    int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     if (code) return code;
     owns_mpi = 1;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   }
+  *any_thread = level >= MPI_THREAD_MULTIPLE;
+  return 0;
+}
+
+static int32_t start(int32_t slots, struct smd_mpi_world *world) {
+  int length = 0;
+  char library[MPI_MAX_LIBRARY_VERSION_STRING];
+  int code = init(&world->any_thread);
+  if (code) return code;
+  if (!world->any_thread && !owns_mpi) return SMD_MPI_THREADS;
   guard_abort();
   ENTER;
   /* Our messages and those of the script never meet. */
@@ -162,6 +170,7 @@ static void describe(int32_t code, char *text, int32_t room) {
 }
 
 __attribute__((visibility("default"))) const struct smd_mpi_plugin *smd_mpi_plugin(void) {
-  static const struct smd_mpi_plugin plugin = {SMD_MPI_ABI, sizeof plugin, start, send, recv, poll, finish, describe};
+  static const struct smd_mpi_plugin plugin = {SMD_MPI_ABI, sizeof plugin, init,   start,
+                                               send,        recv,          poll,   finish, describe};
   return &plugin;
 }

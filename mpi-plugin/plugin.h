@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Changes with everything below; mirrored in rust-core/src/transport/mpi/plugin.rs. */
-#define SMD_MPI_ABI 1
+#define SMD_MPI_ABI 2
 
 /* MPI wanted to end the process. It is not called again. */
 #define SMD_MPI_GAVE_UP (-1)
@@ -22,6 +22,8 @@
 struct smd_mpi_world {
   int32_t rank;
   int32_t size;
+  /* Whether any thread may call MPI: MPI_THREAD_MULTIPLE. */
+  int32_t any_thread;
   char library[120];
 };
 
@@ -35,7 +37,9 @@ struct smd_mpi_done {
 struct smd_mpi_plugin {
   uint32_t abi;
   uint32_t struct_bytes;
-  /* Joins the job: MPI_Init_thread if nobody has, and a communicator of our own. Waits for all processes. */
+  /* Sees to it that MPI is initialised: MPI_Init_thread if nobody has, which waits for all processes. */
+  int32_t (*init)(int32_t *any_thread);
+  /* Joins the job: `init`, and a communicator of our own. Waits for all processes. */
   int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);
   /* Start a message in a free slot. The memory is MPI's until `poll` says that the slot is done. */
   int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to);

@@ -188,7 +188,9 @@ pub fn ask_gradients(
     done: UniquePtr<ffi::Completion>,
 ) -> Result<Box<Asked>, Report> {
     guard(|| {
-        let negotiator = session::current("a comparison of gradients")?.negotiator(group)?;
+        let session = session::current("a comparison of gradients")?;
+        session.replicas().begin_step(name);
+        let negotiator = session.negotiator(group)?;
         let ffi::StepGradients { names, numbers, is_last } = *gradients;
         let completion = Shared::new(done);
         let gradients = Gradients { names, numbers, is_last };

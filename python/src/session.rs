@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use smd_core::collectives::Request;
+use smd_core::config;
 use smd_core::negotiation::timeline;
-use smd_core::session::{self, InitOptions, Session};
+use smd_core::session::{self, InitOptions, Session, replicas};
 use smd_core::transport::mpi;
 use smd_core::world::env;
 
@@ -192,6 +193,46 @@ fn is_started_by_mpi() -> bool {
     env::started_by_mpi(&env::variables())
 }
 
+/// Tells the other ranks a checksum of the variables `what` that this rank is about to train with `ranks`. If ranks have others,
+/// the first of them warns with the call `remedy`: at once if `is_final`, else in the second step if nothing was broadcast until then.
+#[pyfunction]
+fn tell_replica(
+    py: Python<'_>,
+    what: String,
+    checksum: u64,
+    ranks: Vec<usize>,
+    remedy: String,
+    is_final: bool,
+) -> PyResult<()> {
+    let told = replicas::Told { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
+    with(py, "tell_replica", |session| session.tell_replica(&told))
+}
+
+/// Variables are broadcast, so ranks train from the same values.
+#[pyfunction]
+fn note_broadcast(py: Python<'_>) -> PyResult<()> {
+    with(py, "note_broadcast", |session| {
+        session.replicas().note_broadcast();
+        Ok(())
+    })
+}
+
+/// A step of a reduction that the core does not see as one begins.
+#[pyfunction]
+fn begin_step(py: Python<'_>, name: &str) -> PyResult<()> {
+    with(py, "begin_step", |session| {
+        session.replicas().begin_step(name);
+        Ok(())
+    })
+}
+
+/// Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
+/// whether any thread may call MPI.
+#[pyfunction]
+fn start_mpi(py: Python<'_>) -> PyResult<bool> {
+    with(py, "start_mpi", |session| session.start_mpi(Instant::now() + config::INIT_TIMEOUT_SECONDS.seconds()?))
+}
+
 /// The file of the plug-in for this host's MPI, which is compiled if need be.
 #[pyfunction]
 fn mpi_plugin(py: Python<'_>) -> PyResult<String> {
@@ -243,6 +284,10 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;
     module.add_function(wrap_pyfunction!(is_started_by_mpi, module)?)?;
+    module.add_function(wrap_pyfunction!(tell_replica, module)?)?;
+    module.add_function(wrap_pyfunction!(note_broadcast, module)?)?;
+    module.add_function(wrap_pyfunction!(begin_step, module)?)?;
+    module.add_function(wrap_pyfunction!(start_mpi, module)?)?;
     module.add_function(wrap_pyfunction!(mpi_plugin, module)?)?;
     module.add_function(wrap_pyfunction!(is_launched, module)?)?;
     module.add_function(wrap_pyfunction!(missing_environment, module)?)

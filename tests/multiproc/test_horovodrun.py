@@ -1,6 +1,7 @@
 """horovodrun and horovod.run with real processes, most of them without a framework."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -53,7 +54,7 @@ def test_what_there_is():
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no MPI")
-def test_under_mpi():
+def test_under_mpi(tmp_path):
     text = """
 from horovod.common.basics import HorovodBasics
 core = HorovodBasics()
@@ -61,18 +62,63 @@ before = core.mpi_enabled(), core.gloo_enabled()
 core.init()
 print(before, core.mpi_enabled(), core.gloo_enabled(), core.mpi_threads_supported())
 """
-    line = [
-        "mpirun",
-        *(["--allow-run-as-root"] if os.getuid() == 0 else []),
-        "--oversubscribe",
-        "-n",
-        "1",
-        sys.executable,
-        "-c",
-        text,
-    ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "(False, True) True False False\n", done.stdout + done.stderr
+    done = mpirun(1, text)
+    assert done.stdout == "(False, True) True False True\n", done.stdout + done.stderr
+    # Where MPI cannot be used, all ranks say so and go on without it.
+    done = mpirun(2, text, MPICC="/nowhere/mpicc", SMD_CACHE_DIR=str(tmp_path))
+    assert done.stdout == "", done.stdout
+    assert "MPI is not enabled" in done.stderr, done.stderr
+    assert "MPI is not initialised: rank 0: `/nowhere/mpicc` is not there" in done.stderr
+
+
+#: A script that leaves it to `hvd.init()` to initialise MPI, and calls MPI from any thread afterwards.
+CALLS_MPI = """
+import threading
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from horovod.common.basics import HorovodBasics
+from horovod.common.process_sets import ProcessSet
+own = {own}
+if own:
+    MPI.Init_thread(MPI.THREAD_SERIALIZED)
+hvd = HorovodBasics()
+for session in range(2):
+    hvd.init()
+    assert MPI.Is_initialized() and hvd.mpi_enabled()
+    assert hvd.mpi_threads_supported() == (not own)
+    assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (hvd.rank(), hvd.size())
+    sums = []
+    thread = threading.Thread(target=lambda: sums.append(MPI.COMM_WORLD.allreduce(hvd.rank() + 1)))
+    thread.start()
+    thread.join()
+    assert sums == [3]
+    hvd.shutdown()
+    assert MPI.Is_initialized() and not MPI.Is_finalized()
+mine = ProcessSet(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank, 0))
+hvd.init(comm=MPI.COMM_WORLD, process_sets=[mine])
+assert mine.ranks == [hvd.rank()]
+if own:
+    # Who initialises MPI ends it.
+    hvd.shutdown()
+    MPI.Finalize()
+print("done")
+"""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no MPI")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+@pytest.mark.parametrize("own", [False, True], ids=["hvd", "the script"])
+def test_mpi_is_initialised_for_scripts(own):
+    done = mpirun(2, CALLS_MPI.format(own=own))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "done\n" * 2
+
+
+def mpirun(count, text, **env):
+    as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    line = ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(count), sys.executable, "-c", text]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100, env={**os.environ, **env})
 
 
 @pytest.fixture

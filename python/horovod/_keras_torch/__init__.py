@@ -22,7 +22,8 @@ from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, Sum
-from smdistributed._common import keras3, views
+from smdistributed import _core
+from smdistributed._common import keras3, replicas, views
 
 # Whether gradients are this rank's to reduce: not where a caller has done so.
 _reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
@@ -51,6 +52,8 @@ class _Options:
         self.process_set, self.scale_local = process_set, scale_local
         #: Of variables whose gradients stay this rank's.
         self.local: set[int] = set()
+        #: The session that has heard what is trained.
+        self.told: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
         # Variables and process sets are what they are.
@@ -158,6 +161,7 @@ class _Methods(keras3.Reducing):
                 results[place] = results[place] / options.process_set.size()
         if all(id(variable) in options.local for variable in variables):
             return results
+        self._smd_compare_replicas([variable for variable in variables if id(variable) not in options.local])
         names = [f"{place}.{_COUNT.sub('', variables[place].path)}" for place in places]
         # Before anything waits that others do not have.
         number = mpi_ops._number(options.process_set)
@@ -167,6 +171,20 @@ class _Methods(keras3.Reducing):
         for finish in started:
             finish()
         return results
+
+    def _smd_compare_replicas(self, variables: Sequence[Any]) -> None:
+        """Tells the other ranks what this one is about to train, in the first step: the first rank warns if they differ."""
+        options, session = self._smd_options, _core.session_id()
+        if options.told == session:
+            return
+        options.told = session
+        tensors = [variable.value.detach().reshape(-1)[: replicas.SAMPLE].cpu().contiguous() for variable in variables]
+        replicas.tell(
+            [(tuple(variable.shape), str(variable.dtype)) for variable in variables],
+            [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors],
+            options.process_set.ranks or range(mpi_ops.size()),
+            "the callback `hvd.callbacks.BroadcastGlobalVariablesCallback(0)`: give it to `fit`",
+        )
 
     def _start(self, results: list[Any], group: list[int]) -> Callable[[], None]:
         """Reduces some of the gradients together."""

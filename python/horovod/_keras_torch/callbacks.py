@@ -10,6 +10,7 @@ import torch
 
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
+from smdistributed._common import replicas
 
 
 class Engine:
@@ -52,6 +53,7 @@ class Engine:
     @torch.no_grad()
     def broadcast(variables: Sequence[keras.Variable], root_rank: int, device: str = "") -> None:
         """Gives all ranks the root's values, in place."""
+        replicas.note_broadcast()
         sent = [variable.value.data for variable in variables]
         # What is not dense in memory is sent as a copy.
         dense = [tensor.contiguous() for tensor in sent]

@@ -16,7 +16,7 @@ from horovod.common.exceptions import may_pass, of_control
 from horovod.common.process_sets import ProcessSet, global_process_set
 from smdistributed import _core
 from smdistributed._common import lifecycle
-from smdistributed._common.errors import RemovedError
+from smdistributed._common.errors import RemovedError, UnsupportedError
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -88,6 +88,7 @@ class HorovodBasics:
                 elif joins:
                     driven.meet()
                     lifecycle.init()
+                    _start_mpi()
                 try:
                     self._start_world(ranks, sets, comm)
                     break
@@ -175,14 +176,13 @@ class HorovodBasics:
         """
         self.rank()
         if not self.mpi_enabled():
-            raise ValueError("MPI is not enabled: no launcher of MPI started the job")
-        # The core calls it from one thread only.
-        return False
+            raise ValueError("MPI is not enabled: no launcher of MPI started the job, or MPI cannot be used")
+        return bool(_any_thread)
 
     def mpi_enabled(self) -> bool:
-        """Whether this process is in a job that a launcher of MPI (``mpirun``) started. MPI moves tensors between its hosts;
-        who is ready for what the core finds out by itself."""
-        return self.is_initialized() and _core.is_started_by_mpi()
+        """Whether this process is in a job that a launcher of MPI (``mpirun``) started, and MPI is initialised. MPI moves tensors
+        between hosts; the core does the rest by itself."""
+        return self.is_initialized() and _any_thread is not None
 
     def mpi_built(self) -> bool:
         """Whether jobs can run under MPI: there is one, and a plug-in for it, which is compiled by the first call."""
@@ -280,6 +280,22 @@ class HorovodBasics:
 
 #: This process's rank in the last world that it was in.
 last_rank: int | None = None
+
+#: Whether any thread may call MPI; ``None`` while `init` has not found MPI.
+_any_thread: bool | None = None
+
+
+def _start_mpi() -> None:
+    """Sees to it that MPI is initialised where a launcher of MPI started the job: scripts call it after `init`, through mpi4py."""
+    global _any_thread
+    if _any_thread is not None or not _core.is_started_by_mpi():
+        return
+    try:
+        _any_thread = _core.start_mpi()
+    except UnsupportedError as error:
+        # All ranks hear the same, so all go on without MPI.
+        warn_once(f"MPI is not initialised: {error}")
+
 
 #: What the frameworks' modules do when the session ends.
 _cleanups: list[Callable[[], None]] = []

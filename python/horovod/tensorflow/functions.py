@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.mpi_ops import allgather, broadcast, broadcast_, rank
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.replicas import note_broadcast
 
 try:
     import cloudpickle as pickle
@@ -34,6 +35,7 @@ def broadcast_variables(
     Returns:
         In a graph of TensorFlow 1, the operation to run.
     """
+    note_broadcast()
     variables = [underlying(variable) for variable in variables]
     is_tf1 = not tf.executing_eagerly() and not tf.inside_function()
     if inplace:

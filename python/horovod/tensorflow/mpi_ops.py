@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from smdistributed._common import shims
+from smdistributed._common import replicas, shims
 
 # TensorFlow first, through the loader: it says what is missing.
 MPI_LIB = shims.load_tensorflow()
@@ -288,6 +288,7 @@ def broadcast_(
     Raises:
         ValueError: They are of both kinds.
     """
+    replicas.note_broadcast()
     variables = list(variables)
     if not variables:
         return []

@@ -19,8 +19,15 @@ from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.mpi_ops import Average, _compare_step, _number, size_op
 from horovod.tensorflow.util import is_active
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.replicas import compare
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
+
+#: What makes replicas equal.
+_BROADCAST = (
+    "`hvd.broadcast_variables(model.variables, root_rank=0)` before the first step or right after it, or give `fit` the callback "
+    "`hvd.callbacks.BroadcastGlobalVariablesCallback(0)`"
+)
 
 # On what has been reduced: a gradient may pass an optimizer's method and then another one that reduces, too.
 _MARK = "_hvd_reduced"
@@ -147,6 +154,8 @@ class Reduction:
                 for gradient in results
             ]
         is_local = [key(variable) in self.local for variable in variables]
+        shared = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
+        compare(shared, self.process_set.ranks, _BROADCAST)
         with tf.name_scope(f"{self.scope}_Allreduce"):
             for index, gradient in enumerate(results):
                 if gradient is not None and is_local[index] and self.scale_local_gradients:

@@ -32,6 +32,8 @@ from horovod.torch.mpi_ops import (
 )
 from horovod.torch.rounds import PLANNED, Rounds
 from horovod.torch.sparse import no_rows
+from smdistributed import _core
+from smdistributed._common import replicas
 
 
 class _DistributedOptimizer:
@@ -306,6 +308,7 @@ class _DistributedOptimizer:
         if not self._active:
             self._synchronized = True
             return
+        _compare_replicas(self, self.process_set.ranks)
         # Parameters that have thawed since.
         self._register_hooks()
         for parameter in self._parameters():
@@ -403,6 +406,7 @@ class _DistributedAdasumOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes the optimizer's step, and combines what it changed."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        _compare_replicas(self, global_process_set.ranks)
         starts = [parameter.detach().clone() for parameter in parameters]
         result = super().step(closure)
         with torch.no_grad():
@@ -413,6 +417,27 @@ class _DistributedAdasumOptimizer:
             for parameter, start, (handle, ctx) in zip(parameters, starts, handles, strict=True):
                 parameter.copy_(start + self._compression.decompress(synchronize(handle), ctx))
         return result
+
+
+def _compare_replicas(optimizer: torch.optim.Optimizer, ranks: list[int] | None) -> None:
+    """Tells the other ranks what this one is about to train, in the first step of a session: rank 0 warns if they differ."""
+    session = _core.session_id()
+    if optimizer.__dict__.get("_replicas_told") == session:
+        return
+    optimizer._replicas_told = session
+    parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+    replicas.tell(
+        [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters],
+        map(_sample, parameters),
+        range(size()) if ranks is None else ranks,
+        "`hvd.broadcast_parameters(model.state_dict(), root_rank=0)` before the first step",
+        is_final=True,
+    )
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    values = tensor.reshape(-1)[: replicas.SAMPLE].cpu().contiguous()
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 def _nothing() -> None:
@@ -503,6 +528,7 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
             "_groups",
             "_group_of",
             "_arrived",
+            "_replicas_told",
         )
         ours += ("_allreduce_delay", "_requires_update")
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in ours})

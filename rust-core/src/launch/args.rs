@@ -42,7 +42,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 
-    /// As `horovodrun` does: lines begin with `[RANK]<stdout>:`, and ranks get its variables, too
+    /// As `horovodrun` does: lines begin with `[RANK]<stdout>:`
     #[arg(long, hide = true)]
     pub horovod: bool,
 

@@ -4,7 +4,7 @@
 //! `-x` of `custom_mpi_options`; `--env`.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::net::TcpListener;
 use std::path::PathBuf;
 
@@ -52,8 +52,6 @@ pub(super) struct Job {
     ranks: Vec<&'static str>,
     /// Where each rank runs; empty if all run here.
     seats: Vec<Seat>,
-    /// Ranks get the variables of `horovodrun`, too.
-    horovod: bool,
     training: Training,
 }
 
@@ -101,6 +99,14 @@ impl Job {
             defaults.insert("OMP_NUM_THREADS".into(), "1".into());
         }
         let shared: BTreeMap<String, String> = [
+            // By these, scripts for Horovod know their place.
+            ("HOROVOD_SIZE", num_ranks.to_string()),
+            ("HOROVOD_LOCAL_SIZE", num_ranks.to_string()),
+            ("HOROVOD_CROSS_RANK", "0".into()),
+            ("HOROVOD_CROSS_SIZE", "1".into()),
+            ("HOROVOD_HOSTNAME", HOST.into()),
+            ("HOROVOD_CONTROLLER", "gloo".into()),
+            ("HOROVOD_CPU_OPERATIONS", "gloo".into()),
             ("WORLD_SIZE", num_ranks.to_string()),
             ("LOCAL_WORLD_SIZE", num_ranks.to_string()),
             ("ROLE_WORLD_SIZE", num_ranks.to_string()),
@@ -123,25 +129,8 @@ impl Job {
         let module_dir = script_dir.as_ref().unwrap_or(&work_dir).to_string_lossy().into_owned();
         let training = Training::new(distribution, arguments, module_dir);
         defaults.extend(training.defaults(&work_dir));
-        let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK"];
-        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), horovod: false, training })
-    }
-
-    /// Adds the variables by which scripts for Horovod know their place.
-    pub fn add_horovod(&mut self) {
-        self.ranks.extend(["HOROVOD_RANK", "HOROVOD_LOCAL_RANK"]);
-        self.horovod = true;
-        let size = self.num_ranks.to_string();
-        let shared = [
-            ("HOROVOD_SIZE", size.as_str()),
-            ("HOROVOD_LOCAL_SIZE", &size),
-            ("HOROVOD_CROSS_RANK", "0"),
-            ("HOROVOD_CROSS_SIZE", "1"),
-            ("HOROVOD_HOSTNAME", HOST),
-            ("HOROVOD_CONTROLLER", "gloo"),
-            ("HOROVOD_CPU_OPERATIONS", "gloo"),
-        ];
-        self.shared.extend(shared.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"];
+        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), training })
     }
 
     /// Places the ranks on these hosts, in order.
@@ -216,6 +205,18 @@ impl Job {
         self.shared.insert(crate::config::SECRET.name.into(), secret);
     }
 
+    /// Makes the folders that a training container has for models and other output, and that scripts take for granted.
+    pub fn make_folders(&self, inherited: impl IntoIterator<Item = (OsString, OsString)>) {
+        let variables = self.variables(0, inherited);
+        for name in super::training::FOLDERS {
+            let Some(folder) = variables.get(OsStr::new(name)).filter(|folder| !folder.is_empty()) else { continue };
+            if let Err(error) = std::fs::create_dir_all(folder) {
+                let folder = folder.to_string_lossy();
+                eprintln!("smdrun: warning: cannot create the folder of `{name}`, `{folder}`: {error}");
+            }
+        }
+    }
+
     /// The whole environment of `rank`, made of what `smdrun` inherited.
     pub fn variables(
         &self,
@@ -232,7 +233,7 @@ impl Job {
         let training = self.training.variables(&self.place(rank));
         variables.extend(training.into_iter().map(|(name, value)| (name.into(), value.into())));
         if let Some(seat) = self.seats.get(rank) {
-            variables.extend(seat.variables(self.horovod));
+            variables.extend(seat.variables());
         }
         variables.extend(self.user.iter().map(|(name, value)| (name.into(), value.into())));
         variables
@@ -240,19 +241,16 @@ impl Job {
 }
 
 impl Seat {
-    fn variables(&self, horovod: bool) -> Vec<(OsString, OsString)> {
-        let mut variables = vec![
+    fn variables(&self) -> Vec<(OsString, OsString)> {
+        let variables = [
             ("LOCAL_RANK", self.local.0.to_string()),
             ("LOCAL_WORLD_SIZE", self.local.1.to_string()),
             ("GROUP_RANK", self.host_index.to_string()),
         ];
-        if horovod {
-            variables.extend(self.horovod_variables());
-        }
-        variables.into_iter().map(|(name, value)| (name.into(), value.into())).collect()
+        variables.into_iter().chain(self.horovod_variables()).map(|(name, value)| (name.into(), value.into())).collect()
     }
 
-    /// What `horovodrun` tells a rank of its place.
+    /// What a script for Horovod is told of its place.
     pub fn horovod_variables(&self) -> [(&'static str, String); 5] {
         [
             ("HOROVOD_LOCAL_RANK", self.local.0.to_string()),
@@ -320,6 +318,12 @@ mod tests {
             ("GROUP_RANK", "0"),
             ("MASTER_ADDR", "127.0.0.1"),
             ("OMP_NUM_THREADS", "1"),
+            ("HOROVOD_RANK", "2"),
+            ("HOROVOD_SIZE", "4"),
+            ("HOROVOD_LOCAL_RANK", "2"),
+            ("HOROVOD_LOCAL_SIZE", "4"),
+            ("HOROVOD_CROSS_RANK", "0"),
+            ("HOROVOD_CROSS_SIZE", "1"),
             ("PATH", "/bin"),
             ("SM_HOSTS", r#"["localhost"]"#),
             ("SM_CURRENT_HOST", "localhost"),

@@ -200,8 +200,8 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
              kinds of parallelism"
         );
     }
-    if args.horovod {
-        job.add_horovod();
+    if here > 0 {
+        job.make_folders(std::env::vars_os());
     }
     let plan = Plan {
         command,

@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 
-use super::training::THERE;
+use super::training::{FOLDERS, THERE};
 use crate::error::{Error, Result};
 use crate::world::host;
 
@@ -100,6 +100,10 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
         script.extend_from_slice(b"cd ");
         script.extend(quote(folder.as_os_str()));
         script.extend_from_slice(b" || exit 127\n");
+    }
+    for name in FOLDERS {
+        // The script's own error tells what is wrong with a folder that it needs.
+        script.extend_from_slice(format!("[ -z \"${name}\" ] || mkdir -p \"${name}\" 2>/dev/null\n").as_bytes());
     }
     // The rank leads a group of its own; who waits for the end of the input ends that group (SSH-2).
     script.extend_from_slice(b"exec 3<&0\nsetsid");

@@ -12,6 +12,9 @@ use super::distribution::Distribution;
 pub(super) const THERE: There =
     There { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
 
+/// Variables whose folders scripts write to without creating them.
+pub(super) const FOLDERS: [&str; 2] = ["SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"];
+
 pub(super) struct There {
     pub num_gpus: &'static str,
     pub num_cpus: &'static str,

@@ -1,6 +1,7 @@
 //! What carries messages, and with them CPU tensors, from host to host: MPI, where the job was started by an MPI launcher
 //! and its plug-in can be had on all hosts (MPI-4), and TCP otherwise.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,13 @@ const VERDICT: &str = "hosts/verdict";
 
 fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
+}
+
+/// Where the ranks of a job on one host tell whether they can use MPI, and rank 0 whether all can.
+const MPI_VERDICT: &str = "mpi/verdict";
+
+fn mpi_key(rank: usize) -> String {
+    format!("mpi/{rank}")
 }
 
 /// What a rank tells.
@@ -94,6 +102,53 @@ impl Session {
                 Network::start(listener, options).map(Between::Tcp)
             }
         }
+    }
+
+    /// Sees to it that MPI is initialised in all processes of a job that an MPI launcher started, as scripts of Horovod expect.
+    /// Every rank of the job calls it. Returns whether any thread may call MPI.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with the reason, on every rank alike, if MPI cannot be used; those of every wait for all ranks.
+    pub fn start_mpi(&self, deadline: Instant) -> Result<bool> {
+        let provided = || match env::started_by_mpi(&env::variables()) {
+            true => mpi::provide(deadline),
+            false => Err(Error::Unsupported("no MPI launcher (`mpirun`) started the job".to_owned())),
+        };
+        match self.between.get() {
+            Some(Between::Mpi(engine)) => Ok(engine.world(self.size(), &self.monitor, deadline)?.any_thread),
+            Some(Between::Tcp(_)) => match provided() {
+                Err(error) => Err(error),
+                Ok(_) => Err(Error::Unsupported("another host of the job cannot use MPI".to_owned())),
+            },
+            Some(Between::OneHost) | None => {
+                // MPI-4.
+                let plugin = self.all_have_mpi(provided(), deadline)?;
+                mpi::hold(&plugin, self.size(), &self.monitor, deadline)
+            }
+        }
+    }
+
+    /// The plug-in of this rank, if all ranks have one.
+    fn all_have_mpi(&self, own: Result<PathBuf>, deadline: Instant) -> Result<PathBuf> {
+        use crate::world::Store as _;
+        let Control::Connected(client) = &self.control else { return own };
+        let remaining = || deadline.saturating_duration_since(Instant::now());
+        let reason: Option<String> = own.as_ref().err().map(Error::text);
+        if self.rank() > 0 {
+            client.set(&mpi_key(self.rank()), &encode(&reason)?)?;
+            let verdict: Option<String> = decode(&client.get(MPI_VERDICT, &[0], remaining())?, 0)?;
+            return verdict.map_or(own, |why| Err(Error::Unsupported(why)));
+        }
+        let mut why = reason.map(|reason| format!("rank 0: {reason}"));
+        for rank in 1..self.size() {
+            let reason: Option<String> = decode(&client.get(&mpi_key(rank), &[rank], remaining())?, rank)?;
+            if let (None, Some(reason)) = (&why, reason) {
+                why = Some(format!("rank {rank}: {reason}"));
+            }
+        }
+        client.remove_prefix("mpi/")?;
+        client.set(MPI_VERDICT, &encode(&why)?)?;
+        why.map_or(own, |why| Err(Error::Unsupported(why)))
     }
 
     /// Comes to the same verdict on all ranks.

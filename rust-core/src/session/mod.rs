@@ -18,6 +18,7 @@ pub mod meeting;
 pub mod membership;
 mod plans;
 mod process_sets;
+pub mod replicas;
 mod serve;
 mod worker;
 
@@ -44,6 +45,7 @@ use meeting::Meeting;
 use plans::Plans;
 use process_sets::ProcessSets;
 pub use process_sets::WorldPlace;
+use replicas::Replicas;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
@@ -71,6 +73,7 @@ pub struct Session {
     memberships: AtomicUsize,
     plans: Plans,
     process_sets: ProcessSets,
+    replicas: Replicas,
     /// The job has been told that this rank failed.
     reported: AtomicBool,
 }
@@ -252,6 +255,7 @@ impl Session {
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
+            replicas: Replicas::default(),
             reported: AtomicBool::new(false),
         }
     }
@@ -294,6 +298,7 @@ impl Session {
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
+            replicas: Replicas::default(),
             reported: AtomicBool::new(false),
         }
     }
@@ -338,7 +343,9 @@ impl Session {
     /// Leaves: waits of other threads end, communicators stop, the others hear a goodbye.
     fn close(&self) {
         let reason = "`shutdown()` was called";
+        self.replicas.close();
         self.monitor.close(reason);
+        self.replicas.join();
         self.groups.close(reason);
         self.plans.close();
         if let Some(between) = self.between.get() {

@@ -103,6 +103,7 @@ impl Session {
             Some(arrivals) => arrivals,
             None => self.make_plans(number)?,
         };
+        self.replicas().begin_step_of_plan(number, arrival.execution);
         // SAFETY: the caller's promise.
         unsafe { arrivals.arrive(arrival) };
         Ok(())

@@ -28,6 +28,8 @@ from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
 from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
+from smdistributed.dataparallel.tensorflow.replicas import compare
+from smdistributed.dataparallel.tensorflow.variables import BROADCAST
 
 GradientsAndVariables = Iterable[tuple[Any, Any]]
 
@@ -136,6 +138,7 @@ class Methods:
 
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         variables = [underlying(variable) for variable in variables]
+        compare(variables, None, BROADCAST)
         # Keras takes arrays and lists too.
         tensors = [
             gradient

@@ -10,6 +10,8 @@ import tensorflow as tf
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.reduction import check_options, reduce_gradients
+from smdistributed.dataparallel.tensorflow.replicas import compare
+from smdistributed.dataparallel.tensorflow.variables import BROADCAST
 
 
 class TapeView(tf.GradientTape):
@@ -103,7 +105,9 @@ class DistributedGradientTape(TapeView):
     ) -> Any:
         """As ``tf.GradientTape.gradient``, reduced over the ranks. All ranks call it in the same order."""
         gradients = self._given.gradient(target, sources, output_gradients, unconnected_gradients)
-        reduced = reduce_gradients(tf.nest.flatten(gradients), tf.nest.flatten(sources), **self._options)
+        variables = tf.nest.flatten(sources)
+        compare(variables, None, BROADCAST)
+        reduced = reduce_gradients(tf.nest.flatten(gradients), variables, **self._options)
         return tf.nest.pack_sequence_as(sources, reduced)
 
 

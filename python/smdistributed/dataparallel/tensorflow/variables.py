@@ -11,6 +11,13 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.collectives import broadcast, call
 from smdistributed.dataparallel.tensorflow.job import size
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.replicas import note_broadcast
+
+#: What makes replicas equal.
+BROADCAST = (
+    "`sdp.broadcast_variables(model.variables, root_rank=0)` before the first step, or give `fit` the callback "
+    "`BroadcastGlobalVariablesCallback(0)`"
+)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -31,6 +38,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
         ValueError: There is no rank ``root_rank``.
     """
     _check_root(root_rank)
+    note_broadcast()
     if isinstance(underlying(variables), tf.Variable):
         variables = [variables]
     # One that is named twice is sent once.

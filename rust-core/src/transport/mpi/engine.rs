@@ -37,7 +37,9 @@ const NEWS_TIME: Duration = Duration::from_secs(2);
 
 /// What MPI does for the engine: messages between processes, by number.
 pub(crate) trait Wire: Send {
-    /// Joins the job; waits for all of its processes.
+    /// Initialises MPI unless the script has; waits for all processes of the job. Whether any thread may call MPI.
+    fn init(&mut self) -> Result<bool, Failure>;
+    /// Initialises MPI and joins the job; waits for all of its processes.
     fn start(&mut self, num_slots: usize) -> Result<World, Failure>;
     /// Starts a send in a free slot.
     ///
@@ -60,6 +62,8 @@ pub(crate) trait Wire: Send {
 pub(crate) struct World {
     pub(crate) rank: usize,
     pub(crate) size: usize,
+    /// Whether any thread may call MPI (`MPI_THREAD_MULTIPLE`).
+    pub(crate) any_thread: bool,
     pub(crate) library: String,
 }
 
@@ -399,8 +403,11 @@ pub(crate) mod loopback {
     unsafe impl Send for Loopback {}
 
     impl Wire for Loopback {
+        fn init(&mut self) -> Result<bool, Failure> {
+            Ok(true)
+        }
         fn start(&mut self, _num_slots: usize) -> Result<World, Failure> {
-            Ok(World { rank: 0, size: 1, library: "loopback".into() })
+            Ok(World { rank: 0, size: 1, any_thread: true, library: "loopback".into() })
         }
         unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize) -> Result<(), Failure> {
             self.sent.push_back((slot, data.to_vec()));

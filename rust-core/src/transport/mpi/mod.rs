@@ -19,8 +19,10 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::world::Monitor;
+use holder::Holder;
 
 mod engine;
+mod holder;
 mod plugin;
 mod provide;
 
@@ -32,7 +34,7 @@ pub use provide::provide;
 /// The engine of this process: MPI is initialised once in the life of a process.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
-/// Starts MPI with the plug-in at `path`, or finds it started. Every process of the job calls it.
+/// Starts MPI with the plug-in at `path`, or finds it started. Every process of the job calls it, before [`hold`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] with what MPI says; [`Error::Config`] if MPI knows this process as another rank;
@@ -58,10 +60,32 @@ pub(crate) fn start(path: &Path, size: usize, monitor: &Monitor, deadline: Insta
     Ok(engine)
 }
 
+/// MPI as it is kept initialised for the scripts of a job that moves no tensors with it.
+static HOLDER: Mutex<Option<Arc<Holder>>> = Mutex::new(None);
+
+/// Initialises MPI for the script with the plug-in at `path`, or finds it initialised. Every process of the job calls it.
+/// MPI moves nothing for the job then. Returns whether any thread may call MPI.
+///
+/// # Errors
+/// [`Error::Unsupported`] with what MPI says; [`Error::Timeout`] and [`Error::PeerFailed`] if not all come.
+pub(crate) fn hold(path: &Path, size: usize, monitor: &Monitor, deadline: Instant) -> Result<bool> {
+    let holder = {
+        let mut holder = HOLDER.lock();
+        match &*holder {
+            Some(holder) => holder.clone(),
+            None => holder.insert(Holder::start(Box::new(plugin::Plugin::load(path)?))?).clone(),
+        }
+    };
+    holder.outcome(size, monitor, deadline)
+}
+
 /// Takes part in the end of MPI, when the process is about to end. Returns when all processes of the job have come so far,
 /// or when that cannot be.
 pub(crate) fn finish(monitor: &Monitor, deadline: Instant) {
     if let Some(engine) = ENGINE.lock().take() {
         engine.finish(monitor, deadline);
+    }
+    if let Some(holder) = HOLDER.lock().take() {
+        holder.finish(monitor, deadline);
     }
 }

@@ -9,12 +9,13 @@ use super::engine::{Completed, Failure, Wire, World};
 use crate::error::{Error, Result};
 
 /// `SMD_MPI_ABI`.
-const ABI: u32 = 1;
+const ABI: u32 = 2;
 
 #[repr(C)]
 struct RawWorld {
     rank: i32,
     size: i32,
+    any_thread: i32,
     library: [c_char; 120],
 }
 
@@ -32,6 +33,7 @@ struct RawDone {
 struct Table {
     abi: u32,
     struct_bytes: u32,
+    init: unsafe extern "C" fn(*mut i32) -> i32,
     start: unsafe extern "C" fn(i32, *mut RawWorld) -> i32,
     send: unsafe extern "C" fn(i32, *const c_void, i32, i32) -> i32,
     recv: unsafe extern "C" fn(i32, *mut c_void, i32) -> i32,
@@ -91,8 +93,16 @@ impl Plugin {
 }
 
 impl Wire for Plugin {
+    fn init(&mut self) -> Result<bool, Failure> {
+        let mut any_thread = 0;
+        // SAFETY: the number lives during the call.
+        let code = unsafe { (self.table.init)(&mut any_thread) };
+        self.check(code)?;
+        Ok(any_thread != 0)
+    }
+
     fn start(&mut self, num_slots: usize) -> Result<World, Failure> {
-        let mut raw = RawWorld { rank: 0, size: 0, library: [0; 120] };
+        let mut raw = RawWorld { rank: 0, size: 0, any_thread: 0, library: [0; 120] };
         // SAFETY: `raw` lives during the call.
         let code = unsafe { (self.table.start)(num_slots as i32, &mut raw) };
         self.check(code)?;
@@ -100,7 +110,7 @@ impl Wire for Plugin {
         // SAFETY: the plug-in ends the text inside the array.
         let library = unsafe { CStr::from_ptr(raw.library.as_ptr()) };
         let (rank, size) = (raw.rank as usize, raw.size as usize);
-        Ok(World { rank, size, library: library.to_string_lossy().into_owned() })
+        Ok(World { rank, size, any_thread: raw.any_thread != 0, library: library.to_string_lossy().into_owned() })
     }
 
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure> {

@@ -1,0 +1,40 @@
+"""Tells the job what a rank is about to train, once, so that replicas that start from different values are noticed.
+
+The core compares (``rust-core/src/session/replicas.rs``): ranks tell a checksum and wait for nobody, and the first rank warns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from smdistributed import _core
+
+#: How many elements of each variable are looked at: random values differ from the first one on.
+SAMPLE = 1 << 18
+
+
+def tell(
+    described: Sequence[Any], values: Iterable[bytes], ranks: Sequence[int], remedy: str, is_final: bool = False
+) -> None:
+    """Tells the other ranks a checksum of variables.
+
+    Args:
+        described: Shape and type of each variable: only ranks with the same ones are compared.
+        values: The bytes of each variable, or of its first :data:`SAMPLE` elements.
+        ranks: Ranks that reduce the gradients together, in order.
+        remedy: The call that makes replicas equal, for the warning.
+        is_final: Whether no broadcast can follow. Otherwise the warning waits for the second step.
+    """
+    checksum = 0
+    for value in values:
+        checksum = zlib.crc32(value, checksum)
+    what = f"{zlib.crc32(repr(list(described)).encode()):08x}"
+    _core.tell_replica(what, checksum, list(ranks), remedy, is_final)
+
+
+def note_broadcast() -> None:
+    """Variables are broadcast: replicas are equal, whatever they told."""
+    if _core.is_initialized():
+        _core.note_broadcast()
