@@ -238,9 +238,9 @@ class Table:
         if case.dtype in FLOATS:
             arrays = [generator.uniform(-4, 4, shape) for shape in shapes]
         else:
-            low, high = {"bool": (0, 2), "uint8": (0, 4)}.get(case.dtype, (-4, 4))
-            most = 3 if case.op == "Product" else 12
-            low, high = (low, high) if case.dtype == "bool" else (low * most // 4, high * most // 4)
+            # Products of all ranks, with their factors, are numbers of the type.
+            most = {"Product": 1 if case.dtype.endswith("int8") else 3}.get(case.op, 12)
+            low, high = (0, 2) if case.dtype == "bool" else (0 if case.dtype == "uint8" else -most, most + 1)
             arrays = [generator.integers(low, high, shape) for shape in shapes]
         return [self.framework.make(array, case.dtype) for array in arrays]
 
