@@ -115,8 +115,8 @@ class Torch:
     def dtype(self, tensor):
         return str(tensor.dtype).removeprefix("torch.")
 
-    def run(self, call):
-        return call()
+    def run(self, call, *tensors):
+        return call(*tensors)
 
 
 class TensorFlow:
@@ -140,8 +140,9 @@ class TensorFlow:
     def dtype(self, tensor):
         return tensor.dtype.name
 
-    def run(self, call):
-        return self.tf.function(call, autograph=False)() if self.in_graph else call()
+    def run(self, call, *tensors):
+        # Names follow from those of the arguments, which are the same on all ranks; tensors that a function captures have none.
+        return (self.tf.function(call, autograph=False) if self.in_graph else call)(*tensors)
 
 
 class Table:
@@ -269,8 +270,8 @@ class Table:
             options["root_rank"] = case.members[-1]
         if collective == "alltoall":
             options["splits"] = self.splits(case, self.rank)
-        argument = tensors if case.collective.startswith("grouped") else tensors[0]
-        result = framework.run(lambda: function(argument, **options))
+        is_group = collective.startswith("grouped")
+        result = framework.run(lambda *given: function(list(given) if is_group else given[0], **options), *tensors)
         if case.collective.startswith("grouped"):
             return list(result)
         return [result[0] if isinstance(result, (tuple, list)) else result]

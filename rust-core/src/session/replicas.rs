@@ -226,8 +226,8 @@ mod tests {
     #[test]
     fn the_answer_waits_for_the_second_step_the_end_or_a_broadcast() {
         let execution = |step| Execution { step, frame: 0, iteration: 0 };
-        type End = dyn Fn(&Replicas);
-        let ends: [(&End, bool); 4] = [
+        type End<'a> = (&'a dyn Fn(&Replicas), bool);
+        let ends: [End<'_>; 4] = [
             (&|replicas| (0..2).for_each(|_| replicas.begin_step("a")), false),
             (&|replicas| [4, 4, 5].into_iter().for_each(|step| replicas.begin_step_of_plan(3, execution(step))), false),
             (&|replicas| replicas.close(), false),
