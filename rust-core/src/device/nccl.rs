@@ -2,16 +2,21 @@
 //!
 //! - NCL-1: the library is the one that a framework has loaded, if one has. Two copies in a process would each take
 //!   memory, and settings of the one would not reach the other.
-//! - NCL-2: a communicator is used by one thread at a time, except for [`Comm::abort`], which exists to end what another
-//!   thread is stuck in.
+//! - NCL-2: every use of a communicator holds its lock. [`Comm::abort`] and [`Comm::close`] take the handle out under the
+//!   lock before they free the communicator, so no thread passes a freed one to NCCL.
+//! - NCL-3: communicators are non-blocking (`ncclConfig_t::blocking` is 0). NCCL waits for the other members on threads of
+//!   its own and every call returns at once, so the lock is held briefly. The caller polls with [`Comm::settle`], which
+//!   ends when its `check` says so; [`Comm::abort`] then ends NCCL's threads.
 
+use std::cell::Cell;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::{self, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use libloading::os::unix::Library;
+use parking_lot::ReentrantMutex;
 
 use super::driver::{Context, relaxed};
 use super::ending;
@@ -26,6 +31,10 @@ const IN_PROGRESS: c_int = 7;
 const UNSET: c_int = c_int::MIN;
 /// The color of a member that gets no communicator.
 const NO_COLOR: c_int = -1;
+/// How long [`Comm::settle`] polls without sleeping. A launch takes NCCL some 20 us; a sleep would add to that.
+const POLL_TIME: Duration = Duration::from_millis(2);
+/// The sleep between two polls after that.
+const POLL_NAP: Duration = Duration::from_micros(200);
 
 /// The host that NCCL takes this process to be on, if its variable `NCCL_HOSTID` says so. NCCL refuses two ranks of one host on one device;
 /// ranks that share a device say by it that they are on different hosts, and NCCL connects them by the network.
@@ -56,6 +65,7 @@ functions! {
     ncclGetUniqueId(*mut sys::ncclUniqueId) -> c_int;
     ncclCommInitRankConfig(*mut ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut Config) -> c_int;
     ncclCommSplit(ncclComm_t, c_int, c_int, *mut ncclComm_t, *mut Config) -> c_int;
+    ncclCommFinalize(ncclComm_t) -> c_int;
     ncclCommDestroy(ncclComm_t) -> c_int;
     ncclCommAbort(ncclComm_t) -> c_int;
     ncclCommGetAsyncError(ncclComm_t, *mut c_int) -> c_int;
@@ -157,7 +167,8 @@ pub fn describe() -> Result<String> {
 
 impl Nccl {
     fn check(&self, answer: c_int, comm: ncclComm_t, doing: impl FnOnce() -> String) -> Result<()> {
-        if answer == SUCCESS {
+        // What is in progress is waited for by `Comm::settle`.
+        if answer == SUCCESS || answer == IN_PROGRESS {
             return Ok(());
         }
         // SAFETY: NCCL's strings are static or live until the next error of the thread, and end with a zero.
@@ -207,17 +218,25 @@ impl UniqueId {
     }
 }
 
-/// This process's member of a group. Dropped without [`Comm::destroy`] or [`Comm::abort`] it stays until the process
+/// A communicator's handle; null once it has been freed or is being freed.
+#[derive(Debug)]
+struct Handle(Cell<ncclComm_t>);
+
+// SAFETY: NCCL accepts calls for a communicator from any thread, one at a time, which the mutex around it sees to.
+unsafe impl Send for Handle {}
+
+/// This process's member of a group. Dropped without [`Comm::close`] or [`Comm::abort`] it stays until the process
 /// ends: both may wait, which a drop must not.
 #[derive(Debug)]
 pub struct Comm {
-    raw: AtomicPtr<sys::ncclComm>,
+    /// NCL-2. Reentrant, since [`Comm::group`] holds it while its body calls operations.
+    handle: ReentrantMutex<Handle>,
     context: &'static Context,
 }
 
 impl Comm {
-    /// Member `rank` of `size`, on the device of `context`. Waits for all other members, without a limit: NCCL ends the
-    /// wait when it loses the connection to one of them.
+    /// Begins to join a group as member `rank` of `size`, on the device of `context`. Returns at once; nothing but
+    /// [`Comm::settle`] and [`Comm::abort`] may be called before the first has succeeded.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
@@ -229,7 +248,8 @@ impl Comm {
             size: size_of::<Config>(),
             magic: 0xcafe_beef,
             version: 21800,
-            blocking: 1,
+            // NCL-3.
+            blocking: 0,
             cga_cluster_size: UNSET,
             min_ctas: UNSET,
             max_ctas: UNSET,
@@ -245,29 +265,47 @@ impl Comm {
         nccl.check(answer, std::ptr::null_mut(), || {
             format!("joining a group of {size} on `cuda:{}` as its rank {rank}", context.device())
         })?;
-        Ok(Self { raw: AtomicPtr::new(raw), context })
+        Ok(Self::new(raw, context))
+    }
+
+    fn new(raw: ncclComm_t, context: &'static Context) -> Self {
+        Self { handle: ReentrantMutex::new(Handle(Cell::new(raw))), context }
     }
 
     /// Divides the members: those that give the same color become one of a communicator of their own, in the order of their
     /// keys; who gives none gets none. All members call it, at the same place of the order of their operations, none of
-    /// which is under way. Waits for all of them, without a limit but that of [`Comm::abort`].
+    /// which is under way. Waits for all of them until `check` fails; this communicator is of no use then and must be aborted.
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Closed`] after the communicator's end.
-    pub fn split(&self, color_and_key: Option<(usize, usize)>) -> Result<Option<Self>> {
+    /// [`Error::Device`]; [`Error::Closed`] after the communicator's end; those of `check`.
+    pub fn split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+        mut check: impl FnMut() -> Result<()>,
+    ) -> Result<Option<Self>> {
         let count = |number| c_int::try_from(number).map_err(|_| Error::Internal(format!("{number} ranks of NCCL's")));
         let (color, key) = match color_and_key {
             Some((color, key)) => (count(color)?, count(key)?),
             None => (NO_COLOR, 0),
         };
         let _entered = self.context.enter()?;
-        let mut raw = std::ptr::null_mut();
+        // NCCL writes the new handle from a thread of its own, until this communicator has settled.
+        let made = Box::into_raw(Box::new(std::ptr::null_mut()));
         self.call("making a group out of another one", |nccl, comm| {
             let inherited = std::ptr::null_mut();
-            // SAFETY: `raw` is valid for the write, the communicator exists and its device is current.
-            relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, &mut raw, inherited) })
+            // SAFETY: `made` is valid for the write, the communicator exists and its device is current.
+            relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, made, inherited) })
         })?;
-        Ok((!raw.is_null()).then(|| Self { raw: AtomicPtr::new(raw), context: self.context }))
+        // On failure the box is leaked: a thread of NCCL may write to it until the abort.
+        self.settle("making a group out of another one", &mut check)?;
+        // SAFETY: the pointer came from a box, and NCCL does not write to it any more.
+        let raw = *unsafe { Box::from_raw(made) };
+        if raw.is_null() {
+            return Ok(None);
+        }
+        let new = Self::new(raw, self.context);
+        new.settle("joining a group made out of another one", check).inspect_err(|_| new.abort())?;
+        Ok(Some(new))
     }
 
     /// The device's context.
@@ -275,72 +313,110 @@ impl Comm {
         self.context
     }
 
-    fn raw(&self) -> ncclComm_t {
-        self.raw.load(Ordering::Acquire)
+    /// Waits until NCCL's threads have done what the last call asked for: connected the members, or queued the operation.
+    /// Looks at `check` meanwhile, and ends with its error.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Closed`] once another thread has ended the communicator; those of `check`.
+    pub fn settle(&self, during: &str, mut check: impl FnMut() -> Result<()>) -> Result<()> {
+        let start = Instant::now();
+        while !self.is_settled(during)? {
+            if start.elapsed() < POLL_TIME {
+                std::thread::yield_now();
+            } else {
+                check()?;
+                std::thread::sleep(POLL_NAP);
+            }
+        }
+        Ok(())
+    }
+
+    fn is_settled(&self, during: &str) -> Result<bool> {
+        let mut state = SUCCESS;
+        // SAFETY: the communicator exists, and `state` is valid for the write.
+        self.call(during, |nccl, comm| match unsafe { (nccl.ncclCommGetAsyncError)(comm, &mut state) } {
+            SUCCESS => state,
+            error => error,
+        })?;
+        Ok(state != IN_PROGRESS)
     }
 
     /// What has gone wrong behind the back of the calls, if something has.
     pub fn async_error(&self) -> Option<Error> {
-        let (Ok(nccl), raw) = (nccl(), self.raw()) else { return None };
-        if raw.is_null() {
-            return None;
-        }
-        let mut state = SUCCESS;
-        // SAFETY: the communicator exists; `state` is valid for the write.
-        let answer = unsafe { (nccl.functions.ncclCommGetAsyncError)(raw, &mut state) };
-        if answer != SUCCESS || state == SUCCESS || state == IN_PROGRESS {
-            return None;
-        }
-        nccl.check(state, raw, || format!("communicating on `cuda:{}`", self.context.device())).err()
+        // A communicator that another thread ends has no error of its own.
+        self.is_settled("communicating").err().filter(|error| !matches!(error, Error::Closed { .. }))
     }
 
-    /// Ends every operation, here and on the device, and frees the communicator. It can be called while another thread
-    /// is inside an operation (NCL-2). Waits for the device to stop. Does nothing the second time.
+    /// Ends every operation, here and on the device, and frees the communicator, whatever another thread does with it
+    /// (NCL-2). Waits for the device to stop. Does nothing the second time.
     pub fn abort(&self) {
         self.end(|functions| functions.ncclCommAbort);
     }
 
-    /// Frees the communicator when its operations are done. The other members do the same at about the same time.
-    /// Does nothing the second time, or after [`Comm::abort`].
-    pub fn destroy(&self) {
-        self.end(|functions| functions.ncclCommDestroy);
+    /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do the
+    /// same at about the same time. Where `check` ends that wait, the communicator is aborted. Does nothing the second time,
+    /// or after [`Comm::abort`].
+    ///
+    /// # Errors
+    /// What ended the wait.
+    pub fn close(&self, check: impl FnMut() -> Result<()>) -> Result<()> {
+        let during = "closing a group";
+        // SAFETY: the communicator exists.
+        let begun = self.call(during, |nccl, comm| unsafe { (nccl.ncclCommFinalize)(comm) });
+        match begun.and_then(|()| self.settle(during, check)) {
+            Ok(()) => self.end(|functions| functions.ncclCommDestroy),
+            Err(Error::Closed { .. }) => {}
+            Err(error) => {
+                self.abort();
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
     fn end(&self, how: impl FnOnce(&Functions) -> unsafe extern "C" fn(ncclComm_t) -> c_int) {
-        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        let raw = self.handle.lock().0.replace(std::ptr::null_mut());
         let (Ok(nccl), false) = (nccl(), raw.is_null()) else { return };
         let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: the pointer was taken out, so nobody frees it a second time. Nobody can be told of an error.
+        // SAFETY: the handle was taken out under the lock, so no other thread uses or frees the communicator.
         let answer = relaxed(|| unsafe { how(&nccl.functions)(raw) });
-        if answer != SUCCESS {
+        // Nobody can be told of an error.
+        if answer != SUCCESS && answer != IN_PROGRESS {
             tracing::debug!("a communicator of `cuda:{}` ended with NCCL's answer {answer}", self.context.device());
         }
     }
 
-    /// Runs `body`, whose operations become one: they start together and may depend on each other.
+    /// Runs `body`, whose operations become one: they start together and may depend on each other. As after a single
+    /// operation, [`Comm::settle`] comes before the next call.
     ///
     /// # Errors
     /// Those of `body`, [`Error::Device`].
     pub fn group(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let nccl = nccl()?;
+        // Held until the group's end: NCCL refers to the communicator until then (NCL-2).
+        let handle = self.handle.lock();
         // SAFETY: no preconditions.
         let answer = unsafe { (nccl.functions.ncclGroupStart)() };
-        nccl.check(answer, self.raw(), || "starting a group of operations".into())?;
+        nccl.check(answer, handle.0.get(), || "starting a group of operations".into())?;
         let outcome = body();
         // SAFETY: ends what was started above, on the same thread.
         let answer = unsafe { (nccl.functions.ncclGroupEnd)() };
-        outcome.and_then(|()| nccl.check(answer, self.raw(), || "starting operations of a group".into()))
+        outcome.and_then(|()| nccl.check(answer, handle.0.get(), || "starting operations of a group".into()))
     }
 
     fn call(&self, name: &str, call: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
-        let (nccl, raw) = (nccl()?, self.raw());
+        let nccl = nccl()?;
+        // Held while the error's text is read, too.
+        let handle = self.handle.lock();
+        let raw = handle.0.get();
         if raw.is_null() {
             return Err(Error::Closed { reason: "the communicator was ended".into() });
         }
         nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", self.context.device()))
     }
 
-    /// Queues `output = op over members (input)`.
+    /// Queues `output = op over members (input)`. The stream has it once [`Comm::settle`] has returned, which comes before
+    /// the next call.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for what NCCL does not reduce, [`Error::Device`].

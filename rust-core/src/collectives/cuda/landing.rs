@@ -113,10 +113,12 @@ fn work() {
         for ((each, done), outcome) in std::mem::take(&mut flying).into_iter().zip(outcomes) {
             match outcome {
                 None => flying.push((each, done)),
-                // What a caller does in there is its own affair.
                 Some(outcome) => {
                     let tell = std::panic::AssertUnwindSafe(|| done(outcome.map(|()| None)));
-                    let _ = std::panic::catch_unwind(tell);
+                    if let Err(panic) = std::panic::catch_unwind(tell) {
+                        // As COM-7: the members' later operations on devices end with the panic's text.
+                        each.owner.end(Error::from_panic(&*panic));
+                    }
                 }
             }
         }

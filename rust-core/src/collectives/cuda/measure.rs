@@ -70,7 +70,8 @@ pub(super) fn measure(
                 // SAFETY: the views are of this device and live long enough, as above.
                 Some(peers) => unsafe { peers.queue(&request, &stream) }.map(drop),
                 // SAFETY: as above.
-                None => unsafe { comm.all_reduce(&view, &view, ReduceOp::Sum, &stream) },
+                None => unsafe { comm.all_reduce(&view, &view, ReduceOp::Sum, &stream) }
+                    .and_then(|()| comm.settle("timing all-reduces", || wait.check(others))),
             }
         };
         let count = (ROUND_BYTES / bytes).clamp(*CALLS.start(), *CALLS.end());
@@ -79,8 +80,8 @@ pub(super) fn measure(
             // The first round warms up, and brings the members together.
             let count = if round == 0 { 1 } else { count };
             let start = Instant::now();
-            (0..count).try_for_each(|_| one())?;
-            arrive(&stream, wait, others).inspect_err(|_| {
+            let queued = (0..count).try_for_each(|_| one());
+            queued.and_then(|()| arrive(&stream, wait, others)).inspect_err(|_| {
                 if let Some(peers) = peers {
                     peers.abort();
                 }

@@ -24,7 +24,6 @@ mod part;
 mod queue;
 mod split;
 mod tune;
-mod unclaimed;
 mod watch;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,13 +39,12 @@ use crate::config;
 use crate::device::nccl::{self, Comm, UniqueId};
 use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Result};
-use crate::transport::{Members, NAP, Wait};
+use crate::transport::{Members, Wait};
 use crate::world::{Monitor, Store, host};
 pub(crate) use landing::Flying;
 use p2p::Peers;
 use part::Part;
 pub(crate) use split::Side;
-use unclaimed::Unclaimed;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
 const COMPARED: usize = 64;
@@ -54,6 +52,10 @@ const COMPARED: usize = 64;
 const NEWS_TIME: Duration = Duration::from_secs(2);
 /// How long a look at the store takes at most, when time is up.
 const LAST_LOOK: Duration = Duration::from_millis(100);
+/// How long a member waits for NCCL's threads to end after an abort.
+const ABORT_LIMIT: Duration = Duration::from_secs(5);
+/// How often [`Cuda::close`] looks at what is under way.
+const CLOSE_LOOK: Duration = Duration::from_millis(1);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a member that is done keeps its memory for the others before it leaves it to the process's end.
@@ -68,6 +70,8 @@ pub(super) struct Cuda {
     closed: Arc<OnceLock<String>>,
     store: OnceLock<Arc<dyn Store>>,
     parts: RwLock<Vec<Arc<Part>>>,
+    /// Parts whose operations [`Cuda::close`] waits for; calls do not see them, the watch does.
+    closing: RwLock<Vec<Arc<Part>>>,
     /// Held while a part is made.
     making: Mutex<()>,
     /// Parts so far: the same on all members.
@@ -88,8 +92,21 @@ impl Cuda {
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
     ) -> Arc<Self> {
-        let (store, parts, making, made, seed, failed, bucket_bytes) = Default::default();
-        Arc::new(Self { id, members, monitor, timeout, closed, store, parts, making, made, seed, failed, bucket_bytes })
+        Arc::new(Self {
+            id,
+            members,
+            monitor,
+            timeout,
+            closed,
+            store: OnceLock::new(),
+            parts: RwLock::default(),
+            closing: RwLock::default(),
+            making: Mutex::default(),
+            made: AtomicU64::new(0),
+            seed: Mutex::default(),
+            failed: OnceLock::new(),
+            bucket_bytes: OnceLock::new(),
+        })
     }
 
     /// Where the members meet. Before the first operation.
@@ -227,9 +244,21 @@ impl Cuda {
         watch::fail(self, reason);
     }
 
-    /// Ends the part: queued operations complete first, where the members still take part in them. Waits a little.
+    /// The parts that the watch looks at.
+    fn all_parts(&self) -> Vec<Arc<Part>> {
+        let parts = self.parts.read();
+        parts.iter().chain(self.closing.read().iter()).cloned().collect()
+    }
+
+    /// Ends the part: queued operations complete first, where the members still take part in them; the watch ends those
+    /// that do not complete in time. Waits a little.
     pub(super) fn close(self: &Arc<Self>) {
-        let parts = std::mem::take(&mut *self.parts.write());
+        let parts = {
+            let mut parts = self.parts.write();
+            let mut closing = self.closing.write();
+            closing.extend(parts.iter().cloned());
+            std::mem::take(&mut *parts)
+        };
         let seed = self.seed.lock().take();
         if (parts.is_empty() && seed.is_none()) || self.failed.get().is_some() {
             return;
@@ -239,25 +268,39 @@ impl Cuda {
         let work = move || {
             // Others may have used theirs.
             seed.iter().for_each(Comm::abort);
-            let mut landed = Vec::new();
-            for part in parts {
+            for part in &parts {
                 while own.failed.get().is_none() && !part.landed() {
-                    // The watch does not know the part any more.
-                    if watch::departed(&own).is_some() {
-                        part.abort_kernels();
-                    }
-                    std::thread::sleep(Duration::from_millis(1));
+                    std::thread::sleep(CLOSE_LOOK);
                 }
-                part.comm.destroy();
-                landed.push(part);
+                own.close_comm(part);
             }
+            own.closing.write().clear();
             drop(ended);
             // Nobody waits for this: a process that ends frees everything.
-            landed.iter().for_each(|part| own.retire(part));
+            parts.iter().for_each(|part| own.retire(part));
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
             // Ends with the sender's end; a process that ends earlier takes everything with it.
             let _ = end.recv_timeout(CLOSE_LIMIT);
+        }
+    }
+
+    /// Ends the communicator of a part of which nothing is under way, or whose group has failed.
+    fn close_comm(&self, part: &Part) {
+        let during = || format!("closing group {} on CUDA devices", self.id);
+        let start = Instant::now();
+        // Not what `wait` looks at: this group is closed already.
+        let check = || match (self.failed.get(), watch::departed(self)) {
+            (Some(error), _) => Err(error.clone()),
+            (None, Some(error)) => Err(error),
+            (None, None) if start.elapsed() >= self.timeout => {
+                Err(Error::Timeout { during: during(), waited: start.elapsed(), missing: self.others() })
+            }
+            (None, None) => Ok(()),
+        };
+        if let Err(error) = check().and_then(|()| part.comm.close(check)) {
+            tracing::debug!("a communicator of group {} was aborted: {error}", self.id);
+            part.abort();
         }
     }
 
@@ -270,6 +313,8 @@ impl Cuda {
         if let Some(part) = self.part(context) {
             return Ok(part);
         }
+        // There may be no part because the group has just failed (CUDA-4); the others make none then.
+        self.check(first)?;
         let during = || format!("{} (the first one of group {} on CUDA tensors)", first(), self.id);
         let start = Instant::now();
         let wait = self.wait(&during, start);
@@ -283,7 +328,10 @@ impl Cuda {
             (id, seed) => {
                 seed.iter().for_each(Comm::abort);
                 match id? {
-                    Some(id) => self.joined(move || Comm::init(context, id, me, size).map(Some), &wait, first)?,
+                    Some(id) => {
+                        let joined = Comm::init(context, id, me, size).and_then(|comm| self.join(comm, &wait, first));
+                        Some(joined.map_err(|error| self.explain(error, first))?)
+                    }
                     None => None,
                 }
             }
@@ -295,10 +343,26 @@ impl Cuda {
             context.device(),
             start.elapsed()
         );
-        let board = Board { owner: self, number, wait: &wait };
+        let peers = match self.equip(number, &comm, &wait) {
+            Ok(peers) => peers,
+            Err(error) => {
+                discard(comm);
+                return Err(error);
+            }
+        };
+        let part = Arc::new(Part::new(number, comm, peers));
+        self.parts.write().push(part.clone());
+        watch::add(self)?;
+        Ok(part)
+    }
+
+    /// What part `number` has beside its communicator.
+    fn equip(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
+        let (context, me, size) = (comm.context(), self.members.me, self.members.size());
+        let board = Board { owner: self, number, wait };
         let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &board)?;
         let choice = tune::agree(me, size, &context.properties().name, &board, |calls| {
-            measure::measure(calls, &comm, peers.as_ref(), &wait, &|| self.others())
+            measure::measure(calls, comm, peers.as_ref(), wait, &|| self.others())
         })?;
         if let (Some(peers), Some(tuning)) = (&peers, choice.and_then(|choice| choice.peers)) {
             peers.set_tuning(tuning);
@@ -306,10 +370,7 @@ impl Cuda {
         if let Some(choice) = choice {
             let _ = self.bucket_bytes.set(choice.bucket_bytes);
         }
-        let part = Arc::new(Part::new(number, comm, peers));
-        self.parts.write().push(part.clone());
-        watch::add(self)?;
-        Ok(part)
+        Ok(peers)
     }
 
     fn wait<'a>(&'a self, during: &'a dyn Fn() -> String, start: Instant) -> Wait<'a> {
@@ -324,36 +385,18 @@ impl Cuda {
         }
     }
 
-    /// What `join` gives, which waits for the members inside of NCCL: that wait has no limit and no way out, so it happens
-    /// elsewhere. What comes when nobody waits any more ends.
-    fn joined(
-        &self,
-        join: impl FnOnce() -> Result<Option<Comm>> + Send + 'static,
-        wait: &Wait<'_>,
-        during: &dyn Fn() -> String,
-    ) -> Result<Option<Comm>> {
-        let (sender, receiver) = mpsc::channel();
-        let work = move || {
-            let joined = join().map(|comm| comm.map(|comm| Unclaimed::new(comm, Comm::abort)));
-            // Nobody waits any more if this fails.
-            let _ = sender.send(joined);
-        };
-        std::thread::Builder::new()
-            .name("smd-cuda-join".into())
-            .spawn(work)
-            .map_err(|error| Error::io("starting a thread for NCCL", error))?;
-        loop {
-            match receiver.recv_timeout(NAP) {
-                Ok(Ok(comm)) => return Ok(comm.map(Unclaimed::take)),
-                Ok(Err(error)) => return Err(self.explain(error, during)),
-                Err(mpsc::RecvTimeoutError::Timeout) => {
-                    // A member may have noted that it cannot come.
-                    self.check(during)?;
-                    wait.check(|| self.others())?;
-                }
-                Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Internal("the thread that joins NCCL's group ended early".into()));
-                }
+    /// `comm` once all members have joined. If they do not in time, NCCL's threads that wait for them end.
+    fn join(&self, comm: Comm, wait: &Wait<'_>, during: &dyn Fn() -> String) -> Result<Comm> {
+        let joined = comm.settle("joining a group", || {
+            // A member may have noted that it cannot come.
+            self.check(during)?;
+            wait.check(|| self.others())
+        });
+        match joined {
+            Ok(()) => Ok(comm),
+            Err(error) => {
+                discard(comm);
+                Err(error)
             }
         }
     }
@@ -488,6 +531,23 @@ impl Cuda {
             Request::Send { .. } | Request::Recv { .. } => Ok(()),
             _ => Call::describe(request, me, size).map(drop),
         }
+    }
+}
+
+/// Aborts a communicator that no group has. A member that has already waited to its limit does not wait for NCCL without
+/// one.
+fn discard(comm: Comm) {
+    let (ended, end) = mpsc::channel::<()>();
+    let work = move || {
+        comm.abort();
+        drop(ended);
+    };
+    match std::thread::Builder::new().name("smd-cuda-abort".into()).spawn(work) {
+        Err(error) => tracing::error!("a communicator of NCCL's cannot be aborted: no thread for it: {error}"),
+        Ok(_) if end.recv_timeout(ABORT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) => {
+            tracing::warn!("NCCL has not aborted a communicator within {ABORT_LIMIT:?}; it goes on in the background");
+        }
+        Ok(_) => {}
     }
 }
 

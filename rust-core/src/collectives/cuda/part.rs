@@ -1,20 +1,18 @@
 //! What a group has on one device, and what is under way there.
 
 use std::collections::VecDeque;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::p2p::Peers;
-use super::{Cuda, is_message, queue};
+use super::{Cuda, is_message, queue, watch};
 use crate::collectives::{Beside, Request};
 use crate::device::nccl::Comm;
 use crate::device::{Event, Stream};
-use crate::error::Result;
-
-/// How long an abort waits for the thread that is inside an operation, before it goes ahead (NCL-2).
-const TURN_LIMIT: Duration = Duration::from_secs(1);
+use crate::error::{Error, Result};
+use crate::transport::Wait;
 
 /// One device's communicator, and what is under way on it.
 pub(super) struct Part {
@@ -65,7 +63,7 @@ impl Part {
         beside: Beside,
         capturing: bool,
         timeout: Duration,
-        owner: &Cuda,
+        owner: &Arc<Cuda>,
     ) -> Result<()> {
         let (me, size) = (owner.members.me, owner.members.size());
         let _turn = self.turn.lock();
@@ -92,6 +90,21 @@ impl Part {
                 [request] => one(request)?,
                 several => self.comm.group(|| several.iter().try_for_each(one))?,
             }
+            // The first operation waits here for the members, with whom NCCL connects.
+            let start = Instant::now();
+            let during = || owner.describe(&requests[0]);
+            let wait = Wait { deadline: start + timeout, ..owner.wait(&during, start) };
+            let settled = self.comm.settle("queueing an operation", || {
+                owner.check(during)?;
+                wait.check(|| owner.others())
+            });
+            if let Err(error) = &settled
+                && !matches!(error, Error::Device { .. })
+            {
+                // NCCL still waits for the members, and no event says for how long: CUDA-4.
+                watch::fail(owner, error.clone());
+            }
+            settled?;
         }
         if capturing {
             // Nothing is under way before the graph is launched, and then nobody tells.
@@ -109,9 +122,13 @@ impl Part {
     }
 
     /// See [`Comm::split`].
-    pub(super) fn split(&self, color_and_key: Option<(usize, usize)>) -> Result<Option<Comm>> {
+    pub(super) fn split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+        check: impl FnMut() -> Result<()>,
+    ) -> Result<Option<Comm>> {
         let _turn = self.turn.lock();
-        self.comm.split(color_and_key)
+        self.comm.split(color_and_key, check)
     }
 
     /// Forgets what is done; whether nothing is under way.
@@ -132,17 +149,8 @@ impl Part {
         flights.queue.is_empty()
     }
 
-    /// Ends what is under way.
+    /// Ends what is under way, also under a thread that is inside an operation (NCL-2).
     pub(super) fn abort(&self) {
-        if let Some(peers) = &self.peers {
-            peers.abort();
-        }
-        let _turn = self.turn.try_lock_for(TURN_LIMIT);
-        self.comm.abort();
-    }
-
-    /// As [`Part::abort`], by a thread that may not wait.
-    pub(super) fn abort_kernels(&self) {
         if let Some(peers) = &self.peers {
             peers.abort();
         }

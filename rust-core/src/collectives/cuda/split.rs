@@ -107,7 +107,11 @@ impl Cuda {
             Side::In { color, key } => Some((color, key)),
             Side::Out | Side::Refuses => None,
         };
-        let joined = self.joined(move || part.split(place), &wait, &during);
+        let joined = part.split(place, || {
+            self.check(during)?;
+            wait.check(|| self.others())
+        });
+        let joined = joined.map_err(|error| self.explain(error, &during));
         if let Err(error) = &joined
             && !matches!(error, Error::Device { .. })
         {

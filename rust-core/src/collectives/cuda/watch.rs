@@ -75,7 +75,12 @@ fn work(look: fn(&Arc<Cuda>, &mut Notes)) {
         // All groups of a session have one monitor; a departure ends the nap.
         let Some(monitor) = groups.first().map(|group| group.monitor.clone()) else { continue };
         let seen = monitor.generation();
-        groups.iter().filter(|group| group.failed.get().is_none()).for_each(|group| look(group, &mut notes));
+        for group in groups.iter().filter(|group| group.failed.get().is_none()) {
+            // A group that cannot be watched ends; the others are watched as ever.
+            if let Some(error) = Error::of_thread("that watches over devices", || look(group, &mut notes)) {
+                group.end(error);
+            }
+        }
         drop(groups);
         monitor.wait_change(seen, NAP);
     }
@@ -88,8 +93,7 @@ fn look_for_news(group: &Arc<Cuda>) {
 }
 
 fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
-    let parts: Vec<Arc<Part>> = group.parts.read().clone();
-    for part in parts {
+    for part in group.all_parts() {
         if let Some(error) = part.comm.async_error() {
             // The connection to a member that died is lost before the news of its death is here.
             let first = part.flights.lock().queue.front().map(|flight| flight.requests[0].clone());
@@ -116,8 +120,17 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
 /// CUDA-4.
 pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     tracing::debug!("group {} ends its operations on devices: {error}", group.id);
+    if group.closed.get().is_some() && group.failed.get().is_none() {
+        // No later call of the group can raise it.
+        tracing::error!(
+            "group {} was closed with operations on devices under way, which were ended: {error}",
+            group.id
+        );
+    }
     let _ = group.failed.set(error);
-    for part in std::mem::take(&mut *group.parts.write()) {
+    let mut parts = std::mem::take(&mut *group.parts.write());
+    parts.append(&mut group.closing.write());
+    for part in parts {
         // An abort waits for the device, on which the kernels of other groups may spin that are aborted next.
         let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
         if let Err(error) = abort.spawn(move || part.abort()) {
