@@ -68,7 +68,8 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   // A gradient that a plan for the CPU finds on a device is an error that the core tells.
   if (place_.device == DeviceKind::Cpu && lease->ptr() != nullptr && input.NumElements() > 0) {
     gradient.ptr = lease->ptr();
-    lease->fill(made);
+    const auto filled = checked([&] { lease->fill(made); });
+    if (!filled.ok()) return answer(position, filled, nullptr);
   } else {
     // It lies in a slot, somebody still holds the last gradients, there is no reducer yet, or it is on a device, where
     // it is reduced where it lies.

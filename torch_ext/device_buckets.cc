@@ -36,11 +36,11 @@ const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::opti
   if (const auto plan = (*core_)->plan_number(); plan != plan_ || buckets_.empty()) {
     for (auto& bucket : buckets_) let_go(bucket);
     buckets_.clear();
-    const auto count = (*core_)->bucket(0).num_buckets;
+    const auto count = (*core_)->num_buckets();
     for (std::size_t i = 0; i < count; ++i) buckets_.push_back({(*core_)->bucket(i), {}, {}});
     plan_ = plan;
   }
-  auto& bucket = buckets_[index];
+  auto& bucket = buckets_.at(index);
   const auto& plan = bucket.plan;
   if (plan.elems > 0 && (!bucket.flat.defined() || is_held(bucket, gradients))) allocate(bucket);
   bucket.views.resize(plan.params.size());

@@ -157,10 +157,10 @@ std::string Reducer::describe_plan() const { return std::string((*core_)->descri
 
 std::vector<std::vector<int64_t>> Reducer::buckets() const {
   std::vector<std::vector<int64_t>> buckets;
-  for (std::size_t index = 0, end = watched_.empty() ? 0 : 1; index < end; ++index) {
+  const auto count = watched_.empty() ? 0 : (*core_)->num_buckets();
+  for (std::size_t index = 0; index < count; ++index) {
     const auto bucket = (*core_)->bucket(index);
     buckets.emplace_back(bucket.params.begin(), bucket.params.end());
-    end = bucket.num_buckets;
   }
   return buckets;
 }

@@ -2,7 +2,7 @@
 
 use smd_core::session::attempt;
 
-use crate::guard::{Report, guard};
+use crate::guard::{Report, guard, guard_or};
 
 /// A step that has begun.
 pub struct Attempt(attempt::Attempt);
@@ -13,18 +13,10 @@ pub fn begin_step() -> Result<Box<Attempt>, Report> {
 
 impl Attempt {
     pub fn end(&self) {
-        self.say(attempt::Attempt::end);
+        guard_or((), || self.0.end());
     }
 
     pub fn fail(&self) {
-        self.say(attempt::Attempt::fail);
-    }
-
-    fn say(&self, what: fn(&attempt::Attempt)) {
-        // Called where nobody can be told of an error.
-        let _ = guard(|| {
-            what(&self.0);
-            Ok(())
-        });
+        guard_or((), || self.0.fail());
     }
 }

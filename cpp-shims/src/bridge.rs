@@ -408,9 +408,9 @@ mod ffi {
         /// Makes ready for operations on a CUDA device; the first one would do so otherwise. All members call it.
         fn connect_device(self: &Membership, device: u16) -> Result<()>;
         /// Its communicator.
-        fn group(self: &Membership) -> u64;
+        fn group(self: &Membership) -> Result<u64>;
         /// Its members' global ranks.
-        fn ranks(self: &Membership) -> Vec<usize>;
+        fn ranks(self: &Membership) -> Result<Vec<usize>>;
         /// Operations under way and all later ones fail.
         fn close(self: &Membership);
     }
@@ -430,7 +430,7 @@ mod ffi {
         /// Chooses anew, between backwards. Collective.
         fn configure(self: &Reducer, options: &ReducerOptions) -> Result<()>;
         /// The reducer's own communicator.
-        fn group(self: &Reducer) -> u64;
+        fn group(self: &Reducer) -> Result<u64>;
         /// Returns when the communicator may be used for something else, between backwards.
         fn await_step(self: &Reducer) -> Result<()>;
         /// Begins a backward that is to be reduced, if `sync`; false if its gradients stay local.
@@ -441,13 +441,13 @@ mod ffi {
         /// Whether the session that it belongs to is the one in force.
         fn is_current(self: &Reducer) -> bool;
         /// Takes note of a gradient that stays local.
-        fn note_local(self: &Reducer, param: usize);
+        fn note_local(self: &Reducer, param: usize) -> Result<()>;
         /// In a static graph: takes note of a part of a gradient; true if it is the last.
         fn accumulated(self: &Reducer, param: usize) -> Result<bool>;
         /// Whether a gradient lies where it belongs; `ptr` is not read.
-        unsafe fn is_slot(self: &Reducer, param: usize, ptr: *const u8) -> bool;
+        unsafe fn is_slot(self: &Reducer, param: usize, ptr: *const u8) -> Result<bool>;
         /// A slot of a parameter, unless tensors hold all of them.
-        fn take_slot(self: &Reducer, param: usize) -> Box<SlotLease>;
+        fn take_slot(self: &Reducer, param: usize) -> Result<Box<SlotLease>>;
         /// A backward begins on a thread whose allocator calls `lend`.
         fn start_lending(self: &Reducer);
         /// A slot for a tensor of `bytes` bytes that is likely to become a gradient.
@@ -455,19 +455,21 @@ mod ffi {
         /// The last `lend` held nothing, and the tensor was made at `ptr`, which is not read.
         unsafe fn lent_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
         /// The gradient of a parameter was made at `ptr`, which is not read, and not in its slot.
-        unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8);
+        unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8) -> Result<()>;
         /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`. Returns the buckets that
         /// the caller reduces now, if it does.
         ///
         /// # Safety
         /// The bytes stay valid and untouched until `finish` or `abandon` returns.
         unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<Buckets>;
-        /// Describes a bucket.
-        fn bucket(self: &Reducer, index: usize) -> BucketPlan;
+        /// Buckets of the plan in force; none if all gradients are sparse.
+        fn num_buckets(self: &Reducer) -> Result<usize>;
+        /// Describes a bucket; throws if there is no such bucket.
+        fn bucket(self: &Reducer, index: usize) -> Result<BucketPlan>;
         /// Where the slots are; nowhere on a device.
-        fn arena(self: &Reducer) -> Box<Arena>;
+        fn arena(self: &Reducer) -> Result<Box<Arena>>;
         /// Tells the plan in force from every other one of this process.
-        fn plan_number(self: &Reducer) -> u64;
+        fn plan_number(self: &Reducer) -> Result<u64>;
         /// Packs a bucket on a device and has it reduced in the stream `communication`.
         ///
         /// # Safety
@@ -479,9 +481,9 @@ mod ffi {
         /// It is a stream of the device that buckets are on.
         unsafe fn follow(self: &Reducer, stream: usize) -> Result<()>;
         /// The caller has reduced a bucket.
-        fn reduced_by_caller(self: &Reducer);
+        fn reduced_by_caller(self: &Reducer) -> Result<()>;
         /// Parameters without a gradient in this backward so far.
-        fn missing(self: &Reducer) -> Vec<usize>;
+        fn missing(self: &Reducer) -> Result<Vec<usize>>;
         /// The same in the order in which they get a stand-in, or an error if they must have a gradient.
         fn stand_ins(self: &Reducer, frozen: &[usize]) -> Result<Vec<usize>>;
         /// Waits until everything is reduced; for each parameter whether any rank used it, where this is tracked.
@@ -497,7 +499,7 @@ mod ffi {
         /// Whether `verdict` waits no longer.
         fn is_decided(self: &Ballot) -> bool;
         /// After the verdict `Make`: what `start_reducer` takes.
-        fn token(self: &Ballot) -> u64;
+        fn token(self: &Ballot) -> Result<u64>;
         /// A reducer that a thread of the core makes (`smd_core::session::making`).
         type Making;
         /// As `new_reducer`, for rounds; waits for nobody. `order` is that in which gradients came.
@@ -512,9 +514,9 @@ mod ffi {
         /// Once it is done.
         fn take(self: &Making) -> Result<Box<Reducer>>;
         /// What the last reduced step did.
-        fn record(self: &Reducer) -> StepRecord;
+        fn record(self: &Reducer) -> Result<StepRecord>;
         /// The buckets, one a line.
-        fn describe_plan(self: &Reducer) -> String;
+        fn describe_plan(self: &Reducer) -> Result<String>;
 
         /// First byte; null if the lease holds nothing.
         fn ptr(self: &SlotLease) -> *mut u8;
@@ -522,12 +524,12 @@ mod ffi {
         ///
         /// # Safety
         /// As many bytes as the slot has are readable at `from`.
-        unsafe fn fill(self: &mut SlotLease, from: *const u8);
+        unsafe fn fill(self: &mut SlotLease, from: *const u8) -> Result<()>;
         /// Fills the slot with zeros.
-        fn zero(self: &mut SlotLease);
+        fn zero(self: &mut SlotLease) -> Result<()>;
 
         /// The byte at an offset.
-        fn at(self: &Arena, offset_bytes: usize) -> *mut u8;
+        fn at(self: &Arena, offset_bytes: usize) -> Result<*mut u8>;
     }
 
     // Gradients of graphs; `smd_core::reducer::arrival` says more. Functions may be called on any thread.
@@ -538,7 +540,7 @@ mod ffi {
         /// The plan that the process drew under this number.
         fn find_plan(number: i64) -> Result<Box<GradientPlan>>;
         /// The same plan.
-        fn share(self: &GradientPlan) -> Box<GradientPlan>;
+        fn share(self: &GradientPlan) -> Result<Box<GradientPlan>>;
         /// Bytes of a parameter; throws if there is no such parameter.
         fn param_bytes(self: &GradientPlan, param: usize) -> Result<usize>;
         /// Its name.

@@ -15,7 +15,7 @@ use smd_core::world::monitor;
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
-use crate::guard::{Report, guard};
+use crate::guard::{Report, guard, guard_or};
 
 // SAFETY: the header demands that `done` and the destructor may run on any thread.
 unsafe impl Send for ffi::Completion {}
@@ -204,8 +204,8 @@ pub struct Asked(negotiation::Asked);
 
 impl Asked {
     pub fn drive(&self) -> bool {
-        // A panic ends the negotiation, and is told by the operation.
-        self.0.drive()
+        // A panic ends the negotiation, and the operation reports it.
+        guard_or(false, || self.0.drive())
     }
 }
 
@@ -340,7 +340,7 @@ pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
 }
 
 pub fn raise_later() -> bool {
-    monitor::raise_later()
+    guard_or(false, monitor::raise_later)
 }
 
 pub fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {

@@ -1,8 +1,9 @@
 //! What PyTorch's and TensorFlow's shims see of the core.
 //!
 //! - BRG-1: `bridge.rs` is the only `cxx::bridge` of the project and holds signatures, no logic.
-//! - BRG-2: every exported function runs inside `guard.rs`: nothing unwinds into C++, and an error crosses as
-//!   `Error::report()`, unchanged.
+//! - BRG-2: every exported function, and the end of every exported type that has one, runs inside `guard.rs`: nothing
+//!   unwinds into C++, and an error crosses as `Error::report()`, unchanged.
+//! - BRG-4: an index that C++ passes is checked before it is used.
 //! - BRG-3: memory that a call describes belongs to the caller until the call returns (`run`) or its
 //!   completion is called (`submit`). A completion is called exactly once, whatever happens.
 //!

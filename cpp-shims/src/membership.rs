@@ -9,7 +9,7 @@ use smd_core::session::membership;
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
-use crate::guard::{Report, guard};
+use crate::guard::{Report, guard, guard_or};
 
 /// A process group of a framework.
 pub struct Membership(membership::Membership);
@@ -75,19 +75,15 @@ impl Membership {
         guard(|| self.0.communicator().connect_device(device))
     }
 
-    pub fn group(&self) -> u64 {
-        self.0.communicator().id()
+    pub fn group(&self) -> Result<u64, Report> {
+        guard(|| Ok(self.0.communicator().id()))
     }
 
-    pub fn ranks(&self) -> Vec<usize> {
-        self.0.communicator().members().ranks.to_vec()
+    pub fn ranks(&self) -> Result<Vec<usize>, Report> {
+        guard(|| Ok(self.0.communicator().members().ranks.to_vec()))
     }
 
     pub fn close(&self) {
-        // Called from destructors, which have nobody to tell.
-        let _ = guard(|| {
-            self.0.close();
-            Ok(())
-        });
+        guard_or((), || self.0.close());
     }
 }

@@ -12,7 +12,7 @@ use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
 use crate::calls::tensor;
-use crate::guard::{Report, guard};
+use crate::guard::{Report, guard, guard_or};
 use crate::reducer::SlotLease;
 
 /// A blueprint; its reducer belongs to whatever session runs when gradients come.
@@ -58,57 +58,63 @@ pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
 }
 
 pub fn lend(bytes: usize, maker: usize) -> Box<SlotLease> {
-    let session = session::current("the reduction of gradients").ok();
-    Box::new(SlotLease(session.and_then(|session| session.lend(bytes, maker))))
+    guard_or(Box::new(SlotLease(None)), || {
+        let session = session::current("the reduction of gradients").ok();
+        Box::new(SlotLease(session.and_then(|session| session.lend(bytes, maker))))
+    })
 }
 
 /// # Safety
 /// See the bridge.
 pub unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8) {
-    if let Ok(session) = session::current("the reduction of gradients") {
-        session.lent_elsewhere(bytes, maker, ptr);
-    }
+    guard_or((), || {
+        if let Ok(session) = session::current("the reduction of gradients") {
+            session.lent_elsewhere(bytes, maker, ptr);
+        }
+    });
 }
 
 impl GradientPlan {
-    pub fn share(&self) -> Box<GradientPlan> {
-        Box::new(GradientPlan { number: self.number, blueprint: Arc::clone(&self.blueprint) })
+    pub fn share(&self) -> Result<Box<GradientPlan>, Report> {
+        guard(|| Ok(Box::new(GradientPlan { number: self.number, blueprint: Arc::clone(&self.blueprint) })))
     }
 
     pub fn param_bytes(&self, param: usize) -> Result<usize, Report> {
-        guard(|| {
-            let params = self.params();
-            let spec = params.get(param).ok_or_else(|| {
-                Error::InvalidArgument(format!(
-                    "plan {} has {} parameters, and none {param}",
-                    self.number,
-                    params.len()
-                ))
-            })?;
-            Ok(spec.bytes())
-        })
+        guard(|| Ok(self.spec(param)?.bytes()))
     }
 
     pub fn param_name(&self, param: usize) -> String {
-        self.params().get(param).map(|spec| spec.name.clone()).unwrap_or_default()
+        guard_or(String::new(), || self.spec(param).map(|spec| spec.name.clone()).unwrap_or_default())
+    }
+
+    /// BRG-4.
+    fn spec(&self, param: usize) -> Result<&ParamSpec> {
+        let params = &self.blueprint.description.params;
+        params.get(param).ok_or_else(|| {
+            Error::InvalidArgument(format!("plan {} has {} parameters, and none {param}", self.number, params.len()))
+        })
     }
 
     /// # Safety
     /// See the bridge.
     pub unsafe fn take_slot(&self, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease> {
-        let session = session::current("the reduction of gradients").ok();
-        let bytes = self.params()[param].bytes();
-        Box::new(SlotLease(session.and_then(|session| session.take_slot(self.gradient(param), bytes, ptr, learn))))
+        guard_or(Box::new(SlotLease(None)), || {
+            let session = session::current("the reduction of gradients").ok();
+            // Without a slot the gradient stays where it is, and `arrive` says that there is no such parameter.
+            let bytes = self.spec(param).map(ParamSpec::bytes).ok();
+            let lease = session
+                .zip(bytes)
+                .and_then(|(session, bytes)| session.take_slot(self.gradient(param), bytes, ptr, learn));
+            Box::new(SlotLease(lease))
+        })
     }
 
     pub fn lent_in_vain(&self, param: usize) {
-        if let Ok(session) = session::current("the reduction of gradients") {
-            session.lent_in_vain(self.gradient(param), self.params()[param].bytes());
-        }
-    }
-
-    fn params(&self) -> &[ParamSpec] {
-        &self.blueprint.description.params
+        guard_or((), || {
+            if let (Ok(session), Ok(spec)) = (session::current("the reduction of gradients"), self.spec(param)) {
+                session.lent_in_vain(self.gradient(param), spec.bytes());
+            }
+        });
     }
 
     fn gradient(&self, param: usize) -> Gradient {
@@ -127,6 +133,7 @@ impl GradientPlan {
         position: usize,
     ) -> Result<(), Report> {
         guard(|| {
+            self.spec(param)?;
             let giver = Arc::new(Giver(giver));
             // SAFETY: the caller's promise.
             let data = unsafe { tensor(data) }?;
@@ -138,12 +145,11 @@ impl GradientPlan {
 
     pub fn ended(&self, execution: &ffi::Execution) {
         // Called while an execution ends, which has nobody else to tell.
-        let _ = guard(|| {
-            let session = session::current("the reduction of gradients")?;
-            if let Some(arrivals) = session.find_arrivals(self.number) {
+        guard_or((), || {
+            let session = session::current("the reduction of gradients").ok();
+            if let Some(arrivals) = session.and_then(|session| session.find_arrivals(self.number)) {
                 arrivals.ended(execution.into());
             }
-            Ok(())
         });
     }
 }

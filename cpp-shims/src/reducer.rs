@@ -11,7 +11,7 @@ use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
 use crate::calls::{dtype, tensor};
-use crate::guard::{Report, guard};
+use crate::guard::{Report, guard, guard_or};
 
 /// A reducer with a group of its own, so that its operations keep their order whatever else the script does.
 pub struct Reducer {
@@ -57,11 +57,12 @@ impl Ballot {
     }
 
     pub fn is_decided(&self) -> bool {
-        self.0.is_decided()
+        // `verdict` reports what went wrong.
+        guard_or(true, || self.0.is_decided())
     }
 
-    pub fn token(&self) -> u64 {
-        self.0.token()
+    pub fn token(&self) -> Result<u64, Report> {
+        guard(|| Ok(self.0.token()))
     }
 }
 
@@ -81,7 +82,8 @@ pub fn start_reducer(
 
 impl Making {
     pub fn is_done(&self) -> bool {
-        self.0.is_done()
+        // `take` reports what went wrong.
+        guard_or(true, || self.0.is_done())
     }
 
     pub fn take(&self) -> Result<Box<Reducer>, Report> {
@@ -146,8 +148,10 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
 
 impl Drop for Reducer {
     fn drop(&mut self) {
-        // The group is gone already after `shutdown()`.
-        let _ = self.session.remove_group(self.inner.communicator().id());
+        guard_or((), || {
+            // The group is gone already after `shutdown()`.
+            let _ = self.session.remove_group(self.inner.communicator().id());
+        });
     }
 }
 
@@ -156,8 +160,17 @@ impl Reducer {
         guard(|| self.inner.configure(read_options(options)?))
     }
 
-    pub fn group(&self) -> u64 {
-        self.inner.communicator().id()
+    pub fn group(&self) -> Result<u64, Report> {
+        guard(|| Ok(self.inner.communicator().id()))
+    }
+
+    /// BRG-4.
+    fn check(&self, param: usize) -> Result<usize> {
+        let count = self.inner.params().len();
+        if param < count {
+            return Ok(param);
+        }
+        Err(Error::InvalidArgument(format!("the reducer has {count} parameters, and none {param}")))
     }
 
     pub fn await_step(&self) -> Result<(), Report> {
@@ -176,79 +189,97 @@ impl Reducer {
     }
 
     pub fn is_current(&self) -> bool {
-        session::current("a reducer").is_ok_and(|session| Arc::ptr_eq(&session, &self.session))
+        guard_or(false, || session::current("a reducer").is_ok_and(|session| Arc::ptr_eq(&session, &self.session)))
     }
 
-    pub fn note_local(&self, param: usize) {
-        self.inner.note_local(param);
+    pub fn note_local(&self, param: usize) -> Result<(), Report> {
+        guard(|| {
+            self.inner.note_local(self.check(param)?);
+            Ok(())
+        })
     }
 
     pub fn accumulated(&self, param: usize) -> Result<bool, Report> {
-        guard(|| self.inner.accumulated(param))
+        guard(|| self.inner.accumulated(self.check(param)?))
     }
 
-    pub fn is_slot(&self, param: usize, ptr: *const u8) -> bool {
-        self.inner.is_slot(param, ptr)
+    pub fn is_slot(&self, param: usize, ptr: *const u8) -> Result<bool, Report> {
+        guard(|| Ok(self.inner.is_slot(self.check(param)?, ptr)))
     }
 
-    pub fn take_slot(&self, param: usize) -> Box<SlotLease> {
-        Box::new(SlotLease(self.inner.take_slot(param)))
+    pub fn take_slot(&self, param: usize) -> Result<Box<SlotLease>, Report> {
+        guard(|| Ok(Box::new(SlotLease(self.inner.take_slot(self.check(param)?)))))
     }
 
     pub fn lend(&self, bytes: usize) -> Box<SlotLease> {
-        Box::new(SlotLease(self.inner.lend(bytes)))
+        guard_or(Box::new(SlotLease(None)), || Box::new(SlotLease(self.inner.lend(bytes))))
     }
 
     pub fn start_lending(&self) {
-        self.inner.start_lending();
+        guard_or((), || self.inner.start_lending());
     }
 
     pub fn lent_elsewhere(&self, bytes: usize, ptr: *const u8) {
-        self.inner.lent_elsewhere(bytes, ptr);
+        guard_or((), || self.inner.lent_elsewhere(bytes, ptr));
     }
 
-    pub fn observe(&self, param: usize, ptr: *const u8) {
-        self.inner.observe(param, ptr);
+    pub fn observe(&self, param: usize, ptr: *const u8) -> Result<(), Report> {
+        guard(|| {
+            self.inner.observe(self.check(param)?, ptr);
+            Ok(())
+        })
     }
 
     /// # Safety
     /// See the bridge.
     pub unsafe fn mark_ready(&self, param: usize, ptr: *mut u8, used: bool) -> Result<ffi::Buckets, Report> {
         guard(|| {
+            let param = self.check(param)?;
             // SAFETY: the caller's promise.
             let range = unsafe { self.inner.mark_ready(param, ptr, used) }?;
             Ok(ffi::Buckets { begin: range.start, end: range.end })
         })
     }
 
-    pub fn bucket(&self, index: usize) -> ffi::BucketPlan {
-        let plan = self.inner.plan();
-        let bucket = &plan.buckets()[index];
-        let size = bucket.dtype.size();
-        ffi::BucketPlan {
-            offset_bytes: bucket.offset_bytes,
-            elems: bucket.elems(),
-            dtype: bucket.dtype.into(),
-            wire: self.inner.options().wire_dtype(bucket.dtype).into(),
-            params: bucket.slots.iter().map(|slot| slot.param).collect(),
-            starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
-            apart: bucket.slots.iter().map(|slot| slot.apart).collect(),
-            num_buckets: plan.buckets().len(),
-        }
+    pub fn num_buckets(&self) -> Result<usize, Report> {
+        guard(|| Ok(self.inner.plan().buckets().len()))
     }
 
-    pub fn arena(&self) -> Box<Arena> {
-        Box::new(Arena(self.inner.arena()))
+    pub fn bucket(&self, index: usize) -> Result<ffi::BucketPlan, Report> {
+        guard(|| {
+            let plan = self.inner.plan();
+            // BRG-4.
+            let bucket = plan.buckets().get(index).ok_or_else(|| no_bucket(index, plan.buckets().len()))?;
+            let size = bucket.dtype.size();
+            Ok(ffi::BucketPlan {
+                offset_bytes: bucket.offset_bytes,
+                elems: bucket.elems(),
+                dtype: bucket.dtype.into(),
+                wire: self.inner.options().wire_dtype(bucket.dtype).into(),
+                params: bucket.slots.iter().map(|slot| slot.param).collect(),
+                starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
+                apart: bucket.slots.iter().map(|slot| slot.apart).collect(),
+                num_buckets: plan.buckets().len(),
+            })
+        })
     }
 
-    pub fn plan_number(&self) -> u64 {
-        self.inner.plan_number()
+    pub fn arena(&self) -> Result<Box<Arena>, Report> {
+        guard(|| Ok(Box::new(Arena(self.inner.arena()))))
+    }
+
+    pub fn plan_number(&self) -> Result<u64, Report> {
+        guard(|| Ok(self.inner.plan_number()))
     }
 
     /// # Safety
     /// See the bridge.
     pub unsafe fn launch(&self, index: usize, bucket: &ffi::DeviceBucket, communication: usize) -> Result<(), Report> {
         guard(|| {
+            let num_buckets = self.inner.plan().buckets().len();
+            if index >= num_buckets {
+                return Err(no_bucket(index, num_buckets));
+            }
             let pieces: Vec<Piece> = (bucket.pieces.iter())
                 .map(|piece| Piece { tensor: piece.ptr as u64, offset: piece.start, elems: piece.elems })
                 .collect();
@@ -270,16 +301,22 @@ impl Reducer {
         guard(|| unsafe { self.inner.follow(stream) })
     }
 
-    pub fn reduced_by_caller(&self) {
-        self.inner.reduced_by_caller();
+    pub fn reduced_by_caller(&self) -> Result<(), Report> {
+        guard(|| {
+            self.inner.reduced_by_caller();
+            Ok(())
+        })
     }
 
-    pub fn missing(&self) -> Vec<usize> {
-        self.inner.missing()
+    pub fn missing(&self) -> Result<Vec<usize>, Report> {
+        guard(|| Ok(self.inner.missing()))
     }
 
     pub fn stand_ins(&self, frozen: &[usize]) -> Result<Vec<usize>, Report> {
-        guard(|| self.inner.stand_ins(frozen))
+        guard(|| {
+            frozen.iter().try_for_each(|param| self.check(*param).map(drop))?;
+            self.inner.stand_ins(frozen)
+        })
     }
 
     pub fn finish(&self) -> Result<Vec<u8>, Report> {
@@ -291,46 +328,55 @@ impl Reducer {
 
     pub fn abandon(&self, message: &str, more_follows: bool) {
         // Called from a destructor, which has nobody to tell; a panic closes the group, which the next call says.
-        let _ = guard(|| {
-            self.inner.abandon(message, more_follows);
-            Ok(())
-        });
+        guard_or((), || self.inner.abandon(message, more_follows));
     }
 
-    pub fn record(&self) -> ffi::StepRecord {
-        let reducer::Record { order, communication_start, communication_end, rebuilt, unused_bytes } =
-            self.inner.record();
-        ffi::StepRecord { order, communication_start, communication_end, rebuilt, unused_bytes }
+    pub fn record(&self) -> Result<ffi::StepRecord, Report> {
+        guard(|| {
+            let reducer::Record { order, communication_start, communication_end, rebuilt, unused_bytes } =
+                self.inner.record();
+            Ok(ffi::StepRecord { order, communication_start, communication_end, rebuilt, unused_bytes })
+        })
     }
 
-    pub fn describe_plan(&self) -> String {
-        reducer::plan::describe(&self.inner.plan(), self.inner.params())
+    pub fn describe_plan(&self) -> Result<String, Report> {
+        guard(|| Ok(reducer::plan::describe(&self.inner.plan(), self.inner.params())))
     }
+}
+
+fn no_bucket(index: usize, count: usize) -> Error {
+    Error::InvalidArgument(format!("the plan has {count} buckets, and none {index}"))
 }
 
 impl SlotLease {
     pub fn ptr(&self) -> *mut u8 {
-        self.0.as_ref().map_or(std::ptr::null_mut(), reducer::SlotLease::ptr)
+        guard_or(std::ptr::null_mut(), || self.0.as_ref().map_or(std::ptr::null_mut(), reducer::SlotLease::ptr))
     }
 
     /// # Safety
     /// See the bridge.
-    pub unsafe fn fill(&mut self, from: *const u8) {
-        if let Some(lease) = &mut self.0 {
-            // SAFETY: the caller's promise.
-            unsafe { lease.fill(from) }
-        }
+    pub unsafe fn fill(&mut self, from: *const u8) -> Result<(), Report> {
+        guard(|| {
+            if let Some(lease) = &mut self.0 {
+                // SAFETY: the caller's promise.
+                unsafe { lease.fill(from) }
+            }
+            Ok(())
+        })
     }
 
-    pub fn zero(&mut self) {
-        if let Some(lease) = &mut self.0 {
-            lease.zero();
-        }
+    pub fn zero(&mut self) -> Result<(), Report> {
+        guard(|| {
+            if let Some(lease) = &mut self.0 {
+                lease.zero();
+            }
+            Ok(())
+        })
     }
 }
 
 impl Arena {
-    pub fn at(&self, offset_bytes: usize) -> *mut u8 {
-        self.0.as_ref().map_or(std::ptr::null_mut(), |arena| arena.at(offset_bytes))
+    pub fn at(&self, offset_bytes: usize) -> Result<*mut u8, Report> {
+        guard(|| Ok(self.0.as_ref().map_or(std::ptr::null_mut(), |arena| arena.at(offset_bytes))))
     }
 }

@@ -190,6 +190,17 @@ impl Error {
         Error::Internal(text.unwrap_or("a panic without a message").to_owned())
     }
 
+    /// What `work`, all of a thread's, panics with, if it does; the thread's log has it.
+    pub(crate) fn of_thread(name: &str, work: impl FnOnce()) -> Option<Self> {
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).err()?;
+        let error = match Self::from_panic(&*panic) {
+            Error::Internal(text) => Error::Internal(format!("the thread {name} panicked: {text}")),
+            other => other,
+        };
+        tracing::error!("{error}");
+        Some(error)
+    }
+
     /// The stable code.
     pub fn code(&self) -> Code {
         match self {

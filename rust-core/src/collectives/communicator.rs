@@ -14,9 +14,14 @@
 //! - COM-6: a batch takes one place in the order and runs its collectives one after the other, small ones together (see
 //!   `batch`). The first failure ends it: members that agree see it at the same operation, so they leave the batch at
 //!   the same place. A member that cannot take part fails the whole batch with one [`Communicator::fail_next`].
+//! - COM-7: a panic ends no thread of the group. A panic inside an operation breaks the group (COM-5). After a panic in a
+//!   completion the members still agree on their place, so the group is *spoiled*: every later operation ends at once on
+//!   this member with the panic's text, and on the others as after [`Communicator::fail_next`].
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
@@ -63,6 +68,8 @@ struct Shared {
     closed: Arc<OnceLock<String>>,
     /// COM-5.
     broken: OnceLock<Error>,
+    /// COM-7.
+    spoiled: Arc<OnceLock<Error>>,
     /// The last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     publisher: Publisher,
@@ -96,7 +103,8 @@ impl Communicator {
     /// job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
-        let courier = Courier::new(id, transport.clone(), monitor.clone(), timeout, closed.clone());
+        let spoiled = Arc::new(OnceLock::new());
+        let courier = Courier::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
         let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
         let shared = Arc::new(Shared {
             id,
@@ -108,6 +116,7 @@ impl Communicator {
             changed: Condvar::new(),
             closed,
             broken: OnceLock::new(),
+            spoiled,
             unsettled: AtomicBool::new(false),
             publisher: Publisher::default(),
             made: Instant::now(),
@@ -217,7 +226,7 @@ impl Communicator {
     /// `watch` hears of phases.
     pub fn try_run_batch(&self, requests: &[Request], watch: Option<&dyn Watch>) -> Option<Result<()>> {
         let _turn = self.shared.turn_if_idle()?;
-        Some(self.shared.batch(requests, None, watch))
+        Some(self.shared.attempt(|| self.shared.batch(requests, None, watch)))
     }
 
     /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed. On CUDA tensors,
@@ -363,20 +372,27 @@ impl Drop for Communicator {
     }
 }
 
+/// Takes note of a panic in a completion of group `id` (COM-7).
+pub(super) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
+    let error = match Error::from_panic(panic) {
+        Error::Internal(text) => Error::Internal(format!("a completion of group {id} panicked: {text}")),
+        other => other,
+    };
+    tracing::error!("{error}");
+    let _ = spoiled.set(error);
+}
+
 /// A view of numbers in host memory, for operations that have ended before these are used again.
 fn numbers(values: &mut [i64]) -> Result<TensorView> {
     // SAFETY: callers keep the values, untouched, while `Communicator::run`, which blocks, uses the view.
     unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Int64, Device::Cpu, 0) }
 }
 
-/// Gives the turn back, also when the operation panics.
+/// Gives the turn back.
 struct Turn<'a>(&'a Shared);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            let _ = self.0.broken.set(Error::Internal("an operation of this group panicked".into()));
-        }
         let mut turns = self.0.turns.lock();
         turns.busy = false;
         if !turns.queue.is_empty() || self.0.closed.get().is_some() {
@@ -389,7 +405,7 @@ impl Shared {
     /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
     fn run(self: &Arc<Self>, job: impl FnOnce() -> Job, now: impl FnOnce() -> Result<()>) -> Result<()> {
         if let Some(_turn) = self.turn_if_idle() {
-            return now();
+            return self.attempt(now);
         }
         let (sender, receiver) = std::sync::mpsc::channel();
         // The receiver is there: this function waits for it.
@@ -453,7 +469,7 @@ impl Shared {
     /// Runs a job whose turn it is.
     fn execute(&self, job: &Job, done: Done) {
         let turn = Turn(self);
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match job {
+        let outcome = self.attempt(|| match job {
             Job::Run(request, timeout) if cuda::is_on_device(request) => {
                 self.rows_on_device(request, *timeout).map(Some)
             }
@@ -462,13 +478,29 @@ impl Shared {
             Job::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
             Job::Fail(message) => self.fail(message).map(|()| None),
             Job::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
-        }));
+        });
         drop(turn);
-        match outcome.unwrap_or_else(|_| Err(self.panicked())) {
-            Ok(None) => done(Ok(None)),
+        match outcome {
+            Ok(None) => self.complete(done, Ok(None)),
             Ok(Some(flying)) => flying.then(done),
-            Err(error) => done(Err(error)),
+            Err(error) => self.complete(done, Err(error)),
         }
+    }
+
+    /// Calls a completion (COM-7).
+    fn complete(&self, done: Done, result: Result<Option<usize>>) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
+            spoil(&self.spoiled, self.id, &*panic);
+        }
+    }
+
+    /// What `operation` gives; a panic in it breaks the group (COM-7).
+    fn attempt<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
+        catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
+            let error = Error::from_panic(&*panic);
+            let _ = self.broken.set(error.clone());
+            Err(error)
+        })
     }
 
     /// Queues operations on CUDA tensors: on this thread, if nothing is before them (COM-1) and no member is waited for.
@@ -483,12 +515,6 @@ impl Shared {
         turns.busy = true;
         drop(turns);
         self.execute(&job, done);
-    }
-
-    fn panicked(&self) -> Error {
-        let error = Error::Internal("an operation of this group panicked".into());
-        let _ = self.broken.set(error.clone());
-        error
     }
 
     fn collective(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
@@ -640,6 +666,10 @@ impl Shared {
             Some(error) => {
                 return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
             }
+        }
+        if let Some(error) = self.spoiled.get().filter(|_| !matches!(call.kind, Kind::Poison)) {
+            self.fail(&error.to_string())?;
+            return Err(error.clone());
         }
         let start = Instant::now();
         let during = || call.to_string();

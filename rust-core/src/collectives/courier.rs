@@ -1,6 +1,7 @@
 //! Messages between pairs: blocking ones on the caller's thread, asynchronous ones on a thread of their own, which
 //! the first of them starts. All are under way at once (TRA-1).
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::Request;
-use super::communicator::Done;
+use super::communicator::{Done, spoil};
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
@@ -34,6 +35,8 @@ struct Shared {
     monitor: Arc<Monitor>,
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
+    /// COM-7.
+    spoiled: Arc<OnceLock<Error>>,
     state: Mutex<State>,
     changed: Condvar,
     roll_calls: AtomicU32,
@@ -64,9 +67,11 @@ impl Courier {
         monitor: Arc<Monitor>,
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
+        spoiled: Arc<OnceLock<Error>>,
     ) -> Self {
         let (state, changed, roll_calls, next_question) = Default::default();
-        let shared = Shared { id, transport, monitor, timeout, closed, state, changed, roll_calls, next_question };
+        let shared =
+            Shared { id, transport, monitor, timeout, closed, spoiled, state, changed, roll_calls, next_question };
         Self { shared: Arc::new(shared) }
     }
 
@@ -153,6 +158,9 @@ impl Shared {
     fn post(&self, request: &Request) -> Result<Message> {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
+        }
+        if let Some(error) = self.spoiled.get() {
+            return Err(error.clone());
         }
         let size = self.transport.members().size();
         let check = |peer: Option<usize>, data: &TensorView| match (peer, data.device()) {
@@ -322,7 +330,12 @@ impl Shared {
             for one in pending {
                 match self.outcome(&one) {
                     None => waiting.push(one),
-                    Some(result) => (one.done)(result),
+                    Some(result) => {
+                        let done = one.done;
+                        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
+                            spoil(&self.spoiled, self.id, &*panic);
+                        }
+                    }
                 }
             }
             pending = waiting;
@@ -337,7 +350,10 @@ impl Shared {
             return Some(result.map(Some));
         }
         let during = || one.text.clone();
-        let error = self.wait(&during, one.start, one.timeout, &one.partners).check(|| one.partners.clone()).err()?;
+        let error = match self.spoiled.get() {
+            Some(error) => error.clone(),
+            None => self.wait(&during, one.start, one.timeout, &one.partners).check(|| one.partners.clone()).err()?,
+        };
         self.transport.progress();
         self.transport.cancel(&one.message);
         Some(one.message.poll().map_or(Err(error), |result| result.map(Some)))

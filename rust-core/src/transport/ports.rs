@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 
 use super::Members;
 use super::mailbox::Header;
+use crate::error::Error;
 use crate::world::{Departure, Monitor};
 
 /// Before the payload, on the wire: key of the group, receiver and sender in the group, header of the frame.
@@ -173,6 +174,14 @@ impl Ports {
             if let Some(arrivals) = arrivals.and_then(|arrivals| arrivals.upgrade()) {
                 arrivals.arrived();
             }
+        }
+    }
+
+    /// Runs all of the thread that moves the frames. If it panics, no frame comes any more: every wait of the groups that
+    /// have a port ends with the panic's text.
+    pub(super) fn serve(&self, name: &str, work: impl FnOnce()) {
+        if let Some(error) = Error::of_thread(name, work) {
+            self.monitors().iter().for_each(|monitor| monitor.close(&error.text()));
         }
     }
 

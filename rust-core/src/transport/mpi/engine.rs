@@ -123,7 +123,8 @@ impl Engine {
         });
         let thread = std::thread::Builder::new().name("smd-mpi".into());
         let own = shared.clone();
-        thread.spawn(move || own.work(wire)).map_err(|error| Error::io("starting a thread for MPI", error))?;
+        let work = move || own.ports.serve("smd-mpi", || own.work(wire));
+        thread.spawn(work).map_err(|error| Error::io("starting a thread for MPI", error))?;
         Ok(Arc::new(Self { shared }))
     }
 

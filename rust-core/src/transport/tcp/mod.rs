@@ -152,7 +152,9 @@ impl Network {
             waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
         });
         let service = service::Service::new(poll, listener, options, shared.clone())?;
-        let thread = std::thread::Builder::new().name("smd-tcp".into()).spawn(move || service.run()).map_err(io)?;
+        let own = shared.clone();
+        let work = move || own.ports.serve("smd-tcp", move || service.run());
+        let thread = std::thread::Builder::new().name("smd-tcp".into()).spawn(work).map_err(io)?;
         Ok(Arc::new(Self { shared, thread: Mutex::new(Some(thread)) }))
     }
 

@@ -161,7 +161,13 @@ impl Client {
         let thread = std::thread::Builder::new().name("smd-control".into());
         let (reader, guard) = (client.clone(), fork::Guard::new(&reading));
         let opener = Opener::new(keys.receive);
-        *client.reader.lock() = Some(thread.spawn(move || reader.read(guard, reading, opener)).map_err(io)?);
+        let work = move || {
+            // Without the thread nobody reports departures: every wait ends.
+            if let Some(error) = Error::of_thread("smd-control", || reader.read(guard, reading, opener)) {
+                reader.monitor.close(&error.text());
+            }
+        };
+        *client.reader.lock() = Some(thread.spawn(work).map_err(io)?);
         Ok(client)
     }
 
