@@ -1,7 +1,7 @@
 //! Matching of messages with receives, over a [`Link`] that carries small frames in order.
 //!
 //! A message of at most [`Link::payload_bytes`] travels at once in one frame and is kept at the receiver until
-//! somebody asks for it. A larger one asks first; its bytes travel when a receive with its tag is there:
+//! a receive takes it. A larger one asks first; its bytes travel when a receive with its tag is there:
 //!
 //! ```text
 //! sender    Ask{tag, bytes, id} -->              Part{slot, offset} --> Part ..
@@ -9,7 +9,13 @@
 //! ```
 //!
 //! - MBX-1: an arriving frame is always taken, whatever is posted: so no message blocks another (TRA-1).
-//! - MBX-2: `Eager` and `Ask` frames to one peer leave in the order of their posts, so equal tags stay in order.
+//! - MBX-2: `Eager` and `Ask` frames to one peer leave in the order of their posts, so equal tags stay in order. Frames
+//!   without a tag leave before both.
+//! - MBX-3: a send that is cancelled after its `Ask` withdraws it. The receiver forgets the announcement; a receive that
+//!   was matched with it waits again at its place in the order, for the next message with its tag.
+//! - MBX-4: a receiver keeps at most [`EAGER_LIMIT`] of each sender's messages that no receive has taken. The sender counts
+//!   what it has sent, and the receiver returns what receives took (`Credit`). A small message beyond that asks first like a
+//!   large one, so its send waits for the receive.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -29,16 +35,31 @@ pub(crate) enum FrameKind {
     Grant = 3,
     Refuse = 4,
     Part = 5,
+    Withdraw = 6,
+    Credit = 7,
+}
+
+/// See MBX-4; in bytes, with [`EAGER_OVERHEAD`] for each message.
+pub(crate) const EAGER_LIMIT: usize = 4 << 20;
+/// What a message costs the receiver beside its bytes, so that empty ones are bounded too.
+pub(crate) const EAGER_OVERHEAD: usize = 64;
+/// Credits are returned in pieces of this size: few frames, and the sender never lacks more.
+const CREDIT_BYTES: usize = EAGER_LIMIT / 8;
+
+/// What an eager message of `bytes` bytes counts as (MBX-4).
+fn eager_cost(bytes: usize) -> usize {
+    bytes.saturating_add(EAGER_OVERHEAD)
 }
 
 impl FrameKind {
     fn decode(value: u64) -> Option<Self> {
-        [Self::Eager, Self::Ask, Self::Grant, Self::Refuse, Self::Part].into_iter().find(|kind| *kind as u64 == value)
+        let all = [Self::Eager, Self::Ask, Self::Grant, Self::Refuse, Self::Part, Self::Withdraw, Self::Credit];
+        all.into_iter().find(|kind| *kind as u64 == value)
     }
 }
 
 /// The words before a frame's payload: `[kind, a, b, c, payload bytes]`, where a, b, c are
-/// Eager: tag; Ask: tag, bytes, id; Grant: id, slot; Refuse: id, bytes; Part: slot, offset.
+/// Eager: tag; Ask: tag, bytes, id; Grant: id, slot; Refuse: id, bytes; Part: slot, offset; Withdraw: id; Credit: bytes.
 pub(crate) type Header = [u64; 5];
 
 /// Carries frames between pairs, in order, without waiting.
@@ -117,6 +138,8 @@ struct Posted {
 struct Filling {
     recv: Posted,
     from: usize,
+    /// Of the sender's message.
+    id: u64,
     received: usize,
 }
 
@@ -133,8 +156,14 @@ struct Unexpected {
 
 #[derive(Default)]
 struct Peer {
-    /// Grants and refusals that wait for room.
+    /// Frames without a tag that wait for room.
     replies: VecDeque<Header>,
+    /// MBX-4: sent to the peer, and not known to be taken there.
+    eager_sent: usize,
+    /// MBX-4: came from the peer, and no receive has taken it.
+    eager_kept: usize,
+    /// Taken since the last credit to the peer.
+    eager_taken: usize,
     /// Posted, in order, not yet on the link.
     waiting: VecDeque<Outgoing>,
     /// Asked for, by id.
@@ -216,12 +245,14 @@ impl<L: Link> Mailbox<L> {
         while let Some(header) = peer.replies.front() {
             // SAFETY: replies have no payload.
             if !unsafe { self.link.push(to, *header, std::ptr::null()) } {
-                break;
+                // Nothing overtakes them: a withdrawal comes before the next try (MBX-2).
+                return;
             }
             peer.replies.pop_front();
         }
         while let Some(send) = peer.waiting.front() {
-            let eager = send.bytes <= payload_bytes;
+            let cost = eager_cost(send.bytes);
+            let eager = send.bytes <= payload_bytes && peer.eager_sent + cost <= EAGER_LIMIT;
             let header = match eager {
                 true => [FrameKind::Eager as u64, send.tag, 0, 0, send.bytes as u64],
                 false => [FrameKind::Ask as u64, send.tag, send.bytes as u64, send.message.0.id, 0],
@@ -232,6 +263,7 @@ impl<L: Link> Mailbox<L> {
             }
             let send = peer.waiting.pop_front().expect("it was at the front");
             if eager {
+                peer.eager_sent += cost;
                 send.message.complete(Ok(to));
                 *completed = true;
             } else {
@@ -266,6 +298,7 @@ impl<L: Link> Messages for Mailbox<L> {
                 unsafe { std::ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
             }
             message.complete(Ok(to));
+            // Its own memory: MBX-4 is about that of others.
             state.arrive(to, tag, Body::Eager(copy), &self.members);
         } else {
             state.peers[to].waiting.push_back(Outgoing { message: message.clone(), tag, data, bytes });
@@ -280,7 +313,12 @@ impl<L: Link> Messages for Mailbox<L> {
         let recv = Posted { message: message.clone(), from, tag, data, bytes };
         let found = state.unexpected.iter().position(|it| it.tag == tag && from.is_none_or(|from| from == it.from));
         match found.and_then(|at| state.unexpected.remove(at)) {
-            Some(arrived) => state.deliver(recv, arrived.from, arrived.body, &self.members),
+            Some(arrived) => {
+                if let Body::Eager(bytes) = &arrived.body {
+                    state.note_taken(arrived.from, bytes.len(), &self.members);
+                }
+                state.deliver(recv, arrived.from, arrived.body, &self.members);
+            }
             None => state.posted.push_back(recv),
         }
         self.advance(&mut state);
@@ -294,9 +332,14 @@ impl<L: Link> Messages for Mailbox<L> {
         state.filling.remove(&id);
         for peer in &mut state.peers {
             peer.waiting.retain(|it| it.message.0.id != id);
-            peer.asked.remove(&id);
+            let streaming = peer.streams.iter().any(|it| it.send.message.0.id == id);
             peer.streams.retain(|it| it.send.message.0.id != id);
+            if peer.asked.remove(&id).is_some() || streaming {
+                // MBX-3.
+                peer.replies.push_back([FrameKind::Withdraw as u64, id, 0, 0, 0]);
+            }
         }
+        self.advance(&mut state);
     }
 
     fn progress(&self) {
@@ -338,15 +381,24 @@ impl State {
         let length = usize::try_from(length).unwrap_or(usize::MAX).min(payload_bytes);
         match FrameKind::decode(kind) {
             Some(FrameKind::Eager) => {
+                let cost = eager_cost(length);
                 if let Some(recv) = self.claim(from, a) {
+                    self.peers[from].eager_kept += cost;
+                    self.note_taken(from, length, members);
                     // SAFETY: forwarded from the caller; `length` is at most `payload_bytes`.
                     unsafe { self.finish(recv, from, payload, length, members) };
-                } else {
+                } else if self.peers[from].eager_kept + cost <= EAGER_LIMIT {
+                    self.peers[from].eager_kept += cost;
                     let mut copy = vec![0; length];
                     // SAFETY: `length` is at most `payload_bytes`, and the copy has that length.
                     unsafe { std::ptr::copy_nonoverlapping(payload, copy.as_mut_ptr(), length) };
                     self.unexpected.push_back(Unexpected { from, tag: a, body: Body::Eager(copy) });
                 }
+            }
+            Some(FrameKind::Withdraw) => self.withdraw(from, a, members),
+            Some(FrameKind::Credit) => {
+                let sent = &mut self.peers[from].eager_sent;
+                *sent = sent.saturating_sub(usize::try_from(a).unwrap_or(usize::MAX));
             }
             Some(FrameKind::Ask) => {
                 let bytes = usize::try_from(b).unwrap_or(usize::MAX);
@@ -389,6 +441,41 @@ impl State {
         }
     }
 
+    /// A receive has taken an eager message of `bytes` bytes from `from` (MBX-4).
+    fn note_taken(&mut self, from: usize, bytes: usize, members: &Members) {
+        if from == members.me {
+            return;
+        }
+        let (peer, cost) = (&mut self.peers[from], eager_cost(bytes));
+        peer.eager_kept -= cost;
+        peer.eager_taken += cost;
+        if peer.eager_taken >= CREDIT_BYTES {
+            let credit = std::mem::take(&mut peer.eager_taken);
+            peer.replies.push_back([FrameKind::Credit as u64, credit as u64, 0, 0, 0]);
+        }
+    }
+
+    /// The sender has cancelled its message `id` (MBX-3).
+    fn withdraw(&mut self, from: usize, id: u64, members: &Members) {
+        let announced = |it: &Unexpected| it.from == from && matches!(it.body, Body::Ask { id: own, .. } if own == id);
+        self.unexpected.retain(|it| !announced(it));
+        let slot = self.filling.iter().find(|(_, it)| it.from == from && it.id == id).map(|(slot, _)| *slot);
+        let Some(Filling { recv, .. }) = slot.and_then(|slot| self.filling.remove(&slot)) else { return };
+        let wanted = |it: &Unexpected| it.tag == recv.tag && recv.from.is_none_or(|from| from == it.from);
+        match self.unexpected.iter().position(wanted).and_then(|at| self.unexpected.remove(at)) {
+            Some(arrived) => {
+                if let Body::Eager(bytes) = &arrived.body {
+                    self.note_taken(arrived.from, bytes.len(), members);
+                }
+                self.deliver(recv, arrived.from, arrived.body, members);
+            }
+            None => {
+                let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
+                self.posted.insert(at, recv);
+            }
+        }
+    }
+
     /// The first posted receive that takes a message with `tag` from `from`.
     fn claim(&mut self, from: usize, tag: Tag) -> Option<Posted> {
         let at = self.posted.iter().position(|it| it.tag == tag && it.from.is_none_or(|it| it == from))?;
@@ -408,7 +495,7 @@ impl State {
             Body::Eager(bytes) => unsafe { self.finish(recv, from, bytes.as_ptr(), bytes.len(), members) },
             Body::Ask { id, bytes } if bytes == recv.bytes => {
                 let slot = recv.message.0.id;
-                self.filling.insert(slot, Filling { recv, from, received: 0 });
+                self.filling.insert(slot, Filling { recv, from, id, received: 0 });
                 self.peers[from].replies.push_back([FrameKind::Grant as u64, id, slot, 0, 0]);
             }
             Body::Ask { id, bytes } => {
@@ -474,6 +561,25 @@ mod tests {
         }
         fn doze(&self, _seen: u32, _limit: Duration) {}
         fn ring_own(&self) {}
+    }
+
+    /// MBX-4: what a peer sends beyond the limit that it must keep takes no memory.
+    #[test]
+    fn a_peer_that_ignores_the_limit_is_not_buffered() {
+        let ranks: Arc<[usize]> = [0, 1].into();
+        let mailbox = Mailbox::new(Script::default(), Members { ranks, me: 0 });
+        let frames = 2 * EAGER_LIMIT / (64 + EAGER_OVERHEAD);
+        mailbox.link.0.lock().extend(std::iter::repeat_n([FrameKind::Eager as u64, 1, 0, 0, 64], frames));
+        mailbox.progress();
+        assert_eq!(mailbox.state.lock().unexpected.len(), frames / 2);
+        // The rest is taken as ever.
+        let mut memory = [0u8; 64];
+        for _ in 0..frames / 2 {
+            // SAFETY: the memory outlives the message, which is complete when the call returns.
+            let message = unsafe { mailbox.post_recv(Some(1), 1, memory.as_mut_ptr(), 64) };
+            assert!(matches!(message.poll(), Some(Ok(1))));
+        }
+        assert_eq!((mailbox.state.lock().peers[1].eager_kept, memory), (0, [7; 64]));
     }
 
     /// Small numbers, which may name something, and any others.

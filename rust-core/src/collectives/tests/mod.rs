@@ -1,5 +1,7 @@
 //! The contract of collectives, over every transport: threads are ranks, `reference` says what must come out.
 
+mod messages;
+mod panics;
 mod ranks;
 
 use std::sync::Arc;
@@ -616,6 +618,18 @@ macro_rules! contract {
             #[test]
             fn rows_of_unknown_number() {
                 super::rows_of_unknown_number(MAKE);
+            }
+            #[test]
+            fn a_cancelled_send_is_withdrawn() {
+                super::messages::a_cancelled_send_is_withdrawn(MAKE, 15 * $scale);
+            }
+            #[test]
+            fn messages_that_nobody_receives_are_bounded() {
+                super::messages::messages_that_nobody_receives_are_bounded(MAKE);
+            }
+            #[test]
+            fn a_panic_in_a_completion_spoils_the_group() {
+                super::panics::a_panic_in_a_completion_spoils_the_group(MAKE);
             }
             #[test]
             fn windows() {

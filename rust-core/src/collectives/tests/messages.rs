@@ -1,0 +1,137 @@
+//! The contract of messages between pairs, over every transport: what is cancelled, and what nobody receives.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::ranks::Make;
+use crate::transport::{Message, Tag, Transport};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+struct Pair {
+    ends: Vec<Arc<dyn Transport>>,
+}
+
+impl Pair {
+    fn new(make: Make) -> Self {
+        Self { ends: make(2) }
+    }
+
+    /// Brings both ends on until `ready`, or for `limit`; whether it became ready.
+    fn drive(&self, limit: Duration, ready: impl Fn() -> bool) -> bool {
+        let start = Instant::now();
+        while !ready() {
+            if start.elapsed() >= limit {
+                return false;
+            }
+            for _ in 0..16 {
+                self.ends.iter().for_each(|end| end.progress());
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+
+    fn send(&self, tag: Tag, data: &[u8]) -> Message {
+        // SAFETY: the tests keep the data until the message is complete or cancelled.
+        unsafe { self.ends[0].post_send(1, tag, data.as_ptr(), data.len()) }
+    }
+
+    fn recv(&self, tag: Tag, data: &mut [u8]) -> Message {
+        // SAFETY: as above.
+        unsafe { self.ends[1].post_recv(Some(0), tag, data.as_mut_ptr(), data.len()) }
+    }
+}
+
+fn is_over(message: &Message) -> bool {
+    message.poll().inspect(|result| assert!(result.is_ok(), "{result:?}")).is_some()
+}
+
+/// When a send is cancelled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum When {
+    /// The receiver has its announcement, and no receive.
+    Announced,
+    /// A receive is matched, and the sender has not heard of it, unless a thread of the transport's brings it on.
+    Matched,
+    /// Some of it has come.
+    UnderWay,
+}
+
+/// `large` bytes ask before they travel, and take several frames.
+pub(super) fn a_cancelled_send_is_withdrawn(make: Make, large: usize) {
+    for when in [When::Announced, When::Matched, When::UnderWay] {
+        let pair = Pair::new(make);
+        let (first, second, third) = (vec![1; large], vec![2; large], vec![3; large]);
+        let mut received = vec![0; large];
+        let cancelled = pair.send(7, &first);
+        let mut matched = None;
+        match when {
+            When::Announced => drop(pair.drive(Duration::from_millis(50), || false)),
+            When::Matched => {
+                matched = Some(pair.recv(7, &mut received));
+                let start = Instant::now();
+                while start.elapsed() < Duration::from_millis(50) {
+                    pair.ends[1].progress();
+                }
+            }
+            When::UnderWay => {
+                matched = Some(pair.recv(7, &mut received));
+                let start = Instant::now();
+                let last = received.as_ptr();
+                // SAFETY: both lie inside of `received`; a value that changes meanwhile is only compared.
+                let came = |at: usize| unsafe { last.add(at).read_volatile() } == 1;
+                while !came(0) && start.elapsed() < LIMIT {
+                    pair.ends.iter().for_each(|end| end.progress());
+                }
+                assert!(came(0), "nothing comes");
+            }
+        }
+        pair.ends[0].cancel(&cancelled);
+        if is_over(&cancelled) {
+            // All of it was on its way: what is cancelled may have been sent.
+            assert_ne!(when, When::Announced);
+            assert!(pair.drive(LIMIT, || matched.as_ref().is_some_and(is_over)), "{when:?}");
+            assert!(received == first);
+            continue;
+        }
+        // The next tries, of which the first receive takes the first.
+        let sends = [pair.send(7, &second), pair.send(7, &third)];
+        let first_recv = matched.unwrap_or_else(|| pair.recv(7, &mut received));
+        assert!(pair.drive(LIMIT, || is_over(&first_recv) && is_over(&sends[0])), "{when:?}: the retry is not matched");
+        assert!(received == second, "{when:?}");
+        let second_recv = pair.recv(7, &mut received);
+        assert!(pair.drive(LIMIT, || is_over(&second_recv) && is_over(&sends[1])), "{when:?}");
+        assert!(received == third, "{when:?}");
+    }
+}
+
+pub(super) fn messages_that_nobody_receives_are_bounded(make: Make) {
+    /// One frame on every transport.
+    const BYTES: usize = 1 << 10;
+    /// Twice as many as a receiver keeps.
+    const COUNT: usize = 8 << 10;
+    let pair = Pair::new(make);
+    let data: Vec<[u8; BYTES]> = (0..COUNT).map(|number| [(number % 251) as u8; BYTES]).collect();
+    let sends: Vec<Message> = data.iter().map(|data| pair.send(5, data)).collect();
+    let over = || sends.iter().filter(|send| is_over(send)).count();
+    // Until nothing more is taken.
+    let mut before = usize::MAX;
+    while over() != before {
+        before = over();
+        pair.drive(Duration::from_millis(300), || false);
+    }
+    let kept = over();
+    assert!((COUNT / 4..COUNT * 5 / 8).contains(&kept), "{kept} of {COUNT} messages are buffered");
+    // They come in order, and every send ends with its receive.
+    let mut received = [0; BYTES];
+    for (number, expected) in data.iter().enumerate() {
+        let recv = pair.recv(5, &mut received);
+        assert!(pair.drive(LIMIT, || is_over(&recv)), "message {number}");
+        assert!(received == *expected, "message {number}");
+    }
+    assert!(pair.drive(LIMIT, || over() == COUNT), "{} of {COUNT}", over());
+    // The receiver has returned the room.
+    let again: Vec<Message> = data[..COUNT / 4].iter().map(|data| pair.send(5, data)).collect();
+    assert!(pair.drive(LIMIT, || again.iter().all(is_over)), "room is not returned");
+}
