@@ -21,7 +21,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-python test-install test-trainer format generated develop wheel \
+.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer format generated develop wheel \
 	clean torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -43,7 +43,7 @@ example-tch: $(STAMPS)/torch $(STAMPS)/develop ## Build examples/rust-tch (4 min
 test: ## Run the tests of Rust and Python, but those that have a target of their own
 	$(BOTH) build-tests packages-test
 	@$(MAKE) --no-print-directory develop
-	@$(MAKE) --no-print-directory test-rust test-python
+	@$(MAKE) --no-print-directory test-rust test-loom test-python
 
 test-rust: ## Run the tests of the Rust crates
 	$(CARGO_TEST) --locked $(CRATES)
@@ -90,6 +90,18 @@ torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process
 fuzz: ## Fuzz the decoders of control messages and of manifests for SECONDS=600 each
 	fuzz/run.sh control_messages $(or $(SECONDS),600)
 	fuzz/run.sh checkpoint_manifest $(or $(SECONDS),600)
+
+test-loom: ## Run the lock-free code of shared memory in every order of its threads' steps; part of `make test`
+	cargo test --quiet --release --locked --manifest-path loom/Cargo.toml --target-dir target/loom
+
+test-asan: ## Run tests of the core under AddressSanitizer, or what there is in its place
+	tests/sanitizers.sh asan
+
+test-tsan: ## Run tests of the core under ThreadSanitizer, or what there is in its place
+	tests/sanitizers.sh tsan
+
+test-miri: ## Run those tests of the core under Miri that it can run
+	tests/sanitizers.sh miri
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 

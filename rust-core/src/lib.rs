@@ -30,6 +30,7 @@ pub mod partition;
 pub mod pipeline;
 pub mod reducer;
 pub mod session;
+mod sync;
 pub mod trace;
 pub mod transport;
 pub mod world;

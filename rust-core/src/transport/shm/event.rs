@@ -7,10 +7,9 @@
 //! so the comparison fails and nobody sleeps. A process killed between adding and subtracting leaves the count too
 //! high for ever, which only costs needless calls of the kernel.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rustix::thread::futex;
+use crate::sync::{AtomicU32, Ordering, between_sequential_accesses, futex_wait, futex_wake_all};
 
 /// A view of the two words; both live in a segment.
 #[derive(Clone, Copy)]
@@ -32,18 +31,17 @@ impl Event<'_> {
 
     /// Wakes all who sleep on an older value.
     pub(crate) fn wake(&self) {
+        between_sequential_accesses();
         if self.sleepers.load(Ordering::SeqCst) != 0 {
-            // Not private: the sleepers are other processes. The only possible error is a bad address.
-            let _ = futex::wake(self.counter, futex::Flags::empty(), i32::MAX as u32);
+            futex_wake_all(self.counter);
         }
     }
 
     /// Sleeps while the counter is `seen`, until a wake or for at most `limit`; may return early.
     pub(crate) fn sleep(&self, seen: u32, limit: Duration) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let limit = futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-        // Every outcome (woken, value changed, timed out, signal) has the same answer: the caller looks again.
-        let _ = futex::wait(self.counter, futex::Flags::empty(), seen, Some(&limit));
+        between_sequential_accesses();
+        futex_wait(self.counter, seen, limit);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -31,14 +31,18 @@ use super::{Backoff, Members, NAP, Transport, Wait};
 use crate::error::{Code, Error, Result};
 use crate::world::{Monitor, Store};
 
+mod arrivals;
+mod counts;
 pub(crate) mod event;
 pub(crate) mod layout;
 mod placement;
 mod ring;
 pub(crate) mod segment;
 
+use arrivals::Arrivals;
+use counts::Counts;
 use event::Event;
-use layout::{ARENA_BYTES, CALL_WORDS, Layout, RING_BYTES};
+use layout::{ARENA_BYTES, CALL_WORDS, Layout, RING_BYTES, RING_SLOTS};
 use placement::core;
 pub(super) use ring::Rings;
 use segment::Segment;
@@ -204,33 +208,22 @@ impl SharedMemory {
             let seen = |rank| self.word(self.layout.core(rank)).load(Ordering::Relaxed);
             placement::spread(self.me(), seen, self.size());
         }
-        let arrivals = self.arrivals();
-        // Each arrival is a read-modify-write of the same word, so they form one release sequence: who reads the
-        // last value has everything that any member wrote before its own arrival.
-        if arrivals.add() == self.target() {
-            arrivals.wake();
-        }
+        self.arrivals().arrive(phase);
     }
 
     /// Waits until every member has arrived at this member's phase.
     pub(crate) fn await_all(&self, wait: &Wait<'_>) -> Result<()> {
-        let arrivals = self.arrivals();
-        let target = self.target();
-        // A peer can be at most one phase ahead, so the distance is small and the sign survives wrapping.
-        let over = |value: u32| value.wrapping_sub(target) as i32 >= 0;
+        let (arrivals, phase) = (self.arrivals(), self.phase());
         let mut backoff = Backoff::new();
         loop {
-            let seen = arrivals.value();
-            if over(seen) {
-                return Ok(());
-            }
+            let Err(seen) = arrivals.look(phase) else { return Ok(()) };
             if backoff.pause(|| self.shares_core()) {
                 continue;
             }
             if let Err(error) = wait.check(|| self.missing()) {
-                return if over(arrivals.value()) { Ok(()) } else { Err(error) };
+                return arrivals.look(phase).map_err(|_| error);
             }
-            arrivals.sleep(seen, NAP);
+            arrivals.event.sleep(seen, NAP);
         }
     }
 
@@ -309,12 +302,10 @@ impl SharedMemory {
         unsafe { AtomicU32::from_ptr(self.at(offset).cast()) }
     }
 
-    fn arrivals(&self) -> Event<'_> {
-        Event { counter: self.word(layout::header::ARRIVED), sleepers: self.word(layout::header::SLEEPERS) }
-    }
-
-    fn target(&self) -> u32 {
-        self.phase().wrapping_mul(self.size() as u32)
+    fn arrivals(&self) -> Arrivals<'_> {
+        let event =
+            Event { counter: self.word(layout::header::ARRIVED), sleepers: self.word(layout::header::SLEEPERS) };
+        Arrivals { event, size: self.size() as u32 }
     }
 
     /// Global ranks that have not arrived at this member's phase.
@@ -345,14 +336,15 @@ impl SharedMemory {
         doorbell.wake();
     }
 
-    /// Head, tail and slots of the ring between two members.
-    fn ring(&self, from: usize, to: usize) -> (&AtomicU64, &AtomicU64, *mut u8) {
+    /// Counts and slots of the ring between two members.
+    fn ring(&self, from: usize, to: usize) -> (Counts<'_, RING_SLOTS>, *mut u8) {
         let start = self.layout.ring(from, to);
         debug_assert!(start + RING_BYTES <= self.layout.bytes());
         // SAFETY: inside the segment, aligned to 8 by the layout, and only ever used as atomics.
         unsafe {
             let at = self.at(start);
-            (AtomicU64::from_ptr(at.cast()), AtomicU64::from_ptr(at.add(128).cast()), at.add(256))
+            let (head, tail) = (AtomicU64::from_ptr(at.cast()), AtomicU64::from_ptr(at.add(128).cast()));
+            (Counts { head, tail }, at.add(256))
         }
     }
 }

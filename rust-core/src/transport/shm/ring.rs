@@ -1,17 +1,13 @@
 //! Frames between pairs through rings in the segment: one producer, one consumer, fixed slots.
 //!
-//! The producer owns `head` (frames written so far), the consumer owns `tail` (frames taken so far); each keeps its
-//! own count in private memory and only publishes it, so a corrupt peer can spoil frames but not the own position
-//! (TRA-2). Slot `k % RING_SLOTS` holds frame k. The release store of `head` orders a frame's bytes before the
-//! consumer's acquire load; the release store of `tail` orders the consumer's reads before the producer reuses the
-//! slot.
+//! [`super::counts`] says whose slot is whose.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::SharedMemory;
-use super::layout::{FRAME_BYTES, RING_SLOTS, SLOT_BYTES};
+use super::layout::{FRAME_BYTES, SLOT_BYTES};
 use crate::transport::mailbox::{Header, Link};
 
 /// The rings from and to this member.
@@ -37,42 +33,38 @@ impl Link for Rings {
     }
 
     unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
-        let (head, tail, slots) = self.memory.ring(self.memory.me(), to);
+        let (counts, slots) = self.memory.ring(self.memory.me(), to);
         let written = self.written[to].load(Ordering::Relaxed);
-        if written.wrapping_sub(tail.load(Ordering::Acquire)) >= RING_SLOTS as u64 {
-            return false;
-        }
+        let Some(slot) = counts.free_slot(written) else { return false };
         let length = header[4] as usize;
         assert!(length <= FRAME_BYTES, "a frame holds {FRAME_BYTES} bytes");
         // SAFETY: the slot index is below RING_SLOTS, so the slot lies inside the ring; the consumer does not touch
-        // it until `head` says so. The caller promises `length` readable bytes.
+        // it until it is published. The caller promises `length` readable bytes.
         unsafe {
-            let slot = slots.add((written as usize % RING_SLOTS) * SLOT_BYTES);
+            let slot = slots.add(slot * SLOT_BYTES);
             slot.cast::<Header>().write(header);
             if length > 0 {
                 std::ptr::copy_nonoverlapping(payload, slot.add(64), length);
             }
         }
         self.written[to].store(written + 1, Ordering::Relaxed);
-        head.store(written + 1, Ordering::Release);
+        counts.publish(written);
         self.memory.ring_doorbell(to);
         true
     }
 
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
-        let (head, tail, slots) = self.memory.ring(from, self.memory.me());
+        let (counts, slots) = self.memory.ring(from, self.memory.me());
         let taken = self.taken[from].load(Ordering::Relaxed);
-        if head.load(Ordering::Acquire) == taken {
-            return false;
-        }
+        let Some(slot) = counts.full_slot(taken) else { return false };
         // SAFETY: as in `push`; the header is copied out before it is looked at, so a change under way is harmless.
         let (header, payload) = unsafe {
-            let slot = slots.add((taken as usize % RING_SLOTS) * SLOT_BYTES);
+            let slot = slots.add(slot * SLOT_BYTES);
             (slot.cast::<Header>().read_volatile(), slot.add(64))
         };
         take(header, payload);
         self.taken[from].store(taken + 1, Ordering::Relaxed);
-        tail.store(taken + 1, Ordering::Release);
+        counts.release(taken);
         // The producer may wait for room: it always counts as news, as the producer keeps no word for it.
         self.memory.ring_doorbell(from);
         true
