@@ -38,7 +38,9 @@ class Ours:
 
     def save(self, asynchronous):
         self.number += 1
-        places = [(n, "F32", list(t.shape), [0] * t.dim(), list(t.shape), t.data_ptr()) for n, t in self.state.items()]
+        places = [
+            (n, "F32", list(t.shape), [0] * t.dim(), list(t.shape), t.data_ptr(), False) for n, t in self.state.items()
+        ]
         self.saver.save("bench", self.number, self.number, "{}", "null", places, asynchronous)
 
     def finish(self):

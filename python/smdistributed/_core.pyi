@@ -370,7 +370,11 @@ class CheckpointSaver:
         durable: bool,
         keep: int | None,
         timeout_seconds: float,
+        exchange: bool = True,
     ) -> None: ...
+    def open(self, tag: str, attempt: int) -> None:
+        """Begins a save: a rank that cannot save the checkpoint learns it here. Rank 0 comes first."""
+
     def save(
         self,
         tag: str,
@@ -378,12 +382,14 @@ class CheckpointSaver:
         attempt: int,
         layout: str,
         content: str,
-        places: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]],
+        places: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]],
         asynchronous: bool,
+        owner: object = None,
     ) -> None:
         """
         Saves; `layout` and `content` are JSON. Places are name, element type, shape of the whole tensor, start and shape of
-        the slice, and address; the memory stays as it is until the call returns.
+        the slice, address, and whether `owner` holds the memory: that stays as it is while `owner` lives, and all other memory until the call
+        returns.
         """
 
     def wait(self) -> None:
@@ -392,13 +398,54 @@ class CheckpointSaver:
     def is_busy(self) -> bool:
         """Whether a save is under way."""
 
+    def discard(self) -> None:
+        """Takes away the files of the attempt that was begun last, of which all ranks know that it has failed."""
+
+class CheckpointAttempt:
+    """One rank's part in an attempt to save a checkpoint whose files the caller writes."""
+
+    def __init__(
+        self,
+        directory: str,
+        tag: str,
+        kind: str,
+        number: int,
+        rank: int,
+        world: int,
+        durable: bool,
+        timeout_seconds: float,
+    ) -> None: ...
+    @property
+    def folder(self) -> str:
+        """The folder that files are written into."""
+
+    def report(self, names: Sequence[str]) -> None:
+        """Tells rank 0 which files this rank has written."""
+
+    def commit(self, keep: int | None = None) -> None:
+        """Rank 0, when all have reported: gives the checkpoint its name; of its kind, `keep` stay."""
+
+    def leave(self) -> None:
+        """Ends an attempt that is complete."""
+
+    def discard(self) -> None:
+        """Ends an attempt of which all ranks know that it has failed: rank 0 takes its files away."""
+
 class CheckpointReader:
-    """A complete checkpoint."""
+    """A complete checkpoint: that of a name, or the newest sharded one."""
 
     def __init__(self, directory: str, tag: str | None = None) -> None: ...
     @property
     def tag(self) -> str:
         """Its name."""
+
+    @property
+    def kind(self) -> str:
+        """What it consists of: `sharded` or `partial`."""
+
+    @property
+    def folder(self) -> str:
+        """Where its files are."""
 
     @property
     def step(self) -> int:
@@ -418,11 +465,32 @@ class CheckpointReader:
     def read(self, targets: Sequence[tuple[str, Sequence[int], Sequence[int], int, int]], threads: int) -> None:
         """Fills slices: name, start, shape, address and bytes of each."""
 
+    def check_files(self, names: Sequence[str]) -> None:
+        """Compares files without tensors of the core's with their checksums."""
+
     def verify(self, threads: int) -> None:
         """Reads everything and compares all checksums."""
+
+def checkpoint_prepare(directory: str, durable: bool) -> None:
+    """Makes a folder of checkpoints, if it is not there, and removes what broken attempts have left in it."""
+
+def checkpoint_newest(directory: str) -> str | None:
+    """The name of the newest complete sharded checkpoint, if there is one."""
+
+def checkpoint_folder(directory: str, tag: str) -> str:
+    """The folder of a sharded or partial checkpoint, whether or not it is there."""
+
+def checkpoint_content(directory: str, tag: str) -> str | None:
+    """The file with the user content of a full checkpoint, if it has any."""
+
+def checkpoint_verify_file(path: str) -> None:
+    """Compares a file of a full checkpoint with the checksum of its mark, if it has one."""
+
+def checkpoint_check_tag(tag: str) -> None:
+    """Refuses what cannot be a checkpoint's name."""
 
 def checkpoint_clean(directory: str) -> None:
     """Removes what broken attempts to save have left; not what somebody who is saving holds."""
 
-def checkpoint_list(directory: str) -> list[tuple[int, str]]:
-    """Complete checkpoints with their steps, the newest step last."""
+def checkpoint_list(directory: str, kind: str = "sharded") -> list[tuple[int, str]]:
+    """Complete checkpoints of a kind with their steps, the newest step last."""

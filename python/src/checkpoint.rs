@@ -1,17 +1,21 @@
 //! Checkpoints: tensors come as addresses, since only the facade knows the framework that they are of.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use smd_core::checkpoint::{self, Checkpoint, Element, Job, Options, Saver, Slice, Source, Target};
+use smd_core::checkpoint::{
+    self, Attempt, Checkpoint, Element, Job, Kind, Options, Saver, Setting, Slice, Source, Target,
+};
 use smd_core::world::monitor;
 use smd_core::{Error, Result, session};
 
 use crate::enter::enter;
 
-/// A slice of a tensor in memory: name, element type, shape of the whole, start and shape of the slice, address.
-type Place = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize);
+/// A slice of a tensor in memory: name, element type, shape of the whole, start and shape of the slice, address, whether the owner holds it.
+type Place = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize, bool);
 
 /// Memory for a slice of a tensor: name, start and shape of the slice, address, bytes.
 type Room = (String, Vec<u64>, Vec<u64>, usize, u64);
@@ -25,7 +29,8 @@ struct CheckpointSaver {
 #[pymethods]
 impl CheckpointSaver {
     #[new]
-    #[pyo3(signature = (directory, rank, world, threads, durable, keep, timeout_seconds))]
+    #[pyo3(signature = (directory, rank, world, threads, durable, keep, timeout_seconds, exchange = true))]
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn new(
         directory: PathBuf,
         rank: usize,
@@ -34,14 +39,25 @@ impl CheckpointSaver {
         durable: bool,
         keep: Option<usize>,
         timeout_seconds: f64,
+        exchange: bool,
     ) -> PyResult<Self> {
         let timeout = Duration::try_from_secs_f64(timeout_seconds)
             .map_err(|error| pyo3::exceptions::PyValueError::new_err(format!("the timeout: {error}")))?;
-        Ok(Self { saver: Saver::new(Options { directory, rank, world, threads, durable, keep, timeout }) })
+        let watch = departures;
+        Ok(Self {
+            saver: Saver::new(Options { directory, rank, world, threads, durable, keep, timeout, exchange, watch }),
+        })
     }
 
-    /// Saves; `layout` and `content` are JSON. The memory at the places' addresses stays as it is until the call returns.
+    /// Begins a save: a rank that cannot save the checkpoint learns it here. Rank 0 comes first.
+    fn open(&self, py: Python<'_>, tag: &str, attempt: u64) -> PyResult<()> {
+        enter(py, || self.saver.open(tag, attempt, &mut look))
+    }
+
+    /// Saves; `layout` and `content` are JSON. The memory at the places' addresses stays as it is until the call returns; that of places
+    /// which `owner` holds, while `owner` lives.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    #[pyo3(signature = (tag, step, attempt, layout, content, places, asynchronous, owner = None))]
     fn save(
         &self,
         py: Python<'_>,
@@ -52,11 +68,13 @@ impl CheckpointSaver {
         content: &str,
         places: Vec<Place>,
         asynchronous: bool,
+        owner: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         enter(py, || {
             let (layout, content) = (json("layout", layout)?, json("content", content)?);
             let sources = places.into_iter().map(source).collect::<Result<_>>()?;
-            let job = Job { sources };
+            let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
+            let job = Job { sources, owner };
             // SAFETY: the facade holds the tensors, and trains on only when this returns.
             unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut look) }
         })
@@ -71,6 +89,93 @@ impl CheckpointSaver {
     fn is_busy(&self) -> bool {
         self.saver.is_busy()
     }
+
+    /// Takes away the files of the attempt that was begun last, of which all ranks know that it has failed.
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, || self.saver.discard())
+    }
+}
+
+/// One rank's part in an attempt to save a checkpoint whose files the caller writes.
+#[pyclass(module = "smdistributed._core", frozen)]
+struct CheckpointAttempt {
+    attempt: Mutex<Option<Attempt>>,
+    folder: PathBuf,
+}
+
+impl CheckpointAttempt {
+    fn lock(&self) -> MutexGuard<'_, Option<Attempt>> {
+        self.attempt.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<T>(&self, py: Python<'_>, work: impl FnOnce(&Attempt) -> Result<T> + Send) -> PyResult<T>
+    where
+        T: Send,
+    {
+        enter(py, || match &*self.lock() {
+            Some(attempt) => work(attempt),
+            None => Err(Error::InvalidArgument("the attempt to save a checkpoint has ended".into())),
+        })
+    }
+}
+
+#[pymethods]
+impl CheckpointAttempt {
+    /// Rank 0 looks whether the checkpoint may get its name, and makes the attempt's folder; the others wait for that, and join.
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    fn new(
+        py: Python<'_>,
+        directory: PathBuf,
+        tag: String,
+        kind: &str,
+        number: u64,
+        rank: usize,
+        world: usize,
+        durable: bool,
+        timeout_seconds: f64,
+    ) -> PyResult<Self> {
+        enter(py, || {
+            let timeout = Duration::try_from_secs_f64(timeout_seconds)
+                .map_err(|error| Error::InvalidArgument(format!("the timeout: {error}")))?;
+            let kind = kind_named(kind)?;
+            let setting = Setting { directory, tag, kind, number, rank, world, durable, exchange: true };
+            let attempt = Attempt::open(setting, timeout, &mut look)?;
+            Ok(Self { folder: attempt.data(), attempt: Mutex::new(Some(attempt)) })
+        })
+    }
+
+    /// The folder that files are written into.
+    #[getter]
+    fn folder(&self) -> OsString {
+        self.folder.clone().into_os_string()
+    }
+
+    /// Tells rank 0 which files this rank has written.
+    fn report(&self, py: Python<'_>, names: Vec<String>) -> PyResult<()> {
+        self.with(py, |attempt| attempt.report_files(&names))
+    }
+
+    /// Rank 0, when all have reported: gives the checkpoint its name; of its kind, `keep` stay.
+    #[pyo3(signature = (keep = None))]
+    fn commit(&self, py: Python<'_>, keep: Option<usize>) -> PyResult<()> {
+        self.with(py, |attempt| attempt.commit(None, keep))
+    }
+
+    /// Ends an attempt that is complete.
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, || {
+            if let Some(attempt) = self.lock().take() {
+                attempt.leave();
+            }
+            Ok(())
+        })
+    }
+
+    /// Ends an attempt of which all ranks know that it has failed: rank 0 takes its files away.
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, || self.lock().take().map_or(Ok(()), Attempt::discard))
+    }
 }
 
 /// A complete checkpoint.
@@ -81,7 +186,7 @@ struct CheckpointReader {
 
 #[pymethods]
 impl CheckpointReader {
-    /// The checkpoint `tag`, or the newest.
+    /// The checkpoint `tag`, or the newest sharded one.
     #[new]
     #[pyo3(signature = (directory, tag=None))]
     fn new(py: Python<'_>, directory: PathBuf, tag: Option<String>) -> PyResult<Self> {
@@ -92,6 +197,23 @@ impl CheckpointReader {
     #[getter]
     fn tag(&self) -> &str {
         self.checkpoint.tag()
+    }
+
+    /// What it consists of: `sharded` or `partial`.
+    #[getter]
+    fn kind(&self) -> &str {
+        self.checkpoint.kind().name()
+    }
+
+    /// Where its files are.
+    #[getter]
+    fn folder(&self) -> OsString {
+        self.checkpoint.folder().as_os_str().to_owned()
+    }
+
+    /// Compares files without tensors of the core's with their checksums.
+    fn check_files(&self, py: Python<'_>, names: Vec<String>) -> PyResult<()> {
+        enter(py, || self.checkpoint.check_files(&names))
     }
 
     /// The number of its training step.
@@ -141,37 +263,91 @@ impl CheckpointReader {
     }
 }
 
+/// Makes a folder of checkpoints, if it is not there, and removes what broken attempts have left in it.
+#[pyfunction]
+fn checkpoint_prepare(py: Python<'_>, directory: PathBuf, durable: bool) -> PyResult<()> {
+    enter(py, || checkpoint::prepare(&directory, durable))
+}
+
 /// Removes what broken attempts to save have left; not what somebody who is saving holds.
 #[pyfunction]
 fn checkpoint_clean(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::clean(&directory))
 }
 
-/// Complete checkpoints with their steps, the newest step last.
+/// Complete checkpoints of a kind with their steps, the newest step last.
 #[pyfunction]
-fn checkpoint_list(py: Python<'_>, directory: PathBuf) -> PyResult<Vec<(u64, String)>> {
-    enter(py, || checkpoint::list(&directory))
+#[pyo3(signature = (directory, kind = "sharded"))]
+fn checkpoint_list(py: Python<'_>, directory: PathBuf, kind: &str) -> PyResult<Vec<(u64, String)>> {
+    enter(py, || checkpoint::list(&directory, kind_named(kind)?))
+}
+
+/// The name of the newest complete sharded checkpoint, if there is one.
+#[pyfunction]
+fn checkpoint_newest(py: Python<'_>, directory: PathBuf) -> PyResult<Option<String>> {
+    enter(py, || checkpoint::newest(&directory))
+}
+
+/// The folder of a sharded or partial checkpoint, whether or not it is there.
+#[pyfunction]
+fn checkpoint_folder(py: Python<'_>, directory: PathBuf, tag: &str) -> PyResult<OsString> {
+    enter(py, || {
+        checkpoint::check_tag(tag)?;
+        Ok(checkpoint::locate(&directory, tag).into_os_string())
+    })
+}
+
+/// The file with the user content of a full checkpoint, if it has any.
+#[pyfunction]
+fn checkpoint_content(py: Python<'_>, directory: PathBuf, tag: &str) -> PyResult<Option<OsString>> {
+    enter(py, || {
+        checkpoint::check_tag(tag)?;
+        Ok(checkpoint::content_of(&directory, tag).map(PathBuf::into_os_string))
+    })
+}
+
+/// Compares a file of a full checkpoint with the checksum of its mark, if it has one.
+#[pyfunction]
+fn checkpoint_verify_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
+    enter(py, || checkpoint::verify_file(&path))
+}
+
+/// Refuses what cannot be a checkpoint's name.
+#[pyfunction]
+fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
+    enter(py, || checkpoint::check_tag(tag))
+}
+
+fn kind_named(name: &str) -> Result<Kind> {
+    Kind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of checkpoint")))
 }
 
 fn json(what: &str, text: &str) -> Result<serde_json::Value> {
     serde_json::from_str(text).map_err(|error| Error::InvalidArgument(format!("the {what} is no JSON: {error}")))
 }
 
-fn source((name, dtype, shape, start, lengths, address): Place) -> Result<Source> {
+fn source((name, dtype, shape, start, lengths, address, held): Place) -> Result<Source> {
     let Some(dtype) = Element::named(&dtype) else {
         return Err(Error::InvalidArgument(format!("tensor `{name}`: `{dtype}` is no element type of a checkpoint")));
     };
-    Ok(Source { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8 })
+    Ok(Source { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
 }
 
 /// Ends a wait for other ranks when one of them is gone, or a signal came.
 fn look() -> Result<()> {
-    let during = "saving a checkpoint";
     if monitor::interrupt_pending() {
-        return Err(Error::Interrupted { during: during.to_owned() });
+        return Err(Error::Interrupted { during: DURING.to_owned() });
     }
+    departures()
+}
+
+/// What waits for other ranks are in.
+const DURING: &str = "saving a checkpoint";
+
+/// Ends a wait for other ranks when one of them is gone.
+fn departures() -> Result<()> {
     match session::current("save") {
-        Ok(session) => session.monitor().check(&(0..session.size()).collect::<Vec<_>>(), during),
+        Ok(session) => session.monitor().check(&(0..session.size()).collect::<Vec<_>>(), DURING),
         // Without a job there is nobody who could be gone.
         Err(_) => Ok(()),
     }
@@ -181,6 +357,13 @@ fn look() -> Result<()> {
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<CheckpointSaver>()?;
     module.add_class::<CheckpointReader>()?;
+    module.add_class::<CheckpointAttempt>()?;
     module.add_function(wrap_pyfunction!(checkpoint_clean, module)?)?;
-    module.add_function(wrap_pyfunction!(checkpoint_list, module)?)
+    module.add_function(wrap_pyfunction!(checkpoint_prepare, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_list, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_newest, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_folder, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_content, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_verify_file, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_check_tag, module)?)
 }

@@ -35,7 +35,7 @@ ELEMENTS = {
 }
 
 #: As `_core.CheckpointSaver.save` takes it.
-Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]
+Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Block:
         element: One of ``ELEMENTS``' values.
         item_bytes: Of one element.
         is_shared: Whether all replicas have it; otherwise this rank writes it.
+        is_held: Whether its memory stays as it is until the checkpoint is complete. The core makes no copy of it then.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Block:
     item_bytes: int
     address: int
     is_shared: bool = True
+    is_held: bool = False
 
 
 def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
@@ -67,18 +69,22 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
     for block in blocks:
         shape, size = block.shape, math.prod(block.shape) * block.item_bytes
         if not block.is_shared:
-            found.append((block.name, block.element, shape, [0] * len(shape), shape, block.address))
+            found.append(_place(block, [0] * len(shape), shape, block.address))
         elif size < _SPLIT_BYTES or shape[0] < replicas:
             least = given.index(min(given))
             given[least] += size + 1
             if least == replica:
-                found.append((block.name, block.element, shape, [0] * len(shape), shape, block.address))
+                found.append(_place(block, [0] * len(shape), shape, block.address))
         else:
             first, last = replica * shape[0] // replicas, (replica + 1) * shape[0] // replicas
             start, lengths = [first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]
             row = math.prod(shape[1:]) * block.item_bytes
-            found.append((block.name, block.element, shape, start, lengths, block.address + first * row))
+            found.append(_place(block, start, lengths, block.address + first * row))
     return found
+
+
+def _place(block: Block, start: Sequence[int], lengths: Sequence[int], address: int) -> Place:
+    return block.name, block.element, block.shape, start, lengths, address, block.is_held
 
 
 def attempt() -> int:

@@ -1,63 +1,21 @@
 //! Gives a checkpoint its name, in one step, and takes old ones away.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 
-use rustix::fs::{RenameFlags, renameat_with};
-
-use super::claim;
+use super::attempt::{Attempt, OLD, Setting, sync_if};
+use super::files::{exchange, move_to_free, put};
 use super::manifest::Manifest;
+use super::mark::{Mark, Role};
+use super::place::{self, NEWEST, content_name, list, look};
+use super::recover::{is_whole_and_ours, remove_checkpoint};
 use super::write::Note;
-use super::{MANIFEST, damaged, failed};
+use super::{MANIFEST, failed};
 use crate::error::{Error, Result};
 
-/// The file that names the newest checkpoint.
-pub(super) const NEWEST: &str = "newest";
-
-/// The folder in which an attempt writes (CKPT-2).
-pub(super) fn hidden(directory: &Path, tag: &str, attempt: u64) -> PathBuf {
-    directory.join(format!(".{tag}.{attempt:016x}"))
-}
-
-/// Whether `tag` can be a folder's name. Hidden names are ours.
-pub(super) fn check_tag(tag: &str) -> Result<()> {
-    if tag.is_empty() || tag.starts_with('.') || tag.contains(['/', '\0']) || tag == NEWEST || tag.len() > 200 {
-        return Err(Error::InvalidArgument(format!("`{tag}` is no name for a checkpoint")));
-    }
-    Ok(())
-}
-
-/// Writes a file that is there completely or not at all.
-pub(super) fn put(path: &Path, text: &[u8], durable: bool) -> Result<()> {
-    let name = path.file_name().expect("it is a file's path").to_string_lossy();
-    let beside = path.with_file_name(format!(".{name}.new"));
-    let mut file = File::create(&beside).map_err(failed("creating", &beside))?;
-    file.write_all(text).map_err(failed("writing", &beside))?;
-    if durable {
-        file.sync_all().map_err(failed("syncing", &beside))?;
-    }
-    fs::rename(&beside, path).map_err(failed("renaming", &beside))
-}
-
-fn sync_folder(path: &Path) -> Result<()> {
-    File::open(path).and_then(|folder| folder.sync_all()).map_err(failed("syncing", path))
-}
-
-/// The name of a rank's note.
-pub(super) fn note_name(rank: usize) -> String {
-    format!("rank-{rank:05}.json")
-}
-
-/// Puts the notes of all ranks together and gives the folder its name (CKPT-1). Returns what was committed.
-pub(super) fn commit(
-    directory: &Path,
-    tag: &str,
-    durable: bool,
-    mut manifest: Manifest,
-    notes: Vec<Note>,
-) -> Result<()> {
-    let folder = hidden(directory, tag, manifest.attempt);
+/// Puts the notes of all ranks together and gives the folder its name (CKPT-1).
+pub(super) fn commit(attempt: &Attempt, mut manifest: Manifest, notes: Vec<Note>) -> Result<()> {
+    let Setting { directory, tag, durable, .. } = attempt.setting();
     for note in notes {
         let first = manifest.files.len();
         manifest.files.extend(note.files);
@@ -86,102 +44,93 @@ pub(super) fn commit(
     }
     manifest.tensors = tensors;
     manifest.check()?;
-    for rank in 0..manifest.world {
-        let note = folder.join(note_name(rank));
-        fs::remove_file(&note).map_err(failed("removing", &note))?;
-    }
-    put(&folder.join(MANIFEST), manifest.to_text().as_bytes(), durable)?;
-    if durable {
-        sync_folder(&folder)?;
-    }
-    let place = directory.join(tag);
-    if place.exists() {
-        // The old one stays in its place until the new one is there.
-        renameat_with(rustix::fs::CWD, &folder, rustix::fs::CWD, &place, RenameFlags::EXCHANGE)
-            .map_err(|error| Error::io(format!("exchanging `{}`", place.display()), error))?;
-    } else {
-        fs::rename(&folder, &place).map_err(failed("renaming", &folder))?;
-    }
-    if durable {
-        sync_folder(directory)?;
-    }
-    put(&directory.join(NEWEST), tag.as_bytes(), durable)?;
-    if durable {
-        sync_folder(directory)?;
-    }
-    // After an exchange, the old one.
-    if folder.exists() {
-        fs::remove_dir_all(&folder).map_err(failed("removing", &folder))?;
-    }
-    Ok(())
+    let data = attempt.data();
+    put(attempt.folder(), &data, MANIFEST, manifest.to_text().as_bytes(), *durable)?;
+    sync_if(*durable, &data)?;
+    // Again: writing may have taken long.
+    place::check(directory, tag, manifest.kind)?;
+    // Before anything moves: what is left to do needs no room on the disk.
+    put(attempt.folder(), attempt.folder(), NEWEST, tag.as_bytes(), *durable)?;
+    take_place(attempt, &data, &directory.join(tag))?;
+    let newest = attempt.folder().join(NEWEST);
+    fs::rename(&newest, directory.join(NEWEST)).map_err(failed("renaming", &newest))?;
+    sync_if(*durable, directory)
 }
 
-/// Complete checkpoints in `directory` with their steps, the newest step last.
-///
-/// # Errors
-/// If the directory cannot be read.
-pub fn list(directory: &Path) -> Result<Vec<(u64, String)>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed("reading", directory))? {
-        let entry = entry.map_err(failed("reading", directory))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if check_tag(&name).is_ok()
-            && let Ok(bytes) = fs::read(entry.path().join(MANIFEST))
-            && let Ok(manifest) = Manifest::parse(&bytes)
-        {
-            found.push((manifest.step, name));
+/// Gives the folder `data` the name `place`; what was there is in the attempt's folder then.
+fn take_place(attempt: &Attempt, data: &Path, place: &Path) -> Result<()> {
+    let Setting { directory, tag, durable, exchange: may_exchange, .. } = attempt.setting();
+    if look(place)?.is_none() {
+        move_to_free(data, place)?;
+    } else if !*may_exchange || !exchange(data, place)? {
+        // In two steps; who reads between them, or is started after a kill between them, finds the old one (CKPT-7).
+        let old = attempt.folder().join(OLD);
+        make_old(&old)?;
+        fs::rename(place, old.join(tag)).map_err(failed("renaming", place))?;
+        if let Err(error) = move_to_free(data, place) {
+            let _ = move_to_free(&old.join(tag), place);
+            return Err(error);
+        }
+        sync_if(*durable, &old)?;
+    }
+    sync_if(*durable, attempt.folder())?;
+    sync_if(*durable, directory)
+}
+
+fn make_old(old: &Path) -> Result<()> {
+    match fs::create_dir(old) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(failed("creating", old)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Gives the files of a full checkpoint their names. The content's comes first and the model's is the end: until then, the old content is
+/// kept, and belongs to the old model's file by the attempt that both name.
+pub(super) fn commit_full(attempt: &Attempt) -> Result<()> {
+    let Setting { directory, tag, kind, number, durable, .. } = attempt.setting();
+    let (data, old) = (attempt.data(), attempt.folder().join(OLD));
+    let (model, content) = (data.join("model"), data.join("user_content"));
+    let (model_place, content_place) = (directory.join(tag), directory.join(content_name(tag)));
+    let has_model = look(&model)?.is_some();
+    if has_model {
+        Mark::put(&model, Role::Model, *number, *durable)?;
+    }
+    if look(&content)?.is_some() {
+        // Without a model's file of its own, it belongs to the one that is there.
+        let belongs = if has_model { None } else { place::attempt_of(&model_place) };
+        Mark::put(&content, Role::UserContent, belongs.unwrap_or(*number), *durable)?;
+    }
+    sync_if(*durable, &data)?;
+    place::check(directory, tag, *kind)?;
+    if has_model && look(&content_place)?.is_some() {
+        make_old(&old)?;
+        fs::rename(&content_place, old.join(content_name(tag))).map_err(failed("renaming", &content_place))?;
+    }
+    for (from, to) in [(&content, &content_place), (&model, &model_place)] {
+        if look(from)?.is_some() {
+            fs::rename(from, to).map_err(failed("renaming", from))?;
         }
     }
-    found.sort();
-    Ok(found)
+    sync_if(*durable, directory)
 }
 
-/// The name of the newest complete checkpoint: what `newest` says, or if that is lost, the one of the highest step.
-///
-/// # Errors
-/// If there is none.
-pub fn newest(directory: &Path) -> Result<String> {
-    let note = directory.join(NEWEST);
-    if let Ok(text) = fs::read_to_string(&note) {
-        let tag = text.trim();
-        if check_tag(tag).is_ok() && directory.join(tag).join(MANIFEST).exists() {
-            return Ok(tag.to_owned());
-        }
-    }
-    match list(directory)?.pop() {
-        Some((_, tag)) => Ok(tag),
-        None => Err(damaged(directory, "there is no complete checkpoint in it")),
-    }
-}
-
-/// Removes what broken attempts have left; not what somebody holds who is saving, where the file system has locks.
-///
-/// # Errors
-/// If the directory exists and cannot be read, or something cannot be removed.
-pub fn clean(directory: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
-    for entry in entries {
-        let entry = entry.map_err(failed("reading", directory))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        // Ours are `.tag.attempt`; other hidden folders are none of our business.
-        let attempt = name.rsplit('.').next().unwrap_or_default();
-        let ours = name.starts_with('.') && attempt.len() == 16 && attempt.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if ours && entry.path().is_dir() && claim::is_free(&entry.path()) {
-            fs::remove_dir_all(entry.path()).map_err(failed("removing", &entry.path()))?;
-        }
-    }
-    Ok(())
-}
-
-/// Removes the checkpoints of the lowest steps but `keep`, never the one named `newest`.
-pub(super) fn retain(directory: &Path, keep: usize, newest: &str, attempt: u64) -> Result<()> {
-    let mut others: Vec<(u64, String)> = list(directory)?.into_iter().filter(|(_, tag)| tag != newest).collect();
+/// Removes the checkpoints of the lowest steps but `keep`, never the one that was just saved, nor one in whose folder something else lies.
+pub(super) fn retain(attempt: &Attempt, keep: usize) -> Result<()> {
+    let Setting { directory, tag, kind, .. } = attempt.setting();
+    let mut others: Vec<(u64, String)> =
+        list(directory, *kind)?.into_iter().filter(|(_, other)| other != tag).collect();
     others.truncate((others.len() + 1).saturating_sub(keep.max(1)));
-    for (_, tag) in others {
+    let old = attempt.folder().join(OLD);
+    for (_, other) in others {
+        let place = directory.join(&other);
+        if !is_whole_and_ours(&place, *kind)? {
+            tracing::warn!("`{}` stays: it holds more than its checkpoint", place.display());
+            continue;
+        }
         // Hidden first: half of a checkpoint must not be taken for one.
-        let (place, away) = (directory.join(&tag), hidden(directory, &tag, attempt));
-        fs::rename(&place, &away).map_err(failed("renaming", &place))?;
-        fs::remove_dir_all(&away).map_err(failed("removing", &away))?;
+        make_old(&old)?;
+        fs::rename(&place, old.join(&other)).map_err(failed("renaming", &place))?;
+        remove_checkpoint(&old.join(&other))?;
     }
     Ok(())
 }

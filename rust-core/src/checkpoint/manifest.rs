@@ -72,6 +72,44 @@ impl fmt::Display for Element {
     }
 }
 
+/// What a checkpoint consists of. A save replaces and removes checkpoints of its own kind only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// A folder of safetensors shards.
+    #[default]
+    Sharded,
+    /// A folder with the files of `torch.save` of each rank.
+    Partial,
+    /// One file of `torch.save` with the whole model, and one with the user content; their marks stand for a manifest.
+    Full,
+    /// Files of TensorFlow's own format, which TensorFlow names and replaces; the attempt is where they are written.
+    Tensorflow,
+}
+
+impl Kind {
+    /// The kind with this name.
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Sharded, Self::Partial, Self::Full, Self::Tensorflow].into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sharded => "sharded",
+            Self::Partial => "partial",
+            Self::Full => "full",
+            Self::Tensorflow => "tensorflow",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// A file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
@@ -79,7 +117,7 @@ pub struct FileEntry {
     pub name: String,
     /// All of it.
     pub bytes: u64,
-    /// What stands before the tensors.
+    /// What stands before the tensors; in a file of `torch.save`, all of it.
     pub header_bytes: u64,
     /// Checksum of that.
     pub header_crc: u32,
@@ -129,6 +167,9 @@ impl TensorEntry {
 pub struct Manifest {
     /// [`Manifest::FORMAT`].
     pub format: String,
+    /// What the checkpoint consists of.
+    #[serde(default)]
+    pub kind: Kind,
     /// Number of the training step.
     pub step: u64,
     /// Which attempt to save wrote it.

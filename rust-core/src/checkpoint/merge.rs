@@ -45,6 +45,7 @@ pub fn merge(checkpoint: &Checkpoint, prefix: &str, out: &Path, threads: usize) 
             shape: tensor.shape.clone(),
             slice: Slice::whole(&tensor.shape),
             address: std::ptr::null(),
+            held: false,
         })
         .collect();
     let name = out.file_name().ok_or_else(|| Error::InvalidArgument(format!("`{}` is no file", out.display())))?;

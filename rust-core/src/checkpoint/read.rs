@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::commit::{check_tag, newest};
-use super::manifest::{Manifest, Piece, TensorEntry};
+use super::manifest::{Kind, Manifest, Piece, TensorEntry};
+use super::mark::{Mark, sum};
+use super::place::{check_tag, locate, required_newest};
 use super::slices::{Run, Slice};
 use super::{CHUNK_BYTES, MANIFEST, damaged, failed};
 use crate::error::{Error, Result};
@@ -50,17 +51,17 @@ struct Read<'a> {
 }
 
 impl Checkpoint {
-    /// The checkpoint `tag` in `directory`, or the newest.
+    /// The checkpoint `tag` in `directory`, or the newest sharded one.
     ///
     /// # Errors
     /// If it is not there, or its manifest is damaged.
     pub fn open(directory: &Path, tag: Option<&str>) -> Result<Self> {
         let tag = match tag {
             Some(tag) => tag.to_owned(),
-            None => newest(directory)?,
+            None => required_newest(directory)?,
         };
         check_tag(&tag)?;
-        Self::open_folder(&directory.join(&tag), tag)
+        Self::open_folder(&locate(directory, &tag), tag)
     }
 
     /// The checkpoint whose folder this is.
@@ -135,6 +136,31 @@ impl Checkpoint {
         unsafe { self.perform(&reads, threads) }
     }
 
+    /// Compares files that hold no tensors of ours, such as those of a partial checkpoint, with their checksums.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such file, and [`Error::Io`] if it is damaged.
+    pub fn check_files(&self, names: &[String]) -> Result<()> {
+        for name in names {
+            let Some(index) = self.manifest.files.iter().position(|file| file.name == *name) else {
+                let text = format!("checkpoint `{}` has no file `{name}`", self.tag);
+                return Err(Error::InvalidArgument(text));
+            };
+            self.check_header(index)?;
+        }
+        Ok(())
+    }
+
+    /// What it consists of.
+    pub fn kind(&self) -> Kind {
+        self.manifest.kind
+    }
+
+    /// Where its files are.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Reads everything and compares all checksums.
     ///
     /// # Errors
@@ -176,17 +202,10 @@ impl Checkpoint {
     fn check_header(&self, index: usize) -> Result<()> {
         let (file, entry) = (self.open_file(index)?, &self.manifest.files[index]);
         let path = self.path(index);
-        let mut sum = crc32fast::Hasher::new();
-        let mut block = vec![0; 1 << 16];
-        let mut at = 0;
-        while at < entry.header_bytes {
-            let bytes = (entry.header_bytes - at).min(block.len() as u64) as usize;
-            file.read_exact_at(&mut block[..bytes], at).map_err(failed("reading", &path))?;
-            sum.update(&block[..bytes]);
-            at += bytes as u64;
-        }
-        if sum.finalize() != entry.header_crc {
-            return Err(damaged(&path, "its header was altered"));
+        let found = sum(&file, entry.header_bytes).map_err(failed("reading", &path))?;
+        if found != entry.header_crc {
+            let what = if entry.header_bytes == entry.bytes { "it" } else { "its header" };
+            return Err(damaged(&path, format!("{what} was altered")));
         }
         Ok(())
     }
@@ -269,4 +288,12 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// Compares a file of a full checkpoint with the checksum of its mark. A file without a mark, which another program wrote, has none.
+///
+/// # Errors
+/// [`Error::Io`] if it is damaged or cannot be read.
+pub fn verify_file(path: &Path) -> Result<()> {
+    Mark::verify(path)
 }

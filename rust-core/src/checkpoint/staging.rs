@@ -46,11 +46,12 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies all sources, by `threads` threads, and points them at the copies.
+    /// Copies all sources that nobody holds, by `threads` threads, and points them at the copies. Returns how many bytes that were.
     ///
     /// # Safety
     /// The sources' memory is readable, and written by nobody meanwhile. The copies are valid until the next call.
-    pub(super) unsafe fn take(&mut self, sources: &mut [Source], threads: usize) -> Result<()> {
+    pub(super) unsafe fn take(&mut self, sources: &mut [Source], threads: usize) -> Result<usize> {
+        let mut sources: Vec<&mut Source> = sources.iter_mut().filter(|source| !source.held).collect();
         let mut end = 0;
         let places: Vec<usize> = sources
             .iter()
@@ -85,6 +86,6 @@ impl Staging {
             (1..threads.min(parts.len())).for_each(|_| drop(scope.spawn(work)));
             work();
         });
-        Ok(())
+        Ok(end)
     }
 }

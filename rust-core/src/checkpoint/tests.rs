@@ -10,6 +10,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Result;
 
+mod destroys_nothing;
+
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 /// A folder that goes with its test.
@@ -85,6 +87,8 @@ fn options(folder: &Path, rank: usize, world: usize) -> Options {
         durable: false,
         keep: None,
         timeout: Duration::from_secs(20),
+        exchange: true,
+        watch: || Ok(()),
     }
 }
 
@@ -95,8 +99,9 @@ fn job(held: &Held) -> Job {
         shape: tensor.shape.clone(),
         slice: slice.clone(),
         address: bytes.as_ptr(),
+        held: false,
     };
-    Job { sources: held.iter().map(source).collect() }
+    Job { sources: held.iter().map(source).collect(), owner: None }
 }
 
 fn save_one(saver: &Saver, tag: &str, step: u64, attempt: u64, held: &Held, asynchronous: bool) -> Result<()> {
@@ -119,6 +124,14 @@ fn save(folder: &Path, tag: &str, step: u64, ranks: &[Held]) -> Result<()> {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     results.into_iter().collect()
+}
+
+/// What lies in a folder, hidden or not.
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 fn read(checkpoint: &Checkpoint, tensor: &Tensor, slice: &Slice) -> Result<Vec<u8>> {
@@ -187,7 +200,7 @@ fn layouts_load_into_each_other() {
             }
         }
     }
-    assert_eq!(list(&folder.0).unwrap().len(), 3);
+    assert_eq!(list(&folder.0, Kind::Sharded).unwrap().len(), 3);
 }
 
 #[test]
@@ -321,9 +334,13 @@ fn a_broken_attempt_leaves_what_was_there() {
 fn what_somebody_writes_is_no_leftover() {
     let folder = Folder::new();
     let tensors = model();
-    let hidden = folder.0.join(format!(".one.{:016x}", 5));
-    let leftover = folder.0.join(format!(".two.{:016x}", 6));
+    let hidden = folder.0.join(format!(".one.{:016x}.smd-attempt", 5));
+    let leftover = folder.0.join(format!(".two.{:016x}.smd-attempt", 6));
     fs::create_dir(&leftover).unwrap();
+    fs::write(leftover.join("rank-00003.status"), "").unwrap();
+    // One whose first rank may be about to say that it is there.
+    let begun = folder.0.join(format!(".two.{:016x}.smd-attempt", 7));
+    fs::create_dir(&begun).unwrap();
     std::thread::scope(|scope| {
         let saver = Saver::new(options(&folder.0, 0, 2));
         let held = whole(&tensors[..1]);
@@ -332,7 +349,7 @@ fn what_somebody_writes_is_no_leftover() {
             std::thread::sleep(Duration::from_millis(1));
         }
         clean(&folder.0).unwrap();
-        assert!(hidden.exists() && !leftover.exists());
+        assert!(hidden.exists() && begun.exists() && !leftover.exists());
         let late = Saver::new(options(&folder.0, 1, 2));
         save_one(&late, "one", 1, 5, &whole(&tensors[1..]), false).unwrap();
         first.join().unwrap().unwrap();
@@ -344,18 +361,21 @@ fn what_somebody_writes_is_no_leftover() {
 fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
     let folder = Folder::new();
     let tensors = model();
+    let parts = [whole(&tensors[..1]), whole(&tensors[1..])];
+    let savers =
+        [0, 1].map(|rank| Saver::new(Options { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) }));
+    savers.iter().for_each(|saver| saver.open("one", 9, &mut || Ok(())).unwrap());
     // A folder in its place: it cannot be replaced.
     fs::create_dir_all(folder.0.join("newest/old")).unwrap();
-    let parts = [whole(&tensors[..1]), whole(&tensors[1..])];
-    let saving = |rank: usize| {
-        let saver = Saver::new(Options { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) });
-        save_one(&saver, "one", 1, 9, &parts[rank], false).unwrap_err().text()
-    };
+    let saving = |rank: usize| save_one(&savers[rank], "one", 1, 9, &parts[rank], false).unwrap_err().text();
     let (first, second) = std::thread::scope(|scope| {
         let second = scope.spawn(|| saving(1));
         (saving(0), second.join().unwrap())
     });
-    assert!(first.starts_with("renaming ") && second.contains(&format!("rank 0: {first}")), "{first}; {second}");
+    assert!(first.contains("does not hold the name of a checkpoint"), "{first}");
+    assert!(second.contains(&format!("rank 0: {first}")), "{first}; {second}");
+    savers.iter().for_each(|saver| saver.discard().unwrap());
+    assert_eq!(names(&folder.0), ["newest"]);
 }
 
 #[test]
@@ -371,7 +391,7 @@ fn asynchronous_saves_hold_what_was_there_at_the_call() {
     saver.wait(&mut || Ok(())).unwrap();
     assert!(!saver.is_busy());
     check(&folder.0, None, &tensors);
-    let names: Vec<String> = list(&folder.0).unwrap().into_iter().map(|(_, tag)| tag).collect();
+    let names: Vec<String> = list(&folder.0, Kind::Sharded).unwrap().into_iter().map(|(_, tag)| tag).collect();
     assert_eq!(names, ["step-4", "step-5"]);
     // What went wrong in the background is told at the next call.
     save_one(
@@ -397,7 +417,7 @@ fn ranks_that_disagree_are_told() {
         .unwrap_err()
         .text();
     assert!(text.contains("tensor `a`: its pieces have 8 elements, and it has 4"), "{text}");
-    assert!(newest(&folder.0).is_err());
+    assert_eq!(newest(&folder.0).unwrap(), None);
     assert!(Checkpoint::open(&folder.0, Some("../x")).is_err());
 }
 
@@ -407,11 +427,11 @@ fn a_lost_note_of_the_newest_is_made_up_for() {
     let tensors = model();
     save(&folder.0, "b", 1, &[whole(&tensors)]).unwrap();
     save(&folder.0, "a", 2, &[whole(&tensors)]).unwrap();
-    assert_eq!(newest(&folder.0).unwrap(), "a");
+    assert_eq!(newest(&folder.0).unwrap().unwrap(), "a");
     fs::write(folder.0.join("newest"), "../../etc").unwrap();
-    assert_eq!(newest(&folder.0).unwrap(), "a");
+    assert_eq!(newest(&folder.0).unwrap().unwrap(), "a");
     fs::remove_file(folder.0.join("newest")).unwrap();
-    assert_eq!(newest(&folder.0).unwrap(), "a");
+    assert_eq!(newest(&folder.0).unwrap().unwrap(), "a");
 }
 
 #[test]

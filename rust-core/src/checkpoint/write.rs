@@ -28,6 +28,8 @@ pub struct Source {
     pub slice: Slice,
     /// Where it is.
     pub address: *const u8,
+    /// Whether the job's owner keeps the memory as it is until the checkpoint is complete: it needs no copy then.
+    pub held: bool,
 }
 
 // SAFETY: a source is a description; who makes a job promises that the memory is readable until it is done.
@@ -60,10 +62,12 @@ impl Source {
 }
 
 /// What one rank saves.
-#[derive(Clone, Debug, Default)]
+#[derive(Default)]
 pub struct Job {
     /// Its tensors.
     pub sources: Vec<Source>,
+    /// Dropped when the save is complete or has failed: what keeps the memory of sources that are held.
+    pub owner: Option<Box<dyn Send>>,
 }
 
 /// What a rank's files hold; files are numbered from 0 on.

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed import _core
+from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.tensorflow import saving
 from smdistributed.modelparallel.tensorflow.shards import Shards
@@ -29,7 +31,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with shards.
 
     Raises:
-        SMPValidationError: there is no such format, or it does not go with another argument.
+        SMPValidationError: there is no such format, it does not go with another argument, or ``checkpoint_name`` leads out of ``directory``.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CheckpointManager(tf.train.CheckpointManager):
             raise SMPValidationError(f"`format` is {format!r}: expected 'tensorflow' or 'sharded'")
         if format == "sharded" and keep_checkpoint_every_n_hours is not None:
             raise SMPValidationError("`keep_checkpoint_every_n_hours` is not there with `format='sharded'`")
+        _check_name(checkpoint_name, format)
         saving.managed.add(checkpoint)
         super().__init__(
             checkpoint,
@@ -151,3 +154,13 @@ class CheckpointManager(tf.train.CheckpointManager):
         if path is None and self._init_fn is not None:
             self._init_fn()
         return path
+
+
+def _check_name(name: str, form: str) -> None:
+    """Refuses names of checkpoints that would lie outside of their folder; in TensorFlow's form they may lie in folders inside of it."""
+    parts = [name] if form == "sharded" else name.split("/")
+    try:
+        for part in parts:
+            _core.checkpoint_check_tag(part)
+    except errors.InvalidArgumentError as error:
+        raise SMPValidationError(f"`checkpoint_name` is {name!r}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from smdistributed import _core
 from smdistributed._common import errors
+from smdistributed.modelparallel import failures
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.tensorflow import agreement, carriage
@@ -55,20 +56,48 @@ barrier, mp_barrier, dp_barrier, pp_barrier = (
 tp_barrier, rdp_barrier = objects.tp_barrier, objects.rdp_barrier
 
 
-def together(do: Callable[[], _T], path: str) -> list[_T]:
-    """What ``do``, which writes ``path``, returns on each rank. All ranks call it, and none returns before all have ended; what
+def together(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]:
+    """What ``do`` returns on each rank. All ranks call it, and none returns before all have ended; what
     goes wrong on any is raised on all.
 
+    Args:
+        path: The checkpoint's.
+        done: What ``do`` does with it: ``"written"`` or ``"read"``.
+
     Raises:
-        SMPCheckpointError: that.
+        SMPCheckpointError: ``do`` failed, here or on another rank.
     """
-    result, failure, cause = None, None, None
+    result, told, cause = None, None, None
     try:
         result = do()
     except Exception as error:
-        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
-    results, failures = zip(*gather_for("saves or loads", (result, failure)), strict=True)
-    if any(failures):
-        what = "; ".join(each for each in failures if each)
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be written: {what}") from cause
+        told, cause = failures.failure(state.groups.rank, error), error
+    results, answers = zip(*gather_for("saves or loads", (result, told)), strict=True)
+    failed = [each for each in answers if each]
+    if failed:
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be {done}: {failures.summary(failed)}") from cause
     return list(results)
+
+
+def read_together(read: Callable[[], Any], path: str) -> None:
+    """Reads a checkpoint; all ranks call it.
+
+    Raises:
+        SMPCheckpointError: Some rank could not read it; the same on all ranks. Where none could, each raises what TensorFlow raises.
+    """
+    failed: list[Exception] = []
+
+    def tried() -> failures.Failure | None:
+        try:
+            read()
+        except Exception as error:
+            failed.append(error)
+            return failures.failure(state.groups.rank, error)
+        return None
+
+    answers = together(tried, path, "read")
+    if all(answers):
+        raise failed[0]
+    if any(answers):
+        told = failures.summary([each for each in answers if each])
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {told}") from (failed or [None])[0]

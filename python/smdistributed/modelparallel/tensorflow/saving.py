@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,11 +21,13 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as tf_checkpoint
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.tensorflow import absent, slots
-from smdistributed.modelparallel.tensorflow.communication import together
+from smdistributed.modelparallel.tensorflow.communication import read_together, together
 from smdistributed.modelparallel.tensorflow.delayed import handle_of
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
+from smdistributed.modelparallel.tensorflow.scratch import Remote, Scratch
 from smdistributed.modelparallel.tensorflow.state import state
 
 #: Those of our managers, whose methods all ranks call, whatever is in them.
@@ -54,14 +57,17 @@ def install() -> None:
         if save_path is None or not is_divided(self):
             return plain_read(self, save_path, options)
         later = Later(lambda: plain_read(self, save_path, options))
-        if tf.train.load_checkpoint(save_path).has_tensor(_COUNTER):
+        path = os.fspath(save_path)
+        has_counter: list[bool] = []
+        read_together(lambda: has_counter.append(tf.train.load_checkpoint(path).has_tensor(_COUNTER)), path)
+        if has_counter[0]:
             self._maybe_create_save_counter()
         rest = not_divided(self)
         if rest is None:
-            when_divided(self, later.read)
+            when_divided(self, later.read, path)
         else:
-            plain_read(rest, save_path, options).expect_partial()
-            when_divided(self, lambda: later.read(rest))
+            read_together(lambda: plain_read(rest, save_path, options).expect_partial(), path)
+            when_divided(self, lambda: later.read(rest), path)
         return later
 
     @functools.wraps(plain_async)
@@ -225,15 +231,22 @@ def _homes() -> dict[int, int]:
     return state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
 
 
-def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any]) -> None:
-    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is."""
+def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path: str | None = None) -> None:
+    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is.
+
+    Args:
+        path: The checkpoint's, if all ranks are to come to the same verdict on it.
+    """
 
     def whole() -> None:
         for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
             slots.build(optimizer)
         with tf.init_scope():
             try:
-                read()
+                if path is None:
+                    read()
+                else:
+                    read_together(read, path)
             except tf.errors.OpError as error:
                 raise SMPCheckpointError(f"a checkpoint cannot be read: {error.message}") from error
 
@@ -393,25 +406,24 @@ def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
         SMPCheckpointError: a rank could not write its part; the same on all ranks.
     """
     groups = state.groups
-    rank, writes = groups.rank_in("pp"), groups.rank_in("dp") == 0
+    rank, writes, is_first = groups.rank_in("pp"), groups.rank_in("dp") == 0, groups.rank == 0
     entries = agreed(checkpoint, file_prefix)
+    # A file system of TensorFlow's own has no folder of the core's.
+    number = shares.attempt()
+    scratch = Remote(file_prefix) if "://" in file_prefix else Scratch(file_prefix, number)
+    try:
+        folder = together(scratch.open if is_first else _nothing, file_prefix)[0]
 
-    def part() -> str | None:
-        tf.io.gfile.makedirs(file_prefix.rpartition("/")[0] or ".")
-        # What every rank has is the first one's to write.
-        mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
-        return _write_part(f"{file_prefix}_temp/part-{rank:05d}", mine)
+        def part() -> str | None:
+            # What every rank has is the first one's to write.
+            mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
+            return _write_part(f"{folder}/part-{rank:05d}", mine)
 
-    parts = together(part if writes else _nothing, file_prefix)
-
-    def merge() -> None:
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=[each for each in parts if each is not None],
-            destination_prefix=file_prefix,
-            delete_old_dirs=True,
-        )
-
-    together(merge if groups.rank == 0 else _nothing, file_prefix)
+        parts = together(part if writes else _nothing, file_prefix)
+        written_parts = [each for each in parts if each is not None]
+        together(lambda: scratch.merge(written_parts) if is_first else None, file_prefix)
+    finally:
+        scratch.close()
 
 
 def _nothing() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from smdistributed._common import errors
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
+from smdistributed.modelparallel.saver import Content, Saver
 from smdistributed.modelparallel.tensorflow import communication, saving
 from smdistributed.modelparallel.tensorflow.state import state
 
@@ -42,14 +42,16 @@ class Shards:
         self.directory = directory
         cores = len(os.sched_getaffinity(0)) // _core.local_size()
         self._threads = max(1, min(8, cores))
-        with errors.translated(_CLASSES):
-            if groups.rank == 0:
-                os.makedirs(directory, exist_ok=True)
-                _core.checkpoint_clean(directory)
-            communication.gather_for("saves or loads", None)
-            self._saver = _core.CheckpointSaver(
-                directory, groups.rank, groups.topology.size, self._threads, True, keep, _TIMEOUT_SECONDS
-            )
+        self._saver = Saver(
+            directory,
+            groups.rank,
+            groups.topology.size,
+            lambda value: communication.gather_for("saves or loads", value),
+            self._threads,
+            True,
+            keep,
+            _TIMEOUT_SECONDS,
+        )
 
     def tags(self) -> list[str]:
         """Complete checkpoints, the newest last."""
@@ -58,30 +60,30 @@ class Shards:
 
     def latest(self) -> str | None:
         """The newest complete checkpoint, if there is one."""
-        if not any(Path(self.directory).glob("[!.]*/manifest.json")):
-            return None
         with errors.translated(_CLASSES):
-            return _core.CheckpointReader(self.directory).tag
+            return _core.checkpoint_newest(self.directory)
 
     def save(self, checkpoint: tf.train.Checkpoint, tag: str, number: int) -> None:
         """Writes a checkpoint, which is complete when this returns.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank.
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
         """
         groups = state.groups
-        # Held until they are written. Before that, all know that all have them: a rank that refuses leaves nobody waiting.
-        arrays: dict[str, np.ndarray] = {}
         entries = saving.agreed(checkpoint, tag)
-        communication.together(lambda: arrays.update(_arrays(entries, groups.rank_in("pp"))), tag)
-        blocks = [
-            shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
-            for name, array in arrays.items()
-        ]
-        places = shares.places(blocks, groups.rank_in("dp"), len(groups.members["dp"]))
-        layout = {"pp": len(groups.members["pp"]), "rdp": len(groups.members["dp"])}
-        with errors.translated(_CLASSES):
-            self._saver.save(tag, number, shares.attempt(), json.dumps(layout), "{}", places, False)
+
+        def make() -> Content:
+            # Held until they are written.
+            arrays = dict(_arrays(entries, groups.rank_in("pp")))
+            blocks = [
+                shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
+                for name, array in arrays.items()
+            ]
+            places = shares.places(blocks, groups.rank_in("dp"), len(groups.members["dp"]))
+            layout = {"pp": len(groups.members["pp"]), "rdp": len(groups.members["dp"])}
+            return Content(places, json.dumps(layout), "{}", arrays)
+
+        self._saver.save(tag, number, make, asynchronous=False)
 
     def load(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str] = frozenset()) -> frozenset[str]:
         """Gives this rank's variables the values of a checkpoint; the model is divided, if it is among what is read.
@@ -95,8 +97,13 @@ class Shards:
             The names of what has been read.
 
         Raises:
-            SMPCheckpointError: it does not fit, the same on all ranks, or a file is missing or damaged.
+            SMPCheckpointError: it does not fit, or a file is missing or damaged; the same on all ranks.
         """
+        path = os.path.join(self.directory, tag)
+        read = communication.together(lambda: self._read(checkpoint, tag, but_for), path, "read")
+        return read[state.groups.rank]
+
+    def _read(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str]) -> frozenset[str]:
         with errors.translated(_CLASSES):
             reader = _core.CheckpointReader(self.directory, tag)
             found = {name: (element, shape) for name, element, shape in reader.tensors()}

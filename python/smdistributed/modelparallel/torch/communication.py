@@ -15,7 +15,8 @@ import torch
 
 from smdistributed._common import errors
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
+from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.failures import raise_on_all_ranks
 from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
@@ -125,26 +126,19 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
     return [_unpacked([part.clone() for part in content.split(size.tolist())], on_host) for content, size in pairs]
 
 
-def together(do: Callable[[], _T], group: CommGroup, what: str) -> _T:
+def together(do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None) -> _T:
     """What ``do`` returns here. All ranks of ``group`` call it, and none returns before all have ended; what goes wrong on any is
     raised on all. In ``do``, ranks exchange nothing but what fails on
     all that take part.
 
     Args:
         what: What has not happened then, as "the state could not be gathered".
+        same: Returns what of the result must be the same on all ranks.
 
     Raises:
-        SMPCheckpointError: ``do`` failed, here or on another rank.
+        SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.
     """
-    result, failure, cause = None, None, None
-    try:
-        result = do()
-    except Exception as error:
-        failure, cause = f"rank {state.groups.rank}: {type(error).__name__}: {error}", error
-    failures = [each for each in allgather(failure, group) if each is not None]
-    if failures:
-        raise SMPCheckpointError(f"{what}: {'; '.join(failures)}") from cause
-    return result  # type: ignore[return-value]
+    return raise_on_all_ranks(do, state.groups.rank, lambda value: allgather(value, group), what, same)
 
 
 def gather_on_host(

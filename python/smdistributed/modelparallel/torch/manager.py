@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +19,9 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.saver import Content, Saver
 from smdistributed.modelparallel.torch import content, state_dicts
-from smdistributed.modelparallel.torch.communication import together
+from smdistributed.modelparallel.torch.communication import allgather, together
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
 
@@ -70,16 +70,16 @@ class CheckpointManager:
         self.threads = threads or max(1, min(8, cores))
         # Memory of copies from devices, kept from one save to the next.
         self._pinned: dict[str, torch.Tensor] = {}
-        together(self._prepare, CommGroup.WORLD, f"`{self.path}` takes no checkpoints")
-        with errors.translated(_CLASSES):
-            self._saver = _core.CheckpointSaver(
-                self.path, groups.rank, groups.topology.size, self.threads, durable, keep, timeout_seconds
-            )
-
-    def _prepare(self) -> None:
-        if state.groups.rank == 0:
-            os.makedirs(self.path, exist_ok=True)
-            _core.checkpoint_clean(self.path)
+        self._saver = Saver(
+            self.path,
+            groups.rank,
+            groups.topology.size,
+            lambda value: allgather(value, CommGroup.WORLD),
+            self.threads,
+            durable,
+            keep,
+            timeout_seconds,
+        )
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -101,18 +101,27 @@ class CheckpointManager:
             tag: the checkpoint's name; by default from the step.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank; or the save before it could not.
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. Or the save before it could not;
+                or what has the checkpoint's name is not a checkpoint of this format.
         """
         model = _model()
         if not model.is_partitioned:
             raise SMPUsageError(
                 "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
             )
-        self.wait()
-        name = tag or f"step-{step}"
-        what = f"checkpoint `{name}` could not be written"
-        copies, text = together(lambda: self._copies(model, user_content), CommGroup.WORLD, what)
-        blocks = [_block(name, tensor) for name, tensor in copies.items()]
+        name = f"step-{step}" if tag is None else tag
+        self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
+
+    def _saved(self, model: Any, user_content: Any) -> Content:
+        """What this rank saves."""
+        tensors = dict(_local_tensors(model, state.optimizer))
+        text = "null"
+        if state.groups.rank == 0:
+            text = self._content(user_content, tensors)
+        if state.groups.rank_in("rdp") == 0:
+            tensors |= _extras(model)
+        copies, owned = self._on_host(tensors)
+        blocks = [_block(name, tensor, name in owned) for name, tensor in copies.items()]
         places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
             "pp": len(state.groups.members["pp"]),
@@ -121,42 +130,32 @@ class CheckpointManager:
             "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
             "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
         }
-        with errors.translated(_CLASSES):
-            self._saver.save(name, step, shares.attempt(), json.dumps(layout), text, places, self.asynchronous)
-        del copies
-
-    def _copies(self, model: Any, user_content: Any) -> tuple[dict[str, torch.Tensor], str]:
-        """What this rank saves: its tensors, in host memory, and on rank 0 a text of the rest."""
-        tensors = dict(_local_tensors(model, state.optimizer))
-        text = "null"
-        if state.groups.rank == 0:
-            text = self._content(user_content, tensors)
-        if state.groups.rank_in("rdp") == 0:
-            tensors |= _extras(model)
-        return self._on_host(tensors), text
+        return Content(places, json.dumps(layout), text, copies)
 
     def wait(self) -> None:
         """
-        Waits for the save that is under way.
+        Waits for the save that is under way; all ranks call it.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank.
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
         """
-        with errors.translated(_CLASSES):
-            self._saver.wait()
+        self._saver.wait()
 
     def latest(self) -> str | None:
         """
-        The name of the newest complete checkpoint, if there is one.
+        The name of the newest complete checkpoint, if there is one; all ranks call it.
 
         Raises:
-            SMPCheckpointError: there is one, and it cannot be read.
+            SMPCheckpointError: the folder cannot be read; the same on all ranks.
         """
         self.wait()
-        if not any(Path(self.path).glob("[!.]*/manifest.json")):
-            return None
-        with errors.translated(_CLASSES):
-            return _core.CheckpointReader(self.path).tag
+
+        def look() -> str | None:
+            with errors.translated(_CLASSES):
+                return _core.checkpoint_newest(self.path)
+
+        what = f"the checkpoints in `{self.path}` could not be listed"
+        return together(look, CommGroup.WORLD, what, lambda newest: newest)
 
     def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
         """
@@ -172,21 +171,35 @@ class CheckpointManager:
             The user content.
 
         Raises:
-            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged.
+            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged; the same on all ranks.
         """
         self.wait()
         model = _model()
-        with errors.translated(_CLASSES):
-            reader = _core.CheckpointReader(self.path, tag)
-            layout = json.loads(reader.layout)
-            if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
-                model.divide_as(layout["assignment"])
-            found = {name: (dtype, shape) for name, dtype, shape in reader.tensors()}
+        what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{self.path}` could not be loaded"
+
+        def look() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
+            with errors.translated(_CLASSES):
+                reader = _core.CheckpointReader(self.path, tag)
+                if reader.kind != "sharded":
+                    raise SMPCheckpointError(
+                        f"checkpoint `{reader.tag}` is a {reader.kind} one: `smp.resume_from_checkpoint` loads it"
+                    )
+                layout = json.loads(reader.layout)
+                found = {name: (dtype, shape) for name, dtype, shape in reader.tensors()}
+            user = json.dumps(json.loads(reader.content)["user"])
+            return reader, layout, found, content.decode(user, lambda name: self._read(reader, found, [name])[name])
+
+        reader, layout, found, user = together(look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step))
+        if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
+            model.divide_as(layout["assignment"])
         aliases = layout.get("aliases", {})
         optimizer = state.optimizer if load_optimizer else None
-        model.when_partitioned(lambda: self._load(reader, found, aliases, model, optimizer, strict))
-        user = json.dumps(json.loads(reader.content)["user"])
-        return content.decode(user, lambda name: self._read(reader, found, [name])[name])
+
+        def load() -> None:
+            self._load(reader, found, aliases, model, optimizer, strict)
+
+        model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+        return user
 
     def _load(
         self,
@@ -295,23 +308,27 @@ class CheckpointManager:
             groups = json.loads(content.encode(hyper, _no_tensors_kept))
         return json.dumps({"user": user, "groups": groups})
 
-    def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Dense tensors in host memory; those of devices through pinned copies."""
-        copies, waits = {}, False
+    def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is copied here, and the
+        core, which would copy what the training changes, leaves it as it is: one copy of each is in host memory while it is written."""
+        copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
             if tensor.dtype not in _ELEMENTS:
                 raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint does not take")
             if tensor.device.type == "cpu":
                 copies[name] = tensor.contiguous()
+                if copies[name] is not tensor and copies[name].data_ptr() != tensor.data_ptr():
+                    owned.add(name)
                 continue
             kept = self._pinned.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             kept.copy_(tensor, non_blocking=True)
             copies[name], waits = kept, True
+            owned.add(name)
         if waits:
             torch.cuda.synchronize()
-        return copies
+        return copies, owned
 
 
 def _model() -> Any:
@@ -368,11 +385,11 @@ def _extras(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _block(name: str, tensor: torch.Tensor) -> shares.Block:
+def _block(name: str, tensor: torch.Tensor, is_owned: bool) -> shares.Block:
     # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other sizes.
     is_shared = not name.startswith((_USER, _EXTRA))
     shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
-    return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared)
+    return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared, is_owned)
 
 
 def _no_tensors(name: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.communication import gather_on_host
+from smdistributed.modelparallel.torch.communication import gather_on_host, together
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
@@ -231,28 +231,50 @@ def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> 
 
 
 def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
-    """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks."""
+    """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks. All ranks of a pipeline call it, and
+    come to the same verdict.
+
+    Raises:
+        SMPCheckpointError: The state does not fit the optimizer, on any of them.
+    """
+    what = "the state of the optimizer could not be loaded"
     if found.get(PARTIAL):
         theirs = found
-        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), CommGroup.PP_GROUP))
-    inner = optimizer.optimizer
-    if len(found["param_groups"]) != len(inner.param_groups):
-        raise SMPCheckpointError(
-            f"the state has {len(found['param_groups'])} groups of parameters, and the optimizer {len(inner.param_groups)}"
-        )
-    ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
-    if ids and isinstance(ids[0], int):
+        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), CommGroup.PP_GROUP, what=what))
+    whole, inner = found, optimizer.optimizer
+
+    def are_counted() -> bool:
+        if len(whole["param_groups"]) != len(inner.param_groups):
+            raise SMPCheckpointError(
+                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer {len(inner.param_groups)}"
+            )
+        ids = [each for group in whole["param_groups"] for each in group["params"]]
+        return bool(ids) and isinstance(ids[0], int)
+
+    counted = None
+    if together(are_counted, CommGroup.PP_GROUP, what, lambda result: result):
         # One of torch's own, which counts parameters in the order of its groups.
         parts = gather_on_host(lambda: {**local_optimizer(model, optimizer), "state": {}}, CommGroup.PP_GROUP)
-        whole = merge_optimizers(model, parts)["param_groups"]
+        counted = merge_optimizers(model, parts)["param_groups"]
+    together(lambda: _load_optimizer(model, optimizer, whole, counted), CommGroup.PP_GROUP, what)
+
+
+def _load_optimizer(
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    found: Mapping[str, Any],
+    counted: list[dict[str, Any]] | None,
+) -> None:
+    """Takes what this rank's parameters have; ``counted`` are the groups of all ranks, if the state counts parameters."""
+    ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
+    names = {name: name for name in ids}
+    if counted is not None:
         sizes = [len(group["params"]) for group in found["param_groups"]]
-        if sizes != [len(group["params"]) for group in whole]:
+        if sizes != [len(group["params"]) for group in counted]:
             raise SMPCheckpointError(
-                f"the state's groups have {sizes} parameters, and the optimizer's {[len(group['params']) for group in whole]}"
+                f"the state's groups have {sizes} parameters, and the optimizer's {[len(group['params']) for group in counted]}"
             )
-        names = dict(zip(ids, (name for group in whole for name in group["params"]), strict=True))
-    else:
-        names = {name: name for name in ids}
+        names = dict(zip(ids, (name for group in counted for name in group["params"]), strict=True))
     entries = {names[key]: content for key, content in found["state"].items()}
     local = local_optimizer(model, optimizer)
     groups = [
@@ -261,4 +283,5 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
         for theirs, ours in zip(found["param_groups"], local["param_groups"], strict=True)
     ]
     here = list(itertools.chain.from_iterable(group["params"] for group in groups))
-    inner.load_state_dict({"state": {name: entries[name] for name in here if name in entries}, "param_groups": groups})
+    state_here = {name: entries[name] for name in here if name in entries}
+    optimizer.optimizer.load_state_dict({"state": state_here, "param_groups": groups})

@@ -1,0 +1,74 @@
+"""One verdict on all ranks: what fails on one of them is the same error on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
+
+_T = TypeVar("_T")
+#: The rank, the class of its error, and the text.
+Failure = tuple[int, str, str]
+#: Failures that an error lists; of many ranks, these say enough.
+_LISTED = 5
+
+
+def failure(rank: int, error: Exception) -> Failure:
+    """What a rank tells the others of its error."""
+    return rank, type(error).__name__, str(error)
+
+
+def summary(failures: Sequence[Failure]) -> str:
+    """The causes, each once: a rank that failed because of another one repeats what that one said."""
+    own = [
+        (rank, kind, text)
+        for at, (rank, kind, text) in enumerate(failures)
+        if not any(
+            other and other in text and (other != text or before < at) for before, (_, _, other) in enumerate(failures)
+        )
+    ]
+    listed = "; ".join(f"rank {rank}: {kind}: {text}" for rank, kind, text in own[:_LISTED])
+    return listed + (f"; and {len(own) - _LISTED} more ranks" if len(own) > _LISTED else "")
+
+
+def raise_on_all_ranks(
+    do: Callable[[], _T],
+    rank: int,
+    gather: Callable[[Any], list[Any]],
+    what: str,
+    same: Callable[[_T], Any] | None = None,
+) -> _T:
+    """Runs ``do`` on each rank, and raises on all of them what goes wrong on any.
+
+    Args:
+        do: What this rank does.
+        rank: This rank.
+        gather: Returns what all ranks pass to it, in rank order.
+        what: What has not happened then, as "the state could not be gathered".
+        same: Returns what of the result must be the same on all ranks.
+
+    Returns:
+        What ``do`` returns here.
+
+    Raises:
+        SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.
+    """
+    result, told, cause = None, None, None
+    try:
+        result = do()
+    except Exception as error:
+        told, cause = failure(rank, error), error
+    shown = repr(same(result)) if cause is None and same is not None else None  # type: ignore[arg-type]
+    answers = gather((told, shown, what))
+    # Where ranks disagree, the first one's words stand for all.
+    what = answers[0][2]
+    failures = [tuple(each) for each, _, _ in answers if each is not None]
+    if failures:
+        raise SMPCheckpointError(f"{what}: {summary(failures)}") from cause
+    for other, (_, theirs, _) in enumerate(answers):
+        if theirs != answers[0][1]:
+            raise SMPCheckpointError(
+                f"{what}: ranks disagree: rank 0 has {answers[0][1]} and rank {other} has {theirs}"
+            )
+    return result  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""Saves in the core's format, which all ranks begin and end together: they agree before anything moves, and what fails on one of them is the
+same error on each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel import shares
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
+from smdistributed.modelparallel.failures import raise_on_all_ranks
+
+_log = logging.getLogger("smdistributed.modelparallel")
+_T = TypeVar("_T")
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+
+
+class Content(NamedTuple):
+    """What a rank saves.
+
+    Attributes:
+        places: Slices of tensors, see ``shares.places``.
+        layout: How ranks are laid out, as JSON; rank 0's counts.
+        text: What is saved beside tensors, as JSON; rank 0's counts.
+        owner: What keeps the memory of the tensors.
+    """
+
+    places: Sequence[shares.Place]
+    layout: str
+    text: str
+    owner: Any
+
+
+class Saver:
+    """The core's saver of one folder of checkpoints. All ranks make it and call its methods together.
+
+    Args:
+        directory: The folder, which all ranks see.
+        rank: This rank.
+        world: Number of ranks.
+        gather: Returns what all ranks pass to it, in rank order.
+        threads: Files that this rank writes at once.
+        durable: Whether a checkpoint is on the disk before it counts as complete.
+        keep: How many checkpoints are kept; ``None`` for all.
+        timeout_seconds: How long a rank waits for others.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        rank: int,
+        world: int,
+        gather: Callable[[Any], list[Any]],
+        threads: int,
+        durable: bool,
+        keep: int | None,
+        timeout_seconds: float,
+    ) -> None:
+        self._directory, self._rank, self._gather = directory, rank, gather
+
+        def prepare() -> Any:
+            if rank == 0:
+                _core.checkpoint_prepare(directory, durable)
+            return _core.CheckpointSaver(directory, rank, world, threads, durable, keep, timeout_seconds)
+
+        self._saver = self._together(prepare, f"cannot write checkpoints to `{directory}`")
+
+    def _together(self, do: Callable[[], _T], what: str, same: Callable[[_T], Any] | None = None) -> _T:
+        def translated() -> _T:
+            with errors.translated(_CLASSES):
+                return do()
+
+        with errors.translated(CLASSES):
+            return raise_on_all_ranks(translated, self._rank, self._gather, what, same)
+
+    def save(self, tag: str, step: int, make: Callable[[], Content], asynchronous: bool) -> None:
+        """Saves a checkpoint; returns when it is complete, or with ``asynchronous``, when the state has been copied.
+
+        Args:
+            tag: The checkpoint's name, the same on all ranks.
+            step: The number of the training step, the same on all ranks.
+            make: Returns what this rank saves.
+            asynchronous: Whether files are written in the background.
+
+        Raises:
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; or the save before it could not.
+        """
+        self.wait()
+        what = f"checkpoint {tag!r} could not be written to `{self._directory}`"
+        number = shares.attempt()
+
+        def begin() -> Content:
+            content = make()
+            _core.checkpoint_check_tag(tag)
+            if self._rank == 0:
+                self._saver.open(tag, number)
+            return content
+
+        def join() -> None:
+            if self._rank > 0:
+                self._saver.open(tag, number)
+
+        try:
+            content = self._together(begin, what, lambda _: {"tag": tag, "step": step, "attempt": number})
+            self._together(join, what)
+            self._together(
+                lambda: self._saver.save(
+                    tag, step, number, content.layout, content.text, content.places, asynchronous, content.owner
+                ),
+                what,
+            )
+        except SMPCheckpointError:
+            # A rank that had begun to write in the background ends, since another one has failed; that is known already.
+            with contextlib.suppress(errors.SmdistributedError):
+                self._saver.wait()
+            self._discard()
+            raise
+
+    def wait(self) -> None:
+        """Waits for the save that is under way.
+
+        Raises:
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank.
+        """
+        try:
+            self._together(self._saver.wait, f"a checkpoint could not be written to `{self._directory}`")
+        except SMPCheckpointError:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        """Takes away what a failed attempt has left. All ranks call it when none of them writes any more; if it fails, the next save does it."""
+        with errors.translated(CLASSES):
+            self._gather(None)
+        try:
+            self._saver.discard()
+        except errors.SmdistributedError as error:
+            _log.warning("what a failed save has left in `%s` is still there: %s", self._directory, error)

@@ -1,0 +1,75 @@
+"""Where the parts of a checkpoint in TensorFlow's form are written before it gets its name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
+
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+
+
+class Scratch:
+    """A hidden folder beside a checkpoint, in which all of it is written before it gets its name: a full disk leaves an older
+    checkpoint of the same name as it is. The first rank makes it.
+
+    Args:
+        file_prefix: The checkpoint's path.
+        number: The attempt's, from ``shares.attempt``, which all ranks count alike.
+    """
+
+    def __init__(self, file_prefix: str, number: int) -> None:
+        self._number = number
+        folder, self._name = os.path.split(file_prefix)
+        self._folder = folder or "."
+        self._attempt: Any = None
+
+    def open(self) -> str:
+        """Makes the folder that ranks write their parts into."""
+        with errors.translated(_CLASSES):
+            self._attempt = _core.CheckpointAttempt(
+                self._folder, "tensorflow", "tensorflow", self._number, 0, 1, False, 0.0
+            )
+        return self._attempt.folder
+
+    def merge(self, parts: list[str]) -> None:
+        """Makes one checkpoint of the parts, and gives it its name."""
+        folder = self._attempt.folder
+        _merge(parts, f"{folder}/merged", False)
+        # The index, without which there is no checkpoint, comes last.
+        for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".index")):
+            if name.startswith("merged."):
+                os.replace(f"{folder}/{name}", os.path.join(self._folder, self._name + name.removeprefix("merged")))
+
+    def close(self) -> None:
+        """Takes away what is left of it."""
+        if self._attempt is not None:
+            self._attempt.leave()
+
+
+class Remote:
+    """As :class:`Scratch`, where only TensorFlow can write: TensorFlow moves the parts to their places."""
+
+    def __init__(self, file_prefix: str) -> None:
+        self._prefix = file_prefix
+
+    def open(self) -> str:
+        """Makes the folder that ranks write their parts into."""
+        tf.io.gfile.makedirs(self._prefix.rpartition("/")[0])
+        return f"{self._prefix}_temp"
+
+    def merge(self, parts: list[str]) -> None:
+        """Makes one checkpoint of the parts, and gives it its name."""
+        _merge(parts, self._prefix, True)
+
+    def close(self) -> None:
+        """Does nothing: TensorFlow has moved the parts."""
+
+
+def _merge(parts: list[str], prefix: str, delete: bool) -> None:
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=delete)

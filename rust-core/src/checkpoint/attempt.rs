@@ -1,0 +1,349 @@
+//! One attempt to save a checkpoint: a hidden folder that only its ranks write into, until what is in it gets its name.
+//!
+//! ```text
+//!   DIR/.step-110.91c0....smd-attempt/rank-00003.status     how far rank 3 has come
+//!   DIR/.step-110.91c0....smd-attempt/rank-00003.json       what it wrote
+//!   DIR/.step-110.91c0....smd-attempt/data/                 what becomes DIR/step-110
+//!   DIR/.step-110.91c0....smd-attempt/old/                  what it replaces, until that can go
+//! ```
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::files::{put, sync_folder};
+use super::manifest::{FileEntry, Kind, Manifest};
+use super::mark::sum;
+use super::recover::{prepare, settle_and_remove};
+use super::status::{self, Status, StatusFile};
+use super::write::Note;
+use super::{commit, damaged, failed, place};
+use crate::error::{Error, Result};
+
+/// The folder of what becomes the checkpoint.
+pub(super) const DATA: &str = "data";
+/// The folder of what the checkpoint replaces.
+pub(super) const OLD: &str = "old";
+/// The ending of attempts' names.
+const ENDING: &str = ".smd-attempt";
+/// How long a rank sleeps between two looks at what others have written: a share of the time it has waited, within bounds.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+
+/// What an attempt saves, and who takes part in it. All ranks have the same, but for `rank`.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// Where checkpoints are.
+    pub directory: PathBuf,
+    /// The checkpoint's name.
+    pub tag: String,
+    /// What it consists of.
+    pub kind: Kind,
+    /// The attempt's number, which no two saves share (CKPT-2).
+    pub number: u64,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks that save.
+    pub world: usize,
+    /// Whether a checkpoint is on the disk before it gets its name.
+    pub durable: bool,
+    /// Whether the file system's exchange of two names may be used, if it has one.
+    pub exchange: bool,
+}
+
+impl Setting {
+    /// The attempt's folder.
+    pub(super) fn folder(&self) -> PathBuf {
+        self.directory.join(format!(".{}.{:016x}{ENDING}", self.tag, self.number))
+    }
+
+    /// For errors.
+    fn during(&self) -> String {
+        format!("saving checkpoint `{}`", self.tag)
+    }
+}
+
+/// A folder of an attempt, and what its name says.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) folder: PathBuf,
+    pub(super) tag: String,
+    pub(super) number: u64,
+}
+
+/// The attempts in `directory`, by their names.
+pub(super) fn folders(directory: &Path) -> Vec<Found> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let (tag, number) = name.strip_suffix(ENDING)?.strip_prefix('.')?.rsplit_once('.')?;
+            let is_number = number.len() == 16 && number.bytes().all(|byte| byte.is_ascii_hexdigit());
+            let number = u64::from_str_radix(number, 16).ok().filter(|_| is_number)?;
+            let is_ours = place::check_tag(tag).is_ok() && entry.file_type().is_ok_and(|kind| kind.is_dir());
+            is_ours.then(|| Found { folder: entry.path(), tag: tag.to_owned(), number })
+        })
+        .collect()
+}
+
+/// This rank's part in an attempt. See the module's text.
+#[derive(Debug)]
+pub struct Attempt {
+    setting: Setting,
+    folder: PathBuf,
+    status: StatusFile,
+}
+
+impl Attempt {
+    /// Rank 0 looks whether the checkpoint may get its name, takes away what broken attempts have left, and makes the folder; the others
+    /// wait for that, and join.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if something that a save does not replace lies in the checkpoint's place; [`Error::Timeout`] if rank 0 does not
+    /// make the folder in time; or `look`'s.
+    pub fn open(setting: Setting, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        let folder = setting.folder();
+        if setting.rank > 0 {
+            place::check_tag(&setting.tag)?;
+            let expired = |waited| Error::Timeout { during: setting.during(), waited, missing: vec![0] };
+            // An NFS client may have kept that it was not there; opening a folder asks the server.
+            let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
+            wait_until(timeout, look, is_there, expired)?;
+            let status = StatusFile::create(&folder, setting.rank)?;
+            return Ok(Self { setting, folder, status });
+        }
+        place::check(&setting.directory, &setting.tag, setting.kind)?;
+        prepare(&setting.directory, setting.durable)?;
+        fs::create_dir(&folder).map_err(failed("creating", &folder))?;
+        let made = StatusFile::create(&folder, 0).and_then(|status| {
+            let data = folder.join(DATA);
+            fs::create_dir(&data).map_err(failed("creating", &data)).map(|()| status)
+        });
+        match made {
+            Ok(status) => Ok(Self { setting, folder, status }),
+            Err(error) => {
+                let _ = settle_and_remove(&setting.directory, &setting.tag, setting.number, &folder);
+                Err(error)
+            }
+        }
+    }
+
+    /// What it saves.
+    pub fn setting(&self) -> &Setting {
+        &self.setting
+    }
+
+    /// Its folder.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The folder of what becomes the checkpoint.
+    pub fn data(&self) -> PathBuf {
+        self.folder.join(DATA)
+    }
+
+    /// Tells rank 0 what this rank has written.
+    pub(super) fn report(&self, note: &Note) -> Result<()> {
+        let text = serde_json::to_vec(note).expect("names and numbers are JSON");
+        put(&self.folder, &self.folder, &note_name(self.setting.rank), &text, self.setting.durable)?;
+        self.status.set(&Status::Written)
+    }
+
+    /// As [`Attempt::report`], of files that the caller wrote into [`Attempt::data`].
+    ///
+    /// # Errors
+    /// If one of them cannot be read.
+    pub fn report_files(&self, names: &[String]) -> Result<()> {
+        let mut note = Note::default();
+        for name in names {
+            let path = self.data().join(name);
+            let file = File::open(&path).map_err(failed("opening", &path))?;
+            if self.setting.durable {
+                file.sync_all().map_err(failed("syncing", &path))?;
+            }
+            let bytes = file.metadata().map_err(failed("reading", &path))?.len();
+            let header_crc = sum(&file, bytes).map_err(failed("reading", &path))?;
+            note.files.push(FileEntry { name: name.clone(), bytes, header_bytes: bytes, header_crc });
+        }
+        self.report(&note)
+    }
+
+    /// Rank 0: gives what all ranks have reported its name. Of this kind, `keep` checkpoints stay.
+    ///
+    /// # Errors
+    /// If a report is missing, or the folder cannot get its name: what was there before then stays.
+    pub fn commit(&self, step: Option<u64>, keep: Option<usize>) -> Result<()> {
+        let Setting { directory, kind, .. } = &self.setting;
+        match kind {
+            Kind::Full => return commit::commit_full(self),
+            Kind::Tensorflow => return Err(Error::InvalidArgument("TensorFlow names its files itself".into())),
+            Kind::Sharded | Kind::Partial => {}
+        }
+        let notes = (0..self.setting.world).map(|rank| self.note(rank)).collect::<Result<Vec<_>>>()?;
+        let step = match step {
+            Some(step) => step,
+            None => place::list(directory, *kind)?.pop().map_or(0, |(step, _)| step + 1),
+        };
+        commit::commit(self, self.manifest(step, "null".into(), "null".into()), notes)?;
+        keep.map_or(Ok(()), |keep| commit::retain(self, keep))
+    }
+
+    /// A manifest without files yet.
+    pub(super) fn manifest(&self, step: u64, layout: serde_json::Value, content: serde_json::Value) -> Manifest {
+        Manifest {
+            format: Manifest::FORMAT.to_owned(),
+            kind: self.setting.kind,
+            step,
+            attempt: self.setting.number,
+            world: self.setting.world,
+            layout,
+            content,
+            files: Vec::new(),
+            tensors: Vec::new(),
+        }
+    }
+
+    fn note(&self, rank: usize) -> Result<Note> {
+        let path = self.folder.join(note_name(rank));
+        let bytes = fs::read(&path).map_err(failed("reading", &path))?;
+        serde_json::from_slice(&bytes).map_err(|error| damaged(&path, error.to_string()))
+    }
+
+    /// Rank 0: waits until all ranks have reported, and returns what.
+    pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Note>> {
+        let world = self.setting.world;
+        let (mut missing, mut seen) = ((0..world).collect::<Vec<_>>(), vec![false; world]);
+        let mut ready = || {
+            let mut failure = None;
+            missing.retain(|&rank| match status::read(&self.folder, rank) {
+                Some(Status::Failed(why)) => {
+                    failure.get_or_insert(why);
+                    true
+                }
+                Some(status) => {
+                    seen[rank] = true;
+                    status != Status::Written
+                }
+                // Its disk did not even take the reason.
+                None if seen[rank] && !status::exists(&self.folder, rank) => {
+                    failure.get_or_insert_with(|| format!("rank {rank}: it gave up, and could not write why"));
+                    true
+                }
+                None => true,
+            });
+            match failure {
+                Some(why) => Err(Error::io(self.setting.during(), std::io::Error::other(why))),
+                None => Ok(missing.is_empty()),
+            }
+        };
+        let start = Instant::now();
+        let late = wait_until(timeout, look, &mut ready, |waited| Error::Timeout {
+            during: self.setting.during(),
+            waited,
+            missing: Vec::new(),
+        });
+        match late {
+            Err(Error::Timeout { during, .. }) => {
+                return Err(Error::Timeout { during, waited: start.elapsed(), missing });
+            }
+            other => other?,
+        }
+        (0..world).map(|rank| self.note(rank)).collect()
+    }
+
+    /// Rank 0: tells the others that the checkpoint has its name.
+    pub(super) fn announce(&self) -> Result<()> {
+        self.status.set(&Status::Committed)
+    }
+
+    /// All others: waits until rank 0 has given the checkpoint its name.
+    pub(super) fn follow(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let ready = || match status::read(&self.folder, 0) {
+            Some(Status::Committed) => Ok(true),
+            Some(Status::Failed(why)) => Err(Error::io(self.setting.during(), std::io::Error::other(why))),
+            None if !status::exists(&self.folder, 0) => {
+                let why = "rank 0: it gave up, and could not write why";
+                Err(Error::io(self.setting.during(), std::io::Error::other(why)))
+            }
+            _ => Ok(false),
+        };
+        let expired = |waited| Error::Timeout { during: self.setting.during(), waited, missing: vec![0] };
+        wait_until(timeout, look, ready, expired)
+    }
+
+    /// Ends an attempt that this rank cannot complete: makes room on the disk, and tells the others why.
+    pub(super) fn fail(&self, error: &Error) {
+        let ours = format!("rank-{:05}-", self.setting.rank);
+        for entry in fs::read_dir(self.data()).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(&ours) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        let text = error.text();
+        // Rank 0 passes on what another rank told it.
+        let own = format!("rank {}: ", self.setting.rank);
+        let during = format!("{}: rank ", self.setting.during());
+        let why = if text.starts_with(&during) { text[during.len() - "rank ".len()..].to_owned() } else { own + &text };
+        if self.status.set(&Status::Failed(why)).is_err() {
+            self.status.remove();
+        }
+    }
+
+    /// Ends an attempt that is complete. The last rank takes its folder away.
+    pub fn leave(self) {
+        if self.setting.rank > 0 {
+            self.status.remove();
+        }
+        if status::all(&self.folder).iter().all(|path| path.ends_with("rank-00000.status")) {
+            let Setting { directory, tag, number, .. } = &self.setting;
+            let _ = settle_and_remove(directory, tag, *number, &self.folder);
+        }
+    }
+
+    /// Ends an attempt that all ranks know has failed: rank 0 takes its folder away, and what it had moved comes back to its place.
+    ///
+    /// # Errors
+    /// If something cannot be moved or removed.
+    pub fn discard(self) -> Result<()> {
+        discard(&self.setting)
+    }
+}
+
+/// As [`Attempt::discard`].
+///
+/// # Errors
+/// As there.
+pub(super) fn discard(setting: &Setting) -> Result<()> {
+    if setting.rank > 0 {
+        return Ok(());
+    }
+    settle_and_remove(&setting.directory, &setting.tag, setting.number, &setting.folder())
+}
+
+/// The name of a rank's note.
+pub(super) fn note_name(rank: usize) -> String {
+    format!("rank-{rank:05}.json")
+}
+
+/// The folder `path` has all its names on the disk, with `durable`.
+pub(super) fn sync_if(durable: bool, path: &Path) -> Result<()> {
+    if durable { sync_folder(path) } else { Ok(()) }
+}
+
+fn wait_until(
+    timeout: Duration,
+    look: &mut dyn FnMut() -> Result<()>,
+    mut ready: impl FnMut() -> Result<bool>,
+    expired: impl Fn(Duration) -> Error,
+) -> Result<()> {
+    let start = Instant::now();
+    while !ready()? {
+        let waited = start.elapsed();
+        if waited > timeout {
+            return Err(expired(waited));
+        }
+        look()?;
+        std::thread::sleep((waited / 20).clamp(LOOKS.0, LOOKS.1));
+    }
+    Ok(())
+}
