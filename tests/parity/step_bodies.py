@@ -1,4 +1,4 @@
-"""Random step bodies on partitions beside the same bodies in plain PyTorch: results, gradients, parameters, buffers and batches.
+"""Random step bodies on partitions beside the same bodies in plain PyTorch: results, gradients, parameters and buffers.
 
     python tests/parity/step_bodies.py [--runs 1000] [--seed 0] [--partitions 2,3] [--only SEED] [--show crash,DIFFERENT]
 

@@ -106,7 +106,6 @@ def plain(program: Mapping[str, Any]) -> Outcome:
             results = [program["body"](model, keep, *piece) for piece in pieces]
             for place, result in enumerate(results):
                 outcome.add(f"result of microbatch {place} of step {step}", result)
-            outcome.add(f"batch of step {step}", [x, y])
             _note_module(outcome, step, module.named_parameters(), module.named_buffers())
     except Exception as error:
         raise InvalidProgramError(f"{type(error).__name__}: {error}") from None
@@ -149,9 +148,6 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
             result = step_function(model, keep, x, y)
             for place in range(MICROBATCHES):
                 outcome.add(f"result of microbatch {place} of step {step}", _piece(result, place))
-            if smp.pp_rank() == 0:
-                # What later ranks pass is not used.
-                outcome.add(f"batch of step {step}", [x, y])
             _note_module(outcome, step, model.local_named_parameters(), model.local_named_buffers())
         return outcome
     finally:

@@ -137,9 +137,17 @@ class Statements:
 
     def refill(self) -> None:
         """A tensor that is filled anew between calls."""
+        # Not one that draws: it would be after its seed for one call only.
         name, layer = self._new(), self._layer("Masked")
+        other = (
+            self._layer(*(kind for kind in self._layers.values() if kind != "Drop"))
+            if set(self._layers.values()) - {"Drop"}
+            else None
+        )
+        if other is None:
+            return
         self._add(f"{name} = torch.zeros_like({self._one('x', 'h.detach()')})")
-        call = f"{layer}(h, {name})" if layer else self._call_text(self._layer() or "", f"h + {name}")
+        call = f"{layer}(h, {name})" if layer else self._call_text(other, f"h + {name}")
         self._add(f"for i in range(2):\n    {name}.fill_(i + 0.5)\n    h = {call}")
 
     def write(self) -> None:
