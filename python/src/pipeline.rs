@@ -126,7 +126,7 @@ pub fn timeline_now() -> u64 {
 }
 
 /// Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-/// `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`; `takes` are the stages whose values it needed.
+/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the pipeline); `takes` are the stages whose values it needed.
 ///
 /// # Errors
 /// `ValueError` for another kind.
@@ -144,7 +144,7 @@ pub fn timeline_stage(
         return Ok(());
     }
     let end = trace::now();
-    const KINDS: [&str; 7] = ["forward", "backward", "input", "weight", "send", "receive", "wait"];
+    const KINDS: [&str; 8] = ["forward", "backward", "input", "weight", "send", "receive", "wait", trace::SYNCHRONOUS];
     enter(py, || {
         let name = KINDS.into_iter().find(|name| *name == kind);
         let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is nothing that a pipeline does")))?;

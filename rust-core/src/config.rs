@@ -89,6 +89,8 @@ knobs! {
         "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
     KERAS_COMPAT = "SMD_KERAS_COMPAT", [], "1",
         "0: leaves out the adapters that let scripts for TensorFlow 2.3 and 2.4 run with today's Keras, such as `optimizer.variables()`.";
+    STRICT_PIPELINE = "SMD_STRICT_PIPELINE", [], "0",
+        "1: a call inside of a `smp.step` function that leaves the pipeline, so that all ranks wait for one of them, is an error. Without it each such place is a warning.";
     AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",
         "A buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect: there is no such buffer here.";
     AG_SORT_BUFFER_BYTES = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", [], "134217728",
@@ -102,7 +104,7 @@ knobs! {
 /// [`Error::Config`] naming the variable and its value.
 pub fn check_unread() -> Result<()> {
     [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))?;
-    [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES].iter().try_for_each(|knob| knob.flag().map(drop))
+    [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES, STRICT_PIPELINE].iter().try_for_each(|knob| knob.flag().map(drop))
 }
 
 impl Knob {

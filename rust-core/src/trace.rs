@@ -72,6 +72,8 @@ impl Track {
 
 /// The name of a line that says from which other stage a stage of a pipeline takes values, and the number's name in it.
 pub const TAKES: &str = "takes";
+/// The name of a line about a call that left the pipeline: all ranks waited for one of them.
+pub const SYNCHRONOUS: &str = "synchronous";
 /// See [`TAKES`].
 pub const TAKES_FROM: &str = "stage";
 

@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, Costs, Edge, Graph, Kind, Link, Program, Span, Stage, Timeline, grid, simulate, svg};
-use crate::trace::{TAKES, TAKES_FROM};
+use crate::trace::{SYNCHRONOUS, TAKES, TAKES_FROM};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
@@ -83,9 +83,9 @@ impl Said {
 
 /// What `smdrun report` prints.
 pub(super) fn show(args: &Args) -> Result<String> {
-    let text = std::fs::read_to_string(&args.trace)
+    let text_of_trace = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
-    let all = steps(&text);
+    let all = steps(&text_of_trace);
     if all.values().all(|steps| steps.iter().all(|step| step.tasks.is_empty())) {
         return Err(Error::InvalidArgument(format!("`{}` has no stages of a pipeline", args.trace.display())));
     }
@@ -111,12 +111,27 @@ pub(super) fn show(args: &Args) -> Result<String> {
         text += &format!("{what}: {milliseconds:.3} ms, bubble {:.1} %\n", 100.0 * timeline.bubble());
         text += &grid(timeline, args.width.into());
     }
+    if let Some(calls) = calls_that_left(&text_of_trace) {
+        text += &format!("{calls} calls of all steps left the pipeline, and all ranks waited for each\n");
+    }
     if let Some(path) = &args.svg {
         let both = [("measured, in nanoseconds", &measured), ("simulated from mean times, in nanoseconds", &simulated)];
         std::fs::write(path, svg(&both, 1200))
             .map_err(|error| Error::io(format!("writing `{}`", path.display()), error))?;
     }
     Ok(text)
+}
+
+/// How many calls left the pipeline, if any did. Every rank of a pipeline has a line for each.
+fn calls_that_left(text: &str) -> Option<usize> {
+    let mut ranks: HashMap<usize, usize> = HashMap::new();
+    for line in text.lines() {
+        let Ok(line) = serde_json::from_str::<Line>(line.trim().trim_end_matches(',')) else { continue };
+        if line.name == SYNCHRONOUS && line.ph == "X" {
+            *ranks.entry(line.pid).or_default() += 1;
+        }
+    }
+    ranks.into_values().max()
 }
 
 /// For each rank its steps. A step ends where a rank does the same again.
@@ -335,6 +350,23 @@ mod tests {
         std::fs::remove_file(&picture).unwrap();
         assert_eq!(drawing.matches("<title>").count(), 2 * 2 * 4, "two ranks, measured and simulated");
         assert!(missing.ends_with("has 2 steps, and no step 2"), "{missing}");
+    }
+
+    /// Every rank of a pipeline waits, and has a line for it.
+    #[test]
+    fn calls_that_left_the_pipeline_are_counted() {
+        let mut text = trace();
+        text.truncate(text.rfind('{').unwrap());
+        for rank in 0..2 {
+            for at in [3, 5] {
+                text += &format!(
+                    "{{\"name\":\"synchronous\",\"ph\":\"X\",\"pid\":{rank},\"tid\":{},\"ts\":{at},\"dur\":1,\"args\":{{\"microbatch\":0}}}},\n",
+                    1000 + rank
+                );
+            }
+        }
+        let shown = shown(&text, "left", &["--width", "9"]).unwrap();
+        assert!(shown.ends_with("\n2 calls of all steps left the pipeline, and all ranks waited for each\n"), "{shown}");
     }
 
     /// A replica that had fewer batches, or a rank of which died, says nothing of the others' steps.

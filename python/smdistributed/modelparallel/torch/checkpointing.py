@@ -74,6 +74,63 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
         )
 
 
+@contextlib.contextmanager
+def torch_checkpoints() -> Iterator[None]:
+    """PyTorch's own checkpointing in a step, as models' ``gradient_checkpointing_enable()`` has it.
+
+    In a module that is wholly on one partition it is a part of the task. Its reentrant form would run a backward inside of the
+    pipeline's backward, past the weights' gradients that the pipeline computes beside it, so the other form runs instead: gradients
+    are the same. In the body, and in a module that is spread, what it calls becomes tasks, which keep their activations.
+    """
+    module = torch.utils.checkpoint
+    function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    class Reentrant:
+        """In the place of the autograd function of the reentrant form."""
+
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            if active.recording is not None:
+                _warn_spread(function)
+                return function(*args)
+            return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+    def checkpoint_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        counter = prices.counter()
+        if active.recording is not None:
+            _warn_spread(function)
+            yield
+        elif counter is not None:
+            # Before them come settings of the checkpoint itself.
+            with counter.computing_again(args[5:], kwargs):
+                yield
+        else:
+            yield from generator(function, *args, **kwargs)
+
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Reentrant, checkpoint_generator
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator
+
+
+#: Functions of which was told that they run without checkpointing.
+_told: set[str] = set()
+
+
+def _warn_spread(function: Callable[..., Any]) -> None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    name = type(owner).__name__ if isinstance(owner, nn.Module) else getattr(function, "__qualname__", str(function))
+    if name not in _told:
+        _told.add(name)
+        warnings.warn(
+            f"`{name}` is checkpointed by torch.utils.checkpoint and is not wholly on one partition: it runs without checkpointing",
+            stacklevel=4,
+        )
+
+
 def checkpoint_sequential(
     sequential_module: nn.Sequential,
     input: Any,

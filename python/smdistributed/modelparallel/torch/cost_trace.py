@@ -19,10 +19,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from smdistributed.modelparallel.torch import prices
+from smdistributed.modelparallel.torch import object_state, prices
+from smdistributed.modelparallel.torch import structure as structures
+from smdistributed.modelparallel.torch.handle import Meta
+from smdistributed.modelparallel.torch.metadata import Outcomes, UnknownOutcomeError
 
 # A backward computes the gradients of inputs and of parameters, each about as much as the forward.
 FORWARDS_A_MICROBATCH = 3
@@ -125,11 +128,37 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(recorder)
+        if not measure_times:
+            stack.enter_context(_failures_are_tried(recorder))
         try:
             _take(torch.func.functional_call(module, state, args, kwargs, tie_weights=False))
         except Exception as error:
             raise TraceError(f"{type(error).__name__}: {error}") from error
     return recorder.finish()
+
+
+@contextlib.contextmanager
+def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
+    """A module that fake tensors cannot go through is tried with made-up numbers; then it is one thing, wherever it is
+    (TRY-1)."""
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        frames = len(recorder.frames)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            at = recorder.index.get(self)
+            if at is None or recorder.paused:
+                raise
+            del recorder.frames[frames:]
+            return recorder.opaque(self, at, args, kwargs, error)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 def _take(result: Any) -> None:
@@ -162,8 +191,8 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 class _Storage:
     """The memory of a tensor and its views."""
 
-    # Kept, so that the address is not used again.
-    ref: StorageWeakRef
+    # Kept, so that the address is not used again; of a sparse tensor, itself.
+    ref: StorageWeakRef | torch.Tensor
     bytes: int
     # The module that wrote it last, and when; `None`: an input, or computed from inputs only.
     maker: int | None = None
@@ -208,6 +237,9 @@ class _Recorder(TorchDispatchMode):
         self.nanoseconds = [0.0] * len(trace.modules)
         self.casts_are_kept = prices.casts_are_kept()
         self.handles: list[Any] = []
+        #: Whether what runs is no part of the forward.
+        self.paused = False
+        self.outcomes = Outcomes()
 
     def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Notes which modules have which parameters."""
@@ -221,7 +253,7 @@ class _Recorder(TorchDispatchMode):
         for part, at in self.index.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 self.handles += [
-                    part.register_forward_pre_hook(lambda *_, at=at: self.frames.append(_Frame(at)), prepend=True),
+                    part.register_forward_pre_hook(lambda *_, at=at: self._begin_frame(at), prepend=True),
                     part.register_forward_hook(lambda *_: self._end_frame(), always_call=True),
                 ]
         self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -327,8 +359,66 @@ class _Recorder(TorchDispatchMode):
         newest = max((storage for storage in taken if storage.maker is not None), key=lambda s: s.made_at, default=None)
         return newest.maker if newest else None
 
+    def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that it is one
+        task."""
+        leaves: list[torch.Tensor] = []
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            leaves.append(tensor)
+            return tensor
+
+        copier = object_state.Copier(leaf)
+        copier.copy(args)
+        for item in kwargs.values():
+            copier.copy(item)
+        self.paused = True
+        try:
+            with _disable_current_modes():
+                call = self.outcomes.module(module, module)
+                outcome = self.outcomes.of(call, args, kwargs, Meta.of, is_module=True)
+        except UnknownOutcomeError:
+            raise error from None
+        finally:
+            self.paused = False
+        self.trace.ties.append(sorted(self.index[each] for each in module.modules()))
+        self.clock += 1
+        own = self.trace.modules[at]
+        own.first_run = self.clock if own.first_run is None else own.first_run
+        own.activation_bytes += outcome.price.kept_bytes
+        self.nanoseconds[at] += outcome.price.forward
+        for tensor in leaves:
+            taken = self._storage(tensor)
+            if taken.maker is not None:
+                taken.takers.add(at)
+        outputs = []
+        for place, meta in zip(outcome.aliases, outcome.metas, strict=True):
+            tensor = (
+                leaves[place]
+                if place is not None
+                else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+            )
+            if place is None and meta.requires_grad:
+                tensor.requires_grad_()
+            made = self._storage(tensor)
+            if not made.owners:
+                made.maker, made.made_at = at, self.clock
+            outputs.append(tensor)
+        self.last_owner = at
+        if self.frames:
+            self._follow(self.frames[-1].module)
+            self._count_tasks(at)
+        if outcome.effects:
+            return outcome.template.apply(copier.originals, outputs, leaves)
+        return structures.filled(outcome.template, outputs)
+
+    def _begin_frame(self, at: int) -> None:
+        if not self.paused:
+            self.frames.append(_Frame(at))
+
     def _end_frame(self) -> None:
-        self._follow(self.frames.pop().module)
+        if not self.paused and self.frames:
+            self._follow(self.frames.pop().module)
 
     def _follow(self, frame: int) -> None:
         """A module without state below it is where the data is that it works on first."""
@@ -336,6 +426,9 @@ class _Recorder(TorchDispatchMode):
             self.trace.modules[frame].follows = self.last_owner
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
+        if tensor.layout != torch.strided:
+            # The parts of a sparse tensor have memory, and it has none of its own.
+            return self.storages.setdefault(-id(tensor), _Storage(tensor, 0))
         memory = tensor.untyped_storage()
         ref = StorageWeakRef(memory)
         found = self.storages.get(ref.cdata)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import object_state, structure
 from smdistributed.modelparallel.torch.handle import Handle, Lost, Meta
-from smdistributed.modelparallel.torch.tasks import Value
+from smdistributed.modelparallel.torch.tasks import Task, Value
+from smdistributed.modelparallel.torch.unread import Unread
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.recording import Recording
@@ -26,12 +27,22 @@ class Encoder:
         leaves: All tensors that it met; located ones as values.
         tensors: The same as the body has them.
         unknown: Whether it met something that cannot be described.
+        containers: Of the call of a module: lists, dictionaries and objects that it may change (``object_state.py``).
+        held: Places, among all tensors, of those that are in such containers.
     """
 
-    __slots__ = ("_key", "_located", "_recording", "inputs", "leaves", "tensors", "unknown")
+    __slots__ = (
+        "_depth", "_key", "_known", "_located", "_recording", "containers", "held", "inputs", "leaves", "tensors", "unknown",
+    )  # fmt: skip
 
     def __init__(self, located: Mapping[int, Any], recording: Recording | None = None) -> None:
         self._located, self._recording = located, recording
+        self.containers: list[Any] = []
+        self.held: list[int] = []
+        #: Of containers that were met, their numbers.
+        self._known: dict[int, int] = {}
+        #: How many containers are around what is being described; -1: they are not followed.
+        self._depth = -1
         self._key: list[Any] = []
         self.inputs: list[Value] = []
         self.leaves: list[Any] = []
@@ -51,6 +62,21 @@ class Encoder:
         self._describe(value, 4)
         return structure.transform(value, self._leaf) if self.inputs else value
 
+    def encode_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a module with values, as they are now (OBJ-1)."""
+        self._depth = 0
+        self._describe(args, 4)
+        self._key.append(tuple(kwargs))
+        for item in kwargs.values():
+            self._describe(item, 4)
+        if self.containers:
+            return object_state.snapshot(args, kwargs, self._leaf)
+        if not self.inputs:
+            return args, kwargs
+        return structure.transform(args, self._leaf), {
+            key: structure.transform(x, self._leaf) for key, x in kwargs.items()
+        }
+
     def _leaf(self, tensor: Any) -> Any:
         return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
 
@@ -59,7 +85,12 @@ class Encoder:
 
     def _describe(self, value: Any, depth: int) -> None:
         key, kind = self._key, type(value)
+        if kind not in structure.ATOMS and self._depth >= 0 and object_state.is_container(kind):
+            self._describe_container(value, kind, depth)
+            return
         if kind is Handle or isinstance(value, torch.Tensor):
+            if self._depth > 0:
+                self.held.append(len(self.leaves))
             located = self._value_of(value) if kind is Handle else self._located.get(id(value))
             if type(located) is Lost:
                 raise SMPUsageError(located.reason)
@@ -116,6 +147,50 @@ class Encoder:
             attributes._describe(item, depth - 1)
         self.unknown = self.unknown or attributes.unknown
         key.extend(attributes._key)
+
+    def _describe_container(self, value: Any, kind: type, depth: int) -> None:
+        key = self._key
+        known = self._known.get(id(value))
+        if known is not None:
+            key.append(("again", known))
+            return
+        self._known[id(value)] = len(self.containers)
+        self.containers.append(value)
+        state = object_state.State(value)
+        key.append(kind.__qualname__)
+        key.append(_Identity(kind))
+        self._depth += 1
+        if isinstance(value, dict):
+            key.append(tuple(map(str, state.items)))
+            for item in state.items.values():
+                self._describe(item, depth)
+        elif isinstance(value, list):
+            key.append(len(state.items))
+            for item in state.items:
+                self._describe(item, depth)
+        key.append(tuple(state.attributes))
+        for item in state.attributes.values():
+            self._describe(item, depth)
+        self._depth -= 1
+
+
+def leave_out(task: Task, unread: Collection[int]) -> None:
+    """Takes tensors that a task never reads out of its inputs; their places are among all its tensors."""
+    place = -1
+    left: list[Value] = []
+
+    def leaf(item: Any) -> Any:
+        nonlocal place
+        place += 1
+        if type(item) is not Value:
+            return item
+        if place in unread:
+            return Unread(item.meta, task.name)
+        left.append(item)
+        return item
+
+    task.replace_leaves(leaf)
+    task.inputs = left
 
 
 class _Identity:

@@ -20,14 +20,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
-from smdistributed.modelparallel.torch import offloading, structure
+from smdistributed.modelparallel.torch import object_state, offloading, structure
+from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.layout import Layout, Stage
+from smdistributed.modelparallel.torch.metadata import Outcome, described_result
 from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.offloading import Entrance
 from smdistributed.modelparallel.torch.recording import Recording
-from smdistributed.modelparallel.torch.running import Contexts, Simple, casts_are_kept, check
+from smdistributed.modelparallel.torch.running import Contexts, Simple, casts_are_kept, task_outputs
 from smdistributed.modelparallel.torch.tasks import Task, Value
 from smdistributed.modelparallel.torch.transfers import Arriving, Transfers
+from smdistributed.modelparallel.torch.unread import Unread
 
 #: Receives on CPUs that wait for their messages ahead of the program.
 _AHEAD = 4
@@ -114,7 +117,7 @@ class Executor:
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
         self._modules, self._early, self._offloader = modules, early, offloader
-        #: What came out of a task of which nobody knew that.
+        #: What came out of a task of which nobody knew that: the description, and the tensors.
         self.unknown: Any = None
         #: Stages that have run in this program.
         self._known: set[int] = set()
@@ -230,26 +233,41 @@ class Executor:
         place = -1
         changed = task.outcome.mutated if task.outcome is not None else ()
         replicated: dict[int, torch.Tensor] = {}
+        #: Places of tensors by their identities, where containers among the arguments may keep them.
+        given: dict[int, int] = {}
 
         def leaf(item: Any) -> Any:
             nonlocal place
             place += 1
             if isinstance(item, Value):
-                return self._tensor(item, env)
-            if isinstance(item, torch.Tensor) and self._early:
-                # The body may write to it before the backward.
-                item = item.clone()
-            if place in changed:
-                replicated[place] = item = item.clone()
+                item = self._tensor(item, env)
+            else:
+                if isinstance(item, torch.Tensor) and not isinstance(item, Unread) and self._early:
+                    # The body may write to it before the backward.
+                    item = item.clone()
+                if place in changed or (task.outcome is None and type(item) is torch.Tensor):
+                    replicated[place] = item = item.clone()
+            if task.follows:
+                given[id(item)] = place
             return item
 
-        args, kwargs = structure.transform((task.args, task.kwargs), leaf)
-        result = task.call(*args, **kwargs)
+        watch = None
+        if task.follows:
+            copier = object_state.Copier(leaf)
+            args = copier.copy(task.args)
+            kwargs = {key: copier.copy(item) for key, item in task.kwargs.items()}
+            watch = object_state.Watch(copier.copies)
+        else:
+            args, kwargs = structure.transform((task.args, task.kwargs), leaf)
         if task.outcome is None:
-            self.unknown = result
+            versions = {place: tensor._version for place, tensor in replicated.items()}
+            result = task.call(*args, **kwargs)
+            template, outputs, effects = described_result(result, watch)
+            mutated = tuple(place for place, version in versions.items() if replicated[place]._version != version)
+            outcome = Outcome(template, tuple(map(Meta.of, outputs)), mutated, (None,) * len(outputs), effects=effects)
+            self.unknown = outcome, [*outputs, *(replicated[place] for place in mutated)]
             return
-        outputs = structure.tensors_of(result)
-        check(task, outputs)
+        outputs = task_outputs(task, task.call(*args, **kwargs), watch, given)
         for value, tensor in zip(task.outputs, outputs, strict=False):
             env[value.index] = tensor
         for source, value in task.writes:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch import structure
 from smdistributed.modelparallel.torch.handle import Handle, Lost
+from smdistributed.modelparallel.torch.unread import Unread
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tasks import Task
@@ -82,7 +82,9 @@ class HeldTensors:
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or _storage(leaf) != storage:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Unread) or leaf.layout != torch.strided:
+                return leaf
+            if _storage(leaf) != storage:
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.clone()
@@ -90,7 +92,7 @@ class HeldTensors:
 
         with torch._C.DisableTorchFunction():
             for task in self._tasks.pop(storage, ()):
-                task.args, task.kwargs = structure.transform((task.args, task.kwargs), copied)
+                task.replace_leaves(copied)
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
 
 

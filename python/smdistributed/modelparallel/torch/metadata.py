@@ -1,21 +1,30 @@
-"""What an operation or a module would return, without computing it: fake tensors go through it once for each
+"""What an operation or a module would return, without its parameters: fake tensors go through it once for each
 signature, and the answer is kept.
 
-Every rank can do so for every module, since fake parameters take no memory.
+Every rank can do so for every module, since fake parameters take no memory. Where fake tensors cannot tell, because the
+module looks at numbers or calls what has no rule for fake tensors, made-up numbers go through it (``trial.py``). What fails with
+those as well, in the same way, is an error of the script, and is raised on all ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import object_state, structure, trial
 from smdistributed.modelparallel.torch.generators import HostGenerators
 from smdistributed.modelparallel.torch.handle import Handle, Meta
 from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
@@ -29,7 +38,7 @@ class Outcome:
     """What comes out of a call.
 
     Attributes:
-        template: The structure, with slots for tensors.
+        template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such structures.
         metas: Of these tensors.
         mutated: Places, among the tensors that went in, of those that the call changes.
         aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
@@ -38,6 +47,9 @@ class Outcome:
         attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
             template is a pair of the result and the tuple of their values.
         draws: Kinds of generators that the call draws from.
+        effects: Whether the call leaves something in the containers that it gets, or returns objects.
+        unread: Places, among the tensors that went in, of those in containers that it never reads.
+        observed: Whether this was seen with made-up numbers.
     """
 
     template: Any
@@ -50,6 +62,9 @@ class Outcome:
     draws: frozenset[str] = frozenset()
     #: Whether it changes buffers or attributes of the called module, which the next call may read.
     changes_state: bool = False
+    effects: bool = False
+    unread: tuple[int, ...] = ()
+    observed: bool = False
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_simple: bool = field(init=False, compare=False, default=False)
     #: How many of the tensors are the result's, and not those of attributes.
@@ -58,7 +73,8 @@ class Outcome:
     def __post_init__(self) -> None:
         simple = type(self.template) is structure.Slot and not self.mutated and not any(self.storages)
         object.__setattr__(self, "is_simple", simple)
-        results = len(structure.tensors_of(self.template[0])) if self.attributes else len(self.metas)
+        whole = self.template.result if isinstance(self.template, object_state.Effects) else self.template
+        results = len(structure.tensors_of(whole[0])) if self.attributes else len(self.metas)
         object.__setattr__(self, "results", results)
 
 
@@ -76,7 +92,44 @@ class SharedStorage(NamedTuple):
 
 
 class UnknownOutcomeError(Exception):
-    """It takes the numbers themselves to tell what comes out."""
+    """It takes the numbers themselves to tell what comes out; the text says why."""
+
+
+#: What comes out has a shape that follows from numbers.
+_SHAPES = (DynamicOutputShapeException,)
+_NUMBERS = (DataDependentOutputException, *_SHAPES)
+_UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+
+
+def described_result(
+    result: Any, watch: object_state.Watch | None, given: Mapping[int, int] | None = None
+) -> tuple[Any, list[torch.Tensor], bool]:
+    """What came out of a call: a template, the tensors for it, and whether the template has effects on containers.
+
+    Args:
+        result: What the call returned.
+        watch: The containers that it got, as they were.
+        given: Places of the tensors that it got, by their identities: what stays in a container is no output.
+
+    Raises:
+        UnknownOutcomeError: There are sparse tensors among what comes out.
+    """
+    effects = None if watch is None else watch.effects(result)
+    shape: Any
+    has_effects = effects is not None and bool(effects.states or object_state.has_objects(result))
+    if has_effects and effects is not None and watch is not None:
+        outputs: list[Any] = []
+
+        def slot(output: Any) -> structure.Slot:
+            outputs.append(output)
+            return structure.Slot(len(outputs) - 1)
+
+        shape = effects.template(watch.containers, slot, given or {})
+    else:
+        shape, outputs = structure.template(result)
+    if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
+        raise UnknownOutcomeError("what it returns is not strided")
+    return shape, outputs, has_effects
 
 
 class Outcomes:
@@ -93,6 +146,8 @@ class Outcomes:
         #: What the module that is being called has set attributes to: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
+        #: Of a call with made-up numbers, these.
+        self._numbers: trial.Numbers | None = None
 
     def known(self, key: Any) -> Outcome | None:
         """What was found for a signature before."""
@@ -106,54 +161,130 @@ class Outcomes:
             self._known.clear()
         self._known[key] = outcome
 
-    def of(self, call: Callable[..., Any], args: Any, kwargs: Any, meta_of: Callable[[Any], Meta]) -> Outcome:
-        """Finds out. ``args`` and ``kwargs`` are structures with leaves that ``meta_of`` describes.
+    def of(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        meta_of: Callable[[Any], Meta],
+        is_module: bool = False,
+        held: Sequence[int] = (),
+    ) -> Outcome:
+        """Finds out.
+
+        Args:
+            call: What is called.
+            args, kwargs: Structures with leaves that ``meta_of`` describes.
+            meta_of: Says all of a leaf but its numbers.
+            is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
+            held: Places, among the leaves, of those that are in such containers.
 
         Raises:
-            UnknownOutcomeError: the call looks at numbers, or does not work without them.
+            UnknownOutcomeError: What comes out follows from numbers.
+            Exception: The call itself fails, whatever the numbers are.
         """
+        try:
+            with self._mode:
+                return self._outcome(call, args, kwargs, meta_of, is_module, held)
+        except UnknownOutcomeError:
+            raise
+        except _NUMBERS as error:
+            found, reason = error, "it looks at numbers"
+        except _UNSUPPORTED as error:
+            found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
+        except Exception as error:
+            found, reason = error, f"it fails with fake tensors ({type(error).__name__}: {_line(error)})"
+        return self._observe(call, args, kwargs, meta_of, is_module, held, found, reason)
+
+    def _observe(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        found: Exception, reason: str,
+    ) -> Outcome:  # fmt: skip
+        """What made-up numbers show (TRY-1)."""
+        outcomes = []
+        for sample in range(trial.SAMPLES):
+            self._numbers = trial.Numbers(sample)
+            try:
+                with trial.random_numbers(sample):
+                    outcomes.append(self._outcome(call, args, kwargs, meta_of, is_module, held))
+            except UnknownOutcomeError:
+                raise
+            except Exception as error:
+                if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
+                    # It is not for lack of numbers.
+                    raise
+                raise UnknownOutcomeError(
+                    f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
+                ) from error
+            finally:
+                self._numbers = None
+        first = outcomes[0]
+        if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
+            # Made-up numbers may agree by chance where a single operation chooses by them; a loss has one number.
+            raise UnknownOutcomeError("the shape of what it returns follows from numbers") from found
+        if not all(_alike(first, other) for other in outcomes[1:]):
+            raise UnknownOutcomeError(f"{reason}, and returns other shapes for other numbers")
+        unread = set(first.unread).intersection(*(other.unread for other in outcomes))
+        draws = frozenset().union(*(each.draws for each in outcomes))
+        return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, observed=True)
+
+    def _outcome(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int]
+    ) -> Outcome:
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
         self._attributes, self._changes_attributes = [], False
 
-        def fake(leaf: Any) -> torch.Tensor:
-            leaves.append(self.fake(meta_of(leaf)))
+        def tensor(leaf: Any) -> torch.Tensor:
+            meta = meta_of(leaf)
+            leaves.append(self.fake(meta) if self._numbers is None else self._numbers.tensor(meta))
             if getattr(leaf, "parameter", None) is not None:
                 counter.parameter(leaves[-1])
             return leaves[-1]
 
+        watch = None
         host = HostGenerators()
-        try:
-            with host, self._mode:
-                fake_args, fake_kwargs = structure.transform((_own(args), _own(kwargs)), fake)
-                versions = [leaf._version for leaf in leaves]
-                with counter:
-                    result = call(*fake_args, **fake_kwargs)
-                attributes = tuple((path, name) for path, name, _ in self._attributes)
-                if attributes:
-                    result = (result, tuple(value for _, _, value in self._attributes))
-                shape, outputs = structure.template(result)
-                if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
-                    raise UnknownOutcomeError("its result is not strided")
-                metas = tuple(Meta.of(output) for output in outputs)
-        except UnknownOutcomeError:
-            raise
-        except Exception as error:
-            # Whatever it is: the real call will say it again, or work.
-            raise UnknownOutcomeError(str(error)) from error
+        if is_module:
+            copier = object_state.Copier(tensor)
+            own_args = copier.copy(args)
+            own_kwargs = {key: copier.copy(item) for key, item in kwargs.items()}
+            watch = object_state.Watch(copier.copies)
+        else:
+            own_args, own_kwargs = structure.transform((args, kwargs), tensor)
+        versions = [leaf._version for leaf in leaves]
+        with host, counter:
+            result = call(*own_args, **own_kwargs)
+        if counter.mistrusted and self._numbers is None:
+            raise UnsupportedOperatorException(counter.mistrusted)
+        attributes = tuple((path, name) for path, name, _ in self._attributes)
+        if attributes:
+            result = (result, tuple(value for _, _, value in self._attributes))
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        shape, outputs, effects = described_result(result, watch, places)
         mutated = tuple(
             place
             for place, leaf in enumerate(leaves)
             if leaf._version != versions[place] or counter.storage(leaf) in counter.written
         )
-        for tensor in (*leaves, *outputs):
-            counter.outside(tensor)
+        unread = counter.untouched({place: leaves[place] for place in held}, outputs)
+        for each in (*leaves, *outputs):
+            counter.outside(each)
+        metas = tuple(map(Meta.of, outputs))
         aliases = tuple(places.get(id(output)) for output in outputs)
         storages = _shared_storages(counter, leaves, outputs)
-        draws = frozenset(counter.draws | host.draws)
-        changes_state = self._changes_attributes or counter.writes_parameters()
-        return Outcome(shape, metas, mutated, aliases, counter.price(), storages, attributes, draws, changes_state)
+        return Outcome(
+            shape,
+            metas,
+            mutated,
+            aliases,
+            counter.price(),
+            storages,
+            attributes,
+            frozenset(counter.draws | host.draws),
+            self._changes_attributes or counter.writes_parameters(),
+            effects,
+            unread,
+        )
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
@@ -172,20 +303,30 @@ class Outcomes:
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
                 raise UnknownOutcomeError("its code is TorchScript's")
+            # A tensor that has several names is one tensor here, too.
+            made: dict[int, torch.Tensor] = {}
             tensors = {}
             for name, tensor in (
                 *module.named_parameters(remove_duplicate=False),
                 *module.named_buffers(remove_duplicate=False),
             ):
-                tensors[name if caller is module else f"module.{name}"] = self._counter.parameter(
-                    self.fake(Meta.of(tensor), leaf=True)
-                )
-            with preserved_attributes(module, self.fake) as attributes:
+                if id(tensor) not in made:
+                    made[id(tensor)] = self._counter.parameter(self._state(tensor))
+                tensors[name if caller is module else f"module.{name}"] = made[id(tensor)]
+            stand_in = self.fake if self._numbers is None else self._numbers.tensor
+            with preserved_attributes(module, stand_in) as attributes:
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
                 self._look_at_attributes(module, attributes)
                 return result
 
         return call
+
+    def _state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or a buffer."""
+        meta = Meta.of(tensor)
+        if self._numbers is None:
+            return self.fake(meta, leaf=True)
+        return self._numbers.state(meta, isinstance(tensor, nn.Parameter))
 
     def _look_at_attributes(self, module: nn.Module, attributes: preserved_attributes) -> None:
         """Ranks differ in what a module has cached in attributes, so what was seen once counts for all later calls."""
@@ -319,18 +460,14 @@ def _same_items(a: Any, b: Any) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _own(value: Any) -> Any:
-    """Objects that the call may change, such as caches of keys and values, are copied; tensors, modules and functions
-    are not."""
-    if isinstance(value, tuple | list):
-        return type(value)(_own(item) for item in value) if type(value) in (tuple, list) else value
-    if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    if type(value) in structure.ATOMS or isinstance(value, slice | torch.Tensor | nn.Module) or callable(value):
-        return value
-    if getattr(type(value), "_smp_leaf", False) or isinstance(value, tuple | list | dict):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
+def _alike(one: Outcome, other: Outcome) -> bool:
+    """Whether two calls gave the same, but for numbers that are no tensors' and what they cost."""
+    first, second = (
+        (each.metas, each.mutated, each.aliases, each.effects, each.storages, each.attributes) for each in (one, other)
+    )
+    return first == second and object_state.described(one.template) == object_state.described(other.template)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what it says."""
+    return (str(error).strip().splitlines() or [""])[0][:200]

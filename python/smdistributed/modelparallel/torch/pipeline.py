@@ -15,8 +15,9 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import communication, structure
+from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.executor import Executor, Microbatch
+from smdistributed.modelparallel.torch.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.layout import Layout
@@ -62,6 +63,8 @@ class Pipeline:
         self.outcomes = Outcomes()
         #: Attributes of the modules that run inside of tasks.
         self.module_state = self._state_of_modules(root)
+        #: Calls that left the pipeline.
+        self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -174,15 +177,9 @@ class Pipeline:
         self._flush(recording)
         outcome = None
         if task.rank == self.rank:
-            shape, tensors = structure.template(self._unknown)
             draws = recording.draws.get(recording.tasks.index(task), ())
-            outcome = Outcome(
-                shape,
-                tuple(Meta.of(tensor) for tensor in tensors),
-                (),
-                (None,) * len(tensors),
-                draws=frozenset(draw.generator.kind for draw in draws if draw.has_drawn),
-            )
+            drawn = frozenset(draw.generator.kind for draw in draws if draw.has_drawn)
+            outcome = dataclasses.replace(self._unknown[0], draws=drawn)
         active.recording = None
         try:
             told = communication.allgather(outcome, CommGroup.PP_GROUP)[task.rank]
@@ -198,7 +195,7 @@ class Pipeline:
         mb = self._microbatch(recording)
         number = mb.layout.adopt(recording.tasks.index(task), task.outputs)
         if task.rank == self.rank:
-            tensors = structure.tensors_of(self._unknown)
+            _, tensors = self._unknown
             exports = mb.runs[number].exports
             exports.update({value.index: tensor for value, tensor in zip(task.outputs, tensors, strict=True)})
             self._unknown = None
@@ -244,6 +241,7 @@ class Pipeline:
     def _run_early(self, mb: Microbatch) -> None:
         recording = mb.recording
         layout = mb.layout
+        start = _core.timeline_now()
         executor = self.executor(1.0, early=True)
         new = layout.extend(recording.tasks, recording.done, early=True)
         self.transfers.open(layout.edges(new))
@@ -261,6 +259,8 @@ class Pipeline:
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()
+        if start:
+            _core.timeline_stage("synchronous", new[-1], recording.microbatch, start)
         recording.close_level()
 
     # A step.

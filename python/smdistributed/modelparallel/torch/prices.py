@@ -6,15 +6,16 @@ Only ratios matter. They are about those of a current accelerator that computes 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch.utils.flop_counter import flop_registry
 
 FLOPS_PER_NANOSECOND = 400_000.0
 MEMORY_BYTES_PER_NANOSECOND = 3_000.0
@@ -26,10 +27,36 @@ OPERATION_NANOSECONDS = 2_000.0
 TASK_NANOSECONDS = 15_000
 
 _aten = torch.ops.aten
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Two products for each query head; groups of query heads may share heads of keys and values."""
+    del args, kwargs
+    return 2 * query.numel() * key.shape[-2] + 2 * math.prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
+
+
+def _grouped_product_flops(rows: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Each row meets the matrix of one group."""
+    del args, kwargs
+    return 2 * rows.numel() * weights.shape[-1]
+
+
 _FLOPS = dict(flop_registry)
-_FLOPS[_aten._scaled_dot_product_flash_attention_for_cpu] = lambda q, k, v, *args, out_val=None, **kwargs: sdpa_flop(
-    q.shape, k.shape, v.shape
-)
+_FLOPS |= {
+    getattr(_aten, name): _attention_flops
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)
+}  # fmt: skip
+if hasattr(_aten, "_grouped_mm"):
+    _FLOPS[_aten._grouped_mm] = _grouped_product_flops
+
+
+#: With operands of several types, fake tensors give these another type than real ones.
+_PROMOTED_OTHERWISE = {_aten.binary_cross_entropy_with_logits, _aten.huber_loss, _aten.soft_margin_loss}
 
 
 class Price(NamedTuple):
@@ -52,9 +79,25 @@ def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -
     if func._schema.name.startswith("aten::empty"):
         # Memory without numbers.
         return 0.0
-    flops = _FLOPS.get(func._overloadpacket)
-    arithmetic = flops(*args, **kwargs, out_val=out) / FLOPS_PER_NANOSECOND if flops else 0.0
+    formula = _FLOPS.get(func._overloadpacket)
+    arithmetic = _flops(formula, args, kwargs, out) / FLOPS_PER_NANOSECOND if formula else 0.0
     return max(arithmetic, moved_bytes / MEMORY_BYTES_PER_NANOSECOND, OPERATION_NANOSECONDS)
+
+
+def _flops(formula: Any, args: Any, kwargs: Any, out: Any) -> float:
+    try:
+        return float(formula(*args, **kwargs, out_val=out))
+    except Exception:
+        return _product_flops(args, kwargs, out)
+
+
+def _product_flops(args: Any, kwargs: Any, out: Any) -> float:
+    """A product whose formula does not know these shapes: that of two matrices with as many elements."""
+    sizes = sorted(
+        (leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), reverse=True
+    )
+    made = max((leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), default=0)
+    return 2.0 * math.sqrt(math.prod(sizes[:2]) * made)
 
 
 def casts_are_kept() -> bool:
@@ -100,7 +143,12 @@ class Counter(TorchDispatchMode):
         self._outside: set[int] = set()
         # Kept, so that no address is used again.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        #: Tensors that are not strided, kept for the same reason.
+        self._others: list[torch.Tensor] = []
         self._saved: set[int] = set()
+        self._taken: set[int] = set()
+        #: An operation that fake tensors describe wrongly, if there was one.
+        self.mistrusted: Any = None
         self._forward = self._input = self._weight = 0.0
         # Products that may be put off take what a layer was called with, and a gradient as large as what it made.
         self._multiplied: set[int] = set()
@@ -130,6 +178,12 @@ class Counter(TorchDispatchMode):
         """Says that a tensor goes in or comes out: it is kept by whoever has it."""
         self._outside.add(self._key(tensor))
 
+    def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Of tensors by their places, those that no operation took and that are not in the memory of an output."""
+        made = {self._key(output) for output in outputs}
+        keys = {place: self._key(tensor) for place, tensor in tensors.items()}
+        return tuple(place for place, key in keys.items() if key not in self._taken and key not in made)
+
     def price(self) -> Price:
         """The sum."""
         kept = self._bytes(self._saved - self._parameters - self._outside)
@@ -137,7 +191,11 @@ class Counter(TorchDispatchMode):
         return Price(round(self._forward), round(self._input), round(self._weight), kept, waiting)
 
     def _bytes(self, keys: set[int]) -> int:
-        return sum(self._seen[key][1] for key in keys)
+        return sum(self._size(key) for key in keys)
+
+    def _size(self, key: int) -> int:
+        known = self._seen.get(key)
+        return 0 if known is None else known[1]
 
     @contextlib.contextmanager
     def computing_again(self, *arguments: Any) -> Iterator[None]:
@@ -172,12 +230,15 @@ class Counter(TorchDispatchMode):
             self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if func._schema.is_mutable:
             self.written.update(map(self._key, _written(func._schema, args, kwargs)))
+        if func._overloadpacket in _PROMOTED_OTHERWISE and len({tensor.dtype for tensor in operands}) > 1:
+            self.mistrusted = func
         taken = {self._key(tensor) for tensor in operands}
+        self._taken |= taken
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
         if self._casts_are_kept and is_cast(func) and taken <= self._parameters:
             self._parameters |= made
         elif func._schema.is_mutable or not taken & made:
-            moved = sum(self._seen[key][1] for key in taken | made)
+            moved = self._bytes(taken | made)
             time = nanoseconds(func, args, kwargs, out, moved)
             self._forward += time
             # A gradient of either costs about as much as the forward.
@@ -196,6 +257,10 @@ class Counter(TorchDispatchMode):
         return out
 
     def _key(self, tensor: torch.Tensor) -> int:
+        if tensor.layout != torch.strided:
+            # Sparse tensors have no memory of their own: their parts have.
+            self._others.append(tensor)
+            return -id(tensor)
         memory = tensor.untyped_storage()
         ref = StorageWeakRef(memory)
         self._seen.setdefault(ref.cdata, (ref, memory.nbytes()))

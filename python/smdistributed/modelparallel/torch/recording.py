@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import structure
-from smdistributed.modelparallel.torch.encoder import Encoder
+from smdistributed.modelparallel.torch.encoder import Encoder, leave_out
+from smdistributed.modelparallel.torch.fallbacks import call_site
 from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
 from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
@@ -182,6 +183,9 @@ class Recording(TorchFunctionMode):
                 "assign the new tensor instead"
             )
         if func in _READS:
+            self.pipeline.fallbacks.note(
+                "read", f"`{func.__name__}` at {call_site()}", _where(encoder.inputs), "the body asks for it"
+            )
             real = structure.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
         if func in _BACKWARDS:
@@ -196,6 +200,20 @@ class Recording(TorchFunctionMode):
             )
         if name in ("__get__", "__set__"):
             name = f"{getattr(func.__self__, '__name__', '')}.{name}"
+        result = self._function(name, func, new_args, new_kwargs, encoder)
+        if func is torch.Tensor.requires_grad_ and type(args[0]) is Handle:
+            # The same numbers, and the tensor that the body holds says so.
+            args[0].value = result.value
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return result
+
+    def call_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a function that is one task, where its operands are."""
+        encoder = Encoder(self.located, self)
+        return self._function(name, func, encoder.encode(args), encoder.encode(kwargs), encoder)
+
+    def _function(self, name: str, func: Callable[..., Any], new_args: Any, new_kwargs: Any, encoder: Encoder) -> Any:
         task = Task(name, func, new_args, new_kwargs, encoder.inputs)
         return self._new(Call(func, False, task, new_args, new_kwargs), task, encoder, func, None)
 
@@ -206,17 +224,19 @@ class Recording(TorchFunctionMode):
         what = call or module
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
-            known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest)
+            containers: list[Any] = []
+            known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
             again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
             if again is not None and self._storages.writes_alike(again, tensors):
-                return self._again(known, again, tensors)
+                return self._again(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
-        task = Task(path or type(module).__name__, what, encoder.encode(args), encoder.encode(kwargs), encoder.inputs)
-        task.module = module
+        new_args, new_kwargs = encoder.encode_call(args, kwargs)
+        task = Task(path or type(module).__name__, what, new_args, new_kwargs, encoder.inputs)
+        task.module, task.follows = module, bool(encoder.containers)
         key = (id(module), module.training, self.pipeline.version, call is None)
         return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
 
-    def _again(self, call: Call, task: Task, tensors: list[torch.Tensor]) -> Any:
+    def _again(self, call: Call, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
         """A call that the microbatch before has made (RPL-1)."""
         assert self._replay is not None
         self._replay.place += 1
@@ -233,7 +253,7 @@ class Recording(TorchFunctionMode):
             self._draw(task, outcome.draws)
         if outcome.is_simple:
             return Handle(task.outputs[0], self)
-        return self._values(task, tensors)
+        return self._values(task, tensors, containers)
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
         """A call that the microbatch before has not made, nor any after it (RPL-2)."""
@@ -250,19 +270,26 @@ class Recording(TorchFunctionMode):
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         outcomes = self.pipeline.outcomes
         outcome = outcomes.known(key)
+        reason = ""
         if outcome is None:
             active.recording = None
             try:
                 call = outcomes.module(task.module, task.call) if task.module is not None else task.call
-                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf)
+                is_module = task.module is not None
+                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.held)
                 outcomes.keep(key, outcome)
-            except UnknownOutcomeError:
-                outcome = None
+            except UnknownOutcomeError as error:
+                reason = str(error)
             finally:
                 active.recording = self
         if outcome is not None and outcome.attributes and not isinstance(task.call, WithAttributes):
             task.call = WithAttributes(task.call, task.module, outcome.attributes)
+        if outcome is not None and outcome.unread:
+            leave_out(task, outcome.unread)
         self._place(task, encoder, outcome, rank)
+        if outcome is None:
+            name = task.name if task.module is not None else f"{task.name} at {call_site()}"
+            self.pipeline.fallbacks.note("run", name, task.rank, reason)
         self.tasks.append(task)
         if outcome is None or outcome.draws:
             self._draw(task, None if outcome is None else outcome.draws)
@@ -313,7 +340,7 @@ class Recording(TorchFunctionMode):
                 self.digest = _chain(self.digest, read.digest)
                 self.tasks.append(read)
                 sent[id(value)] = read.outputs[0]
-        task.args, task.kwargs = structure.transform((task.args, task.kwargs), lambda leaf: sent.get(id(leaf), leaf))
+        task.replace_leaves(lambda leaf: sent.get(id(leaf), leaf))
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
 
     def new_value(self, rank: int, level: int, meta: Meta) -> Value:
@@ -360,10 +387,10 @@ class Recording(TorchFunctionMode):
             inputs = tuple(value.parameter or value.index for value in task.inputs)
             task.digest = self.pipeline.digest(key, inputs)
             self.digest = _chain(self.digest, task.digest)
-        return self._values(task, encoder.tensors)
+        return self._values(task, encoder.tensors, encoder.containers)
 
-    def _values(self, task: Task, tensors: list[torch.Tensor]) -> Any:
-        """What the body gets of a task that was called with these tensors."""
+    def _values(self, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
+        """What the body gets of a task that was called with these tensors, some of them in these containers."""
         outcome = task.outcome
         if task.writes:
             self._storages.follow_writes(task, tensors)
@@ -374,9 +401,13 @@ class Recording(TorchFunctionMode):
         for result, shared in zip(results, outcome.storages, strict=False):
             if shared is not None:
                 self._storages.add_view(result, shared, tensors, results)
+        if outcome.effects:
+            found = outcome.template.apply(list(containers), results, tensors)
+        else:
+            found = structure.filled(outcome.template, results)
         if not outcome.attributes:
-            return structure.filled(outcome.template, results)
-        result, values = structure.filled(outcome.template, results)
+            return found
+        result, values = found
         for (path, name), value in zip(outcome.attributes, values, strict=True):
             owner = task.module.get_submodule(path) if path else task.module
             self.pipeline.module_state.put(owner, name, value)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import object_state, structure
+from smdistributed.modelparallel.torch.encoder import leave_out
 from smdistributed.modelparallel.torch.handle import Handle, Meta
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ class Call:
                 return Replicated(Meta.of(item))
             return item
 
-        self.args, self.kwargs = structure.transform(args, leaf), structure.transform(kwargs, leaf)
+        if task.follows:
+            self.args, self.kwargs = object_state.snapshot(args, kwargs, leaf)
+        else:
+            self.args, self.kwargs = structure.transform(args, leaf), structure.transform(kwargs, leaf)
         self.task = task
         self.before: list[Task] = []
         self.since = 0
@@ -82,15 +86,26 @@ class Replay:
         recording: The recording that makes them again.
     """
 
-    __slots__ = ("_calls", "_located", "_recording", "place")
+    __slots__ = ("_calls", "_containers", "_located", "_pairs", "_recording", "place")
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
+        #: Of the call of a module, containers that were met; and for the identity of each, what it was in the known call.
+        self._containers: list[Any] | None = None
+        self._pairs: dict[int, Any] = {}
 
     def find(
-        self, what: Any, training: bool, args: Any, kwargs: Any, tensors: list[torch.Tensor], since: int
+        self,
+        what: Any,
+        training: bool,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        since: int,
+        containers: list[Any] | None = None,
     ) -> Call | None:
-        """The next call, if it was this one, after the same; then ``tensors`` gets those that it is called with."""
+        """The next call, if it was this one, after the same; then ``tensors`` gets those that it is called with, and
+        ``containers`` those that it may change, if it is of a module."""
         if self.place >= len(self._calls):
             return None
         call = self._calls[self.place]
@@ -98,10 +113,18 @@ class Replay:
             return None
         if call.what is not what and not _same_partial(call.what, what):
             return None
+        if containers is not None and self._pairs:
+            self._pairs = {}
+        self._containers = containers
         if call.training is not training or not self._same(call.args, args, tensors):
             return None
-        if (call.kwargs or kwargs) and not self._same(call.kwargs, kwargs, tensors):
-            return None
+        if call.kwargs or kwargs:
+            known = call.kwargs
+            if list(known) != list(kwargs):
+                return None
+            for name, item in kwargs.items():
+                if not self._same(known[name], item, tensors):
+                    return None
         return call
 
     def _same(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
@@ -110,6 +133,8 @@ class Replay:
             tensors.append(value)
             # Microbatches that are alike share their values, not their handles.
             return value.value is known and value.recording is self._recording
+        if self._containers is not None and kind not in structure.ATOMS and object_state.is_container(kind):
+            return self._same_container(known, value, tensors)
         if kind is tuple or kind is list:
             return (
                 type(known) is kind
@@ -142,6 +167,30 @@ class Replay:
             return type(known) is Replicated and value.layout == torch.strided and known.meta == Meta.of(value)
         return known is value and callable(value)
 
+    def _same_container(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
+        assert self._containers is not None
+        if id(value) in self._pairs:
+            return self._pairs[id(value)] is known
+        if type(known) is not type(value) or any(other is known for other in self._pairs.values()):
+            return False
+        self._pairs[id(value)] = known
+        self._containers.append(value)
+        before, now = object_state.State(known), object_state.State(value)
+        if isinstance(value, dict):
+            if list(before.items) != list(now.items):
+                return False
+            pairs = list(zip(before.items.values(), now.items.values(), strict=True))
+        elif isinstance(value, list):
+            if len(before.items) != len(now.items):
+                return False
+            pairs = list(zip(before.items, now.items, strict=True))
+        else:
+            pairs = []
+        if list(before.attributes) != list(now.attributes):
+            return False
+        pairs += zip(before.attributes.values(), now.attributes.values(), strict=True)
+        return all(self._same(one, other, tensors) for one, other in pairs)
+
     def task(self, call: Call, context: Context, args: Any, kwargs: Any) -> Task | None:
         """The task of a call that :meth:`find` has found, for this microbatch; ``None`` if it must be recorded."""
         known = call.task
@@ -152,7 +201,12 @@ class Replay:
         if call.before:
             return None
         task = copy.copy(known)
-        task.args, task.kwargs = structure.transform((args, kwargs or {}), self._leaf)
+        if not known.follows:
+            task.args, task.kwargs = structure.transform((args, kwargs or {}), self._leaf)
+            return task
+        task.args, task.kwargs = object_state.snapshot(args, kwargs, self._leaf)
+        if task.outcome.unread:
+            leave_out(task, task.outcome.unread)
         return task
 
     def _leaf(self, tensor: Any) -> Any:

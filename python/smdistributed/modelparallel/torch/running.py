@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPError
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import object_state, structure
 from smdistributed.modelparallel.torch.module_state import ModuleState
 from smdistributed.modelparallel.torch.tasks import Context, Task, Value
 
@@ -21,10 +21,44 @@ def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
     )
     if not same:
         found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
-        raise SMPError(
-            f"{task} came out as ({found}): what a module on one partition returns may depend on the shapes and the "
-            "types of its arguments, and on nothing else"
+        raise _other_outcome(task, f"came out as ({found})")
+
+
+def _other_outcome(task: Task, what: str) -> SMPError:
+    text = (
+        f"{task} {what}: what a module on one partition returns, or leaves in its arguments, may depend on the shapes and the types "
+        "of its arguments, and on nothing else"
+    )
+    if task.outcome.observed:
+        text += (
+            f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not follow from "
+            "numbers, or put what chooses by numbers into the body of the step"
         )
+    return SMPError(text)
+
+
+def task_outputs(
+    task: Task, result: Any, watch: object_state.Watch | None, given: Mapping[int, int]
+) -> list[torch.Tensor]:
+    """The tensors that come out of a task: in what it returned, and in what it left in containers.
+
+    Raises:
+        SMPError: It is not what the recording took it for.
+    """
+    effects = None if watch is None else watch.effects(result)
+    if effects is not None and watch is not None:
+        expected = task.outcome.template.states if task.outcome.effects else {}
+        if effects.states.keys() != expected.keys():
+            raise _other_outcome(task, "changed other lists or objects than it did when its outputs were found")
+    if not task.outcome.effects:
+        outputs = structure.tensors_of(result)
+    else:
+        outputs = []
+        (effects or object_state.Effects(result, {})).template(
+            [] if watch is None else watch.containers, lambda tensor: outputs.append(tensor), given
+        )
+    check(task, outputs)
+    return outputs
 
 
 class Simple:

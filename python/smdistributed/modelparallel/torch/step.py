@@ -14,6 +14,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel.binding import takes_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch import feeding, structure
+from smdistributed.modelparallel.torch.checkpointing import torch_checkpoints
 from smdistributed.modelparallel.torch.handle import Handle
 from smdistributed.modelparallel.torch.interception import intercepted
 from smdistributed.modelparallel.torch.model import DistributedModel
@@ -65,7 +66,8 @@ class StepFunction:
             if cfg.pipeline_parallel_degree == 1:
                 outputs = self._run_alone(state.model, calls)
             else:
-                outputs = self._run_pipeline(state.model, calls)
+                with torch_checkpoints():
+                    outputs = self._run_pipeline(state.model, calls)
                 state.model.randomness.end_of_step()
         return _merged(outputs)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch import object_state, structure
 from smdistributed.modelparallel.torch.handle import Meta
 from smdistributed.modelparallel.torch.metadata import Outcome
 from smdistributed.modelparallel.torch.module_state import UNCHANGED, AttributeSnapshot
@@ -116,11 +117,12 @@ class Task:
         outputs: Values that come out, then those after the writes.
         writes: What the task changes in place; of each storage its base first.
         outcome: What comes out, ``None`` until it is known.
+        follows: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
         digest: The same on ranks that record the same.
     """
 
     __slots__ = (
-        "args", "call", "context", "digest", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
+        "args", "call", "context", "digest", "follows", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
         "simple", "writes",
     )  # fmt: skip
 
@@ -128,12 +130,20 @@ class Task:
         self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
         self.rank = self.level = self.digest = 0
         self.module: nn.Module | None = None
+        self.follows = False
         self.outputs: list[Value] = []
         self.writes: list[Write] = []
         self.outcome: Outcome | None = None
         #: How the executor runs it, once it has looked.
         self.simple: Simple | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
+
+    def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:
+        """Puts ``leaf(item)`` in the place of each value and each tensor of the arguments, in their order."""
+        if self.follows:
+            self.args, self.kwargs = object_state.snapshot(self.args, self.kwargs, leaf)
+        else:
+            self.args, self.kwargs = structure.transform((self.args, self.kwargs), leaf)
 
     def __str__(self) -> str:
         takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)

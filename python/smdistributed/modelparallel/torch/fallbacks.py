@@ -1,0 +1,92 @@
+"""Calls that leave the pipeline: all ranks wait for one of them. Each is told once, counted, and an error under
+``SMD_STRICT_PIPELINE``."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import smdistributed
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import SMPUsageError
+
+_OURS = str(Path(smdistributed.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+#: `run`: a task whose outputs nobody can tell before it has run; `read`: numbers that the body asks for.
+Kind = Literal["run", "read"]
+
+
+class Fallbacks:
+    """Those of a model.
+
+    Attributes:
+        counts: How many calls left the pipeline, by what was called and why.
+    """
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._strict = _is_strict()
+
+    def note(self, kind: Kind, what: str, partition: int, reason: str) -> None:
+        """A call is about to leave the pipeline.
+
+        Args:
+            kind: Which.
+            what: The module's path, or the operation's name and the line of the script that calls it.
+            partition: Where it runs.
+            reason: Why.
+
+        Raises:
+            SMPUsageError: ``SMD_STRICT_PIPELINE`` is 1.
+        """
+        if kind == "read":
+            text = (
+                f"the body of the step asks for numbers: {what}. Each microbatch waits there for all that it has called so far, so "
+                "the pipeline runs empty; return the tensor from the body instead, and look at it after the step"
+            )
+        else:
+            text = (
+                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here on all ranks, "
+                "which wait for its outputs"
+            )
+        if self._strict:
+            raise SMPUsageError(f"{text} (SMD_STRICT_PIPELINE=1)")
+        first = (what, reason) not in self.counts
+        self.counts[what, reason] += 1
+        if first:
+            warnings.warn(text, stacklevel=_level())
+
+
+def _is_strict() -> bool:
+    try:
+        text = _core.setting("SMD_STRICT_PIPELINE")
+    except errors.InvalidArgumentError:
+        # A core that was built before the setting existed.
+        return False
+    return text.lower() not in ("", "0", "false", "no", "off")
+
+
+def call_site() -> str:
+    """The line of the script, or of its model, that is being recorded."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _level() -> int:
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_OURS, _TORCH, "<"))

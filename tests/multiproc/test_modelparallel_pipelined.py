@@ -1,0 +1,363 @@
+"""What stays in the pipeline: objects that modules change, modules that look at numbers, hooks, checkpointing; and how what leaves it
+is told. Each body runs beside the same model in one process."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+
+from support import Forked, RanksFailedError, run_ranks
+
+STRICT = {"SMD_STRICT_PIPELINE": "1"}
+
+
+def _normal(step, width=8, rows=8):
+    import torch
+
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(step))
+
+
+def _steps(make, batch=None, partitions=2, **config):
+    """Two steps beside one process, cut by hand at the model's `parts`."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.huggingface_steps import run_model
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    model = make()
+    cut = {"auto_partition": False, "default_partition": 0} if hasattr(model, "parts") else {}
+
+    def place(model):
+        for number, part in enumerate(getattr(model, "parts", ())):
+            smp.set_partition(part, number % partitions)
+
+    batch = batch or (lambda step: {"x": _normal(step)})
+    return run_model(model, batch, "interleaved", partitions, place=place, **cut, **config)
+
+
+@dataclass
+class Notes:
+    """An object that modules change, which refers to itself."""
+
+    seen: list
+    total: object = None
+    count: int = 0
+    itself: object = None
+
+
+def _objects_body():
+    import torch
+    from torch import nn
+
+    class Part(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.linear, self.number = nn.Linear(8, 8), number
+
+        def forward(self, x, notes, table, found):
+            y = torch.tanh(self.linear(x))
+            notes.itself.seen.append(y)
+            notes.count += 1
+            notes.total = y.square().sum() if notes.total is None else notes.total + y.square().sum()
+            table[self.number] = {"mean": y.mean(), "shape": tuple(y.shape)}
+            table.setdefault("of all", []).append(y.std())
+            if self.number == 2:
+                # What another partition made, from an object.
+                y = y + found["first"] * notes.seen[0]
+            found["first"] = y if self.number == 0 else found["first"]
+            return y
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Part(number) for number in range(4))
+
+        def forward(self, x):
+            notes, table, found = Notes([]), {}, {}
+            notes.itself = notes
+            for part in self.parts:
+                x = part(x, notes, table, found=found)
+            assert notes.count == len(notes.seen) == len(table["of all"]) == 4
+            assert table[3]["shape"] == (2, 8)
+            means = sum(table[number]["mean"] for number in range(4)) + sum(table["of all"])
+            return {"loss": x.square().mean() + notes.total / 50 + means + notes.seen[1].sum() / 9, "logits": x}
+
+    return _steps(Model)
+
+
+def test_objects_that_modules_change_are_followed_across_partitions():
+    for found in run_ranks(_objects_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-12
+        assert found["partitions"] == [0, 1]
+
+
+def _unread_body():
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.transfers import Transfers
+
+    sent = []
+    send = Transfers.send
+    Transfers.send = lambda self, tensor, to: (sent.append(tuple(tensor.shape)), send(self, tensor, to))[1]
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, cache):
+            x = self.linear(x)
+            assert all(each.dim() == 3 for each in cache)
+            cache.append(x.new_ones(3, 1, 1) * x.mean())
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Part() for _ in range(4))
+
+        def forward(self, x):
+            cache = []
+            for part in self.parts:
+                x = part(x, cache)
+            return {"loss": x.square().mean()}
+
+    _steps(Model)
+    del smp
+    return sorted(set(sent))
+
+
+def test_tensors_of_a_cache_that_another_partition_never_reads_are_not_sent():
+    assert run_ranks(_unread_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100) == [[(2, 8)]] * 2
+
+
+def _experts(torch, nn):
+    class Experts(nn.Module):
+        """Each row goes to the expert of its largest number."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            choice = self.gate(x).argmax(-1)
+            y = torch.zeros_like(x)
+            for number in choice.unique().tolist():
+                (rows,) = torch.where(choice == number)
+                y = y.index_add(0, rows, self.experts[number](x[rows]))
+            return y + x * torch.softmax(self.gate(x), -1).amax(-1, keepdim=True)
+
+    return Experts
+
+
+def _routing_body(auto):
+    import torch
+    from torch import nn
+
+    experts = _experts(torch, nn)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(experts() for _ in range(4))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return {"loss": x.square().mean(), "logits": x}
+
+    if not auto:
+        return _steps(Model)
+    # Found by the trace, which meets the same modules.
+    model = Model()
+    from smdistributed.modelparallel.torch import cost_trace
+
+    trace = cost_trace.trace(model, (_normal(0),), {})
+    tied = [[trace.modules[at].path for at in tie] for tie in trace.ties]
+    assert ["parts.1", "parts.1.gate", *(f"parts.1.experts{rest}" for rest in ("", ".0", ".1", ".2"))] in tied
+    return None
+
+
+def test_modules_that_route_by_numbers_stay_in_the_pipeline():
+    for found in run_ranks(_routing_body, 2, False, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-12
+
+
+def test_the_partition_keeps_modules_that_route_by_numbers_whole():
+    run_ranks(_routing_body, 1, True, launcher=Forked("torch"), timeout=100)
+
+
+def _surprise_body():
+    from torch import nn
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            # No made-up number is as large.
+            return y[:1] if (x > 1e6).any() else y
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Part() for _ in range(2))
+
+        def forward(self, x):
+            return {"loss": self.parts[1](self.parts[0](x)).mean()}
+
+    return _steps(Model, lambda step: {"x": _normal(step) + 1e7})
+
+
+def test_a_module_that_differs_from_what_was_observed_is_an_error_on_all_ranks():
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_surprise_body, 2, launcher=Forked("torch"), timeout=100)
+    text = str(caught.value)
+    assert "`parts.0` on partition 0" in text
+    assert "With made-up numbers it was always the same" in text
+    assert "rank 1: " in text
+
+
+def _leaves_body(strict):
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            y = self.parts[0](x)
+            return {"loss": self.parts[1](y[y > 0].sum().reshape(1, 1).expand(2, 8)).square().mean()}
+
+    if not strict:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = _steps(Model)
+        texts = [str(each.message) for each in seen if "leaves the pipeline" in str(each.message)]
+        assert len(texts) == 1
+        assert "__getitem__" in texts[0]
+        assert "follows from numbers" in texts[0]
+        return found
+    with pytest.raises(smp.exceptions.SMPUsageError, match="SMD_STRICT_PIPELINE=1"):
+        _steps(Model)
+    return None
+
+
+def test_what_leaves_the_pipeline_is_told_once_and_counted():
+    for found in run_ranks(_leaves_body, 2, False, launcher=Forked("torch"), timeout=100):
+        assert found["difference"] <= 1e-12
+        assert list(found["synchronous"].values()) == [8]
+
+
+def test_what_leaves_the_pipeline_is_an_error_where_that_is_asked_for():
+    run_ranks(_leaves_body, 2, True, launcher=Forked("torch"), env=STRICT, timeout=100)
+
+
+def _own_error_body():
+    import torch
+    from torch import nn
+
+    class Part(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.cat([x, x], -1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 8), Part(8, 8)])
+
+        def forward(self, x):
+            return {"loss": self.parts[1](self.parts[0](x)).mean()}
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        _steps(Model)
+
+
+def test_an_error_of_a_module_is_raised_on_all_ranks():
+    run_ranks(_own_error_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100)
+
+
+def _hooks_body():
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4))
+            self.features = []
+            for number in (0, 1, 3):
+                self.parts[number][0].register_forward_hook(lambda module, args, output: self.features.append(output))
+            self.parts[2].register_forward_hook(lambda module, args, output: output * 2)
+            self.parts[3].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+        def __deepcopy__(self, memo):
+            new = Model()
+            new.load_state_dict(self.state_dict())
+            return new
+
+        def forward(self, x):
+            self.features.clear()
+            for part in self.parts:
+                x = part(x)
+            return {"loss": x.square().mean() + sum(each.square().mean() for each in self.features)}
+
+    return _steps(Model)
+
+
+def test_forward_hooks_see_the_tensors_of_the_step():
+    for found in run_ranks(_hooks_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-12
+
+
+def _vmap_body():
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x):
+            x = self.parts[0](x)
+            y = torch.vmap(lambda row, other: (row * other).sum().sin())(x, x + 1)
+            z = torch.func.vmap(lambda column: column / column.norm(), in_dims=1, out_dims=1)(self.parts[1](x))
+            return {"loss": y.mean() + (z**3).sum()}
+
+    return _steps(Model)
+
+
+def test_vmap_over_tensors_of_a_partition():
+    for found in run_ranks(_vmap_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-12
+
+
+def _mixed_types_body():
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x):
+            x = self.parts[1](self.parts[0](x))
+            labels = (x.detach() > 0).float()
+            return {"loss": nn.functional.binary_cross_entropy_with_logits(x, labels), "logits": x}
+
+    return _steps(Model)
+
+
+def test_losses_that_promote_types_otherwise_than_fake_tensors():
+    for found in run_ranks(_mixed_types_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-6
