@@ -297,6 +297,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+#: Models of which one process has no float64.
+FLOAT32_ONLY = {"xlnet"}
+#: Models that keep tensors of one microbatch in a module for the next one: these raise, with the reason for the table.
+REFUSED = {
+    "ctrl": "its forward replaces a buffer, `pos_encoding`, by a tensor of the microbatch",
+    "recurrent-gemma": "its layers keep recurrent states, and their graph, in attributes for the next forward",
+}
+
 _AUTO = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
