@@ -104,7 +104,9 @@ knobs! {
 /// [`Error::Config`] naming the variable and its value.
 pub fn check_unread() -> Result<()> {
     [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))?;
-    [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES, STRICT_PIPELINE].iter().try_for_each(|knob| knob.flag().map(drop))
+    [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES, STRICT_PIPELINE]
+        .iter()
+        .try_for_each(|knob| knob.flag().map(drop))
 }
 
 impl Knob {

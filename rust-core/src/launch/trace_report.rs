@@ -366,7 +366,10 @@ mod tests {
             }
         }
         let shown = shown(&text, "left", &["--width", "9"]).unwrap();
-        assert!(shown.ends_with("\n2 calls of all steps left the pipeline, and all ranks waited for each\n"), "{shown}");
+        assert!(
+            shown.ends_with("\n2 calls of all steps left the pipeline, and all ranks waited for each\n"),
+            "{shown}"
+        );
     }
 
     /// A replica that had fewer batches, or a rank of which died, says nothing of the others' steps.
