@@ -3,7 +3,9 @@
 `tests/unit/test_core.py` compares this file with the module.
 """
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 __version__: str
 
@@ -39,6 +41,10 @@ def local_size() -> int:
 
 def session_id() -> int:
     """The same number on all ranks, new for each `init()`."""
+
+def is_authenticated() -> bool:
+    """Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a
+    secret."""
 
 def new_group(ranks: Sequence[int]) -> int:
     """Makes a group of global ranks, in the order they get inside it, and returns its id. All members call."""
@@ -159,6 +165,13 @@ def missing_environment() -> list[tuple[str, str]]:
 
 def setting(name: str) -> str:
     """The value of a setting of the environment reference, or its default."""
+
+def cache_folder(name: str) -> tuple[Path, str | None]:
+    """The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the
+    one that the settings name."""
+
+def untrusted(path: str | os.PathLike[str]) -> str | None:
+    """Why somebody other than this user and root may have written a file; none if nobody may have."""
 
 def error_codes() -> list[str]:
     """The stable names of all kinds of errors."""

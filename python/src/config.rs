@@ -1,9 +1,24 @@
 //! Settings.
 
+use std::path::PathBuf;
+
 use pyo3::prelude::*;
-use smd_core::{Error, config};
+use smd_core::{Error, cache, config};
 
 use crate::enter::enter;
+
+/// The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the one
+/// that the settings name.
+#[pyfunction]
+pub fn cache_folder(py: Python<'_>, name: &str) -> PyResult<(PathBuf, Option<String>)> {
+    enter(py, || cache::folder(name).map(|folder| (folder.path, folder.warning)))
+}
+
+/// Why somebody other than this user and root may have written a file; none if nobody may have.
+#[pyfunction]
+pub fn untrusted(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
+    enter(py, || Ok(cache::untrusted(&path)))
+}
 
 /// The value of a setting of the environment reference, or its default.
 #[pyfunction]

@@ -36,6 +36,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(buckets::bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
+    module.add_function(wrap_pyfunction!(config::cache_folder, module)?)?;
+    module.add_function(wrap_pyfunction!(config::untrusted, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;
     module.add_class::<elastic::ElasticHosts>()?;
     module.add_class::<elastic::ElasticDriver>()?;

@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 
-use crate::session::with;
+use crate::session::{ask, with};
+use smd_core::session::place::World;
 
 /// Makes the world of these ranks of the job, or of all; does nothing if there is one.
 #[pyfunction]
@@ -18,8 +19,8 @@ type Place = (usize, usize);
 /// as many ranks.
 #[pyfunction]
 fn world_place(py: Python<'_>) -> PyResult<(Place, Place, Place, bool)> {
-    with(py, "rank", |session| {
-        let place = session.world_place("rank")?;
+    ask(py, "rank", |place| {
+        let place = World::of(place, "rank")?.place;
         Ok((place.world, place.local, place.cross, place.is_homogeneous))
     })
 }
@@ -27,7 +28,7 @@ fn world_place(py: Python<'_>) -> PyResult<(Place, Place, Place, bool)> {
 /// The ranks of the world, by their numbers in the job.
 #[pyfunction]
 fn world_ranks(py: Python<'_>) -> PyResult<Vec<usize>> {
-    with(py, "size", |session| session.world_ranks("size"))
+    ask(py, "size", |place| Ok(World::of(place, "size")?.ranks))
 }
 
 /// Makes or finds a process set for each list; returns their numbers. Collective.
@@ -51,7 +52,7 @@ fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
 /// Numbers of all process sets, and their ranks.
 #[pyfunction]
 fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
-    with(py, "process_sets", |session| session.process_sets())
+    ask(py, "process_sets", |place| Ok(World::of(place, "process_sets")?.sets))
 }
 
 /// Adds this file's functions.

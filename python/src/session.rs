@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use smd_core::collectives::Request;
 use smd_core::config;
 use smd_core::negotiation::timeline;
+use smd_core::session::place::{self, Place};
 use smd_core::session::{self, InitOptions, Session, replicas};
 use smd_core::transport::mpi;
 use smd_core::world::env;
@@ -21,6 +22,15 @@ pub(crate) fn with<T: Send>(
     body: impl FnOnce(&Session) -> smd_core::Result<T> + Send,
 ) -> PyResult<T> {
     enter(py, || body(&*session::current(call)?))
+}
+
+/// Asks for this process's place in the job, which a forked child knows as well.
+pub(crate) fn ask<T: Send>(
+    py: Python<'_>,
+    call: &'static str,
+    answer: impl FnOnce(Place) -> smd_core::Result<T> + Send,
+) -> PyResult<T> {
+    enter(py, || answer(place::place(call)?))
 }
 
 /// Joins the job that the environment describes; returns when all ranks have joined.
@@ -54,7 +64,7 @@ fn start_negotiation(py: Python<'_>) -> PyResult<()> {
     enter(py, || session::current("start_negotiation")?.negotiator(0).map(drop))
 }
 
-/// Whether there is a session.
+/// Whether this process is in a job; true in the forked children of one that is.
 #[pyfunction]
 fn is_initialized() -> bool {
     session::is_initialized()
@@ -63,31 +73,37 @@ fn is_initialized() -> bool {
 /// Global rank.
 #[pyfunction]
 fn rank(py: Python<'_>) -> PyResult<usize> {
-    with(py, "rank", |session| Ok(session.rank()))
+    ask(py, "rank", |place| Ok(place.rank))
 }
 
 /// Processes of the job.
 #[pyfunction]
 fn size(py: Python<'_>) -> PyResult<usize> {
-    with(py, "size", |session| Ok(session.size()))
+    ask(py, "size", |place| Ok(place.size))
 }
 
 /// Rank on this host.
 #[pyfunction]
 fn local_rank(py: Python<'_>) -> PyResult<usize> {
-    with(py, "local_rank", |session| Ok(session.local_rank()))
+    ask(py, "local_rank", |place| Ok(place.local_rank))
 }
 
 /// Processes on this host.
 #[pyfunction]
 fn local_size(py: Python<'_>) -> PyResult<usize> {
-    with(py, "local_size", |session| Ok(session.local_size()))
+    ask(py, "local_size", |place| Ok(place.local_size))
 }
 
 /// The same number on all ranks, new for each `init()`.
 #[pyfunction]
 fn session_id(py: Python<'_>) -> PyResult<u64> {
     with(py, "session_id", |session| Ok(session.id()))
+}
+
+/// Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a secret.
+#[pyfunction]
+fn is_authenticated(py: Python<'_>) -> PyResult<bool> {
+    with(py, "is_authenticated", |session| Ok(session.is_authenticated()))
 }
 
 /// Makes a group of global ranks, in the order they get inside it, and returns its id. All members call.
@@ -272,6 +288,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(local_rank, module)?)?;
     module.add_function(wrap_pyfunction!(local_size, module)?)?;
     module.add_function(wrap_pyfunction!(session_id, module)?)?;
+    module.add_function(wrap_pyfunction!(is_authenticated, module)?)?;
     module.add_function(wrap_pyfunction!(new_group, module)?)?;
     module.add_function(wrap_pyfunction!(remove_group, module)?)?;
     module.add_function(wrap_pyfunction!(group_ranks, module)?)?;

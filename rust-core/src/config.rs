@@ -27,14 +27,18 @@ macro_rules! knobs {
 }
 
 knobs! {
-    TIMEOUT_SECONDS = "SMD_TIMEOUT_SECONDS", [], "1800",
-        "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks. As long a rank that serves the rendezvous stays for the others when it is done.";
+    TIMEOUT_SECONDS = "SMD_TIMEOUT_SECONDS", [], "300",
+        "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks. Process groups of `torch.distributed` have the `timeout` that they were made with instead.";
+    EXIT_TIMEOUT_SECONDS = "SMD_EXIT_TIMEOUT_SECONDS", [], "1800",
+        "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds; as long, all ranks of a job under MPI wait for each other before they end MPI.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",
         "Silence of a host, in seconds, after which its ranks count as dead. A process that dies is noticed at once; this is for hosts and links.";
     SECRET = "SMD_SECRET", [], "",
-        "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it a key is derived from the launcher's variables.";
+        "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it, rank 0 gives a secret to this user's processes where all ranks are on one host; a job on several hosts is open to the network, with a warning (docs/security.md).";
+    SAFE_GLOBALS = "SMD_SAFE_GLOBALS", [], "",
+        "Full names of classes and functions, separated by commas, that objects from other ranks may contain beside plain data, arrays, tensors and data classes; `*` stands for any part of a name (docs/security.md). A lone `*` allows everything, in jobs with a secret only.";
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",
         "`host:port` of a rendezvous that the launcher serves. Without it rank 0 serves one.";
     WORKER = "SMD_WORKER", [], "",

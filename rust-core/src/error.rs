@@ -86,6 +86,41 @@ impl Code {
     }
 }
 
+/// Where the deadline of a wait comes from; shown as how to change it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Limit {
+    /// `SMD_TIMEOUT_SECONDS`, or the timeout of a framework's process group.
+    #[default]
+    Collective,
+    /// `SMD_INIT_TIMEOUT_SECONDS`.
+    Init,
+    /// The timeout that the caller of `torch.distributed.init_process_group` gave.
+    Meeting,
+    /// `SMD_STALL_SHUTDOWN_SECONDS`, or `SMD_TIMEOUT_SECONDS` without it.
+    Stall,
+    /// The `timeout_seconds` of a checkpoint manager.
+    Checkpoint,
+}
+
+impl std::fmt::Display for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        use crate::config::{INIT_TIMEOUT_SECONDS, STALL_SHUTDOWN_SECONDS, TIMEOUT_SECONDS};
+        match self {
+            Self::Collective => write!(
+                f,
+                "to wait longer, set `{}`, or the process group's `timeout` where it has one",
+                TIMEOUT_SECONDS.name
+            ),
+            Self::Init => write!(f, "to wait longer, set `{}`", INIT_TIMEOUT_SECONDS.name),
+            Self::Meeting => f.write_str("to wait longer, give `init_process_group` a longer `timeout`"),
+            Self::Stall => {
+                write!(f, "to wait longer, set `{}` and `{}`", TIMEOUT_SECONDS.name, STALL_SHUTDOWN_SECONDS.name)
+            }
+            Self::Checkpoint => f.write_str("to wait longer, give the manager a longer `timeout_seconds`"),
+        }
+    }
+}
+
 /// What went wrong. Cheap to clone: one failure is told to every waiter.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -132,7 +167,7 @@ pub enum Error {
         during: String,
     },
     /// A wait ended at its deadline.
-    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?} before the timeout")]
+    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?} before the timeout; {limit}")]
     Timeout {
         /// The operation.
         during: String,
@@ -140,6 +175,8 @@ pub enum Error {
         waited: Duration,
         /// Global ranks that did not arrive.
         missing: Vec<usize>,
+        /// Where the deadline comes from.
+        limit: Limit,
     },
     /// See [`Code::Unsupported`].
     #[error("{0}")]
@@ -182,6 +219,15 @@ impl Error {
     /// An [`Error::Io`] with its context.
     pub fn io(context: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
         Error::Io { context: context.into(), source: Arc::new(source.into()) }
+    }
+
+    /// The error, as one whose deadline comes from `limit` if it is a timeout.
+    #[must_use]
+    pub fn limited_by(self, limit: Limit) -> Self {
+        match self {
+            Error::Timeout { during, waited, missing, .. } => Error::Timeout { during, waited, missing, limit },
+            other => other,
+        }
     }
 
     /// An [`Error::Internal`] with the message of a panic that was caught at the edge of the core.

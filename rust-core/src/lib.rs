@@ -18,6 +18,7 @@
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
+pub mod cache;
 pub mod checkpoint;
 mod clock;
 pub mod collectives;

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use smd_core::error::Code;
-use smd_core::world::rendezvous::client::{Client, Options};
+use smd_core::world::rendezvous::client::{Client, Options, Whereabouts};
 use smd_core::world::rendezvous::frame::{MAX_PAYLOAD, Sealer};
 use smd_core::world::rendezvous::handshake::{Answer, GREETING_BYTES, PROOF_BYTES};
 use smd_core::world::rendezvous::message::{Join, Welcome};
@@ -41,8 +41,7 @@ fn join_with(
     monitor: Arc<Monitor>,
 ) -> Result<Rank> {
     let options = Options {
-        addresses: addresses.to_vec(),
-        key: JobKey::new(secret),
+        whereabouts: Whereabouts::At { addresses: addresses.to_vec(), key: JobKey::new(secret) },
         served_by_rank_0: true,
         deadline: Instant::now() + limit,
         peer_timeout: Duration::from_secs(10),

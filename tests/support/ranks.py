@@ -187,7 +187,8 @@ class Job:
         # Processes find each other in this folder, and we find ours by it.
         variables.update(SMD_TEST_FOLDER=str(folder), OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
         # A wait that is bound to fail should say so itself, before our deadline does.
-        variables["SMD_TIMEOUT_SECONDS"] = variables["SMD_INIT_TIMEOUT_SECONDS"] = str(max(5.0, timeout - 10.0))
+        for name in ("SMD_TIMEOUT_SECONDS", "SMD_INIT_TIMEOUT_SECONDS", "SMD_EXIT_TIMEOUT_SECONDS"):
+            variables[name] = str(max(5.0, timeout - 10.0))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
         variables.update(env)
 

@@ -10,11 +10,13 @@ import contextlib
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from horovod.common import basics
+from smdistributed import _core
 
 
 def _file() -> Path | None:
@@ -22,7 +24,10 @@ def _file() -> Path | None:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or os.environ.get("SMD_WORKER") or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return None
-    folder = Path(os.environ.get("SMD_CACHE_DIR") or Path.home() / ".cache" / "opensmd") / "elastic"
+    # Nobody but this user and root can write to it: what is read there is unpickled.
+    folder, warning = _core.cache_folder("elastic")
+    if warning is not None:
+        print(f"horovod: {warning}", file=sys.stderr, flush=True)
     # Port and address tell jobs apart that were given no name.
     name = (
         f"{run_id}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}"
@@ -67,7 +72,6 @@ class Kept:
         self._number += 1
         if not self._writes:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         partial.write_bytes(self._agent + pickle.dumps((self._number, saved())))
         partial.rename(self._path)
@@ -84,7 +88,10 @@ class Kept:
         own: tuple[int, Any] = (0, None)
         if self._writes:
             with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-                if file.readline() == self._agent:
+                why = _core.untrusted(self._path)
+                if why is not None:
+                    print(f"horovod: kept commits are not read: {why}", file=sys.stderr, flush=True)
+                elif file.readline() == self._agent:
                     own = pickle.load(file)
         core = basics.shared()
         numbers = [bcast_object(own[0], root_rank=rank) for rank in range(core.size())]

@@ -83,6 +83,7 @@ from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 from horovod.tensorflow.util import _make_subgraph as _make_subgraph
 from horovod.tensorflow.util import refs_to_vars as refs_to_vars
 from horovod.tensorflow.util import vars_to_refs as vars_to_refs
+from smdistributed._common.unpickling import add_safe_globals as add_safe_globals
 
 
 def __getattr__(name: str) -> Any:

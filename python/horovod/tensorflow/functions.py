@@ -11,13 +11,9 @@ import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.mpi_ops import allgather, broadcast, broadcast_, rank
+from smdistributed._common import unpickling
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.replicas import note_broadcast
-
-try:
-    import cloudpickle as pickle
-except ImportError:
-    import pickle
 
 
 @tf.autograph.experimental.do_not_convert
@@ -91,7 +87,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
 
 def _pickled(obj: Any) -> np.ndarray:
-    return np.frombuffer(pickle.dumps(obj), dtype=np.uint8)
+    return np.frombuffer(unpickling.dumps(obj), dtype=np.uint8)
 
 
 class _Sender:
@@ -158,7 +154,7 @@ def broadcast_object_fn(
         pickled = _pickled(obj) if is_root else np.empty(0, np.uint8)
         length = int(sender.run(np.array([pickled.size], np.int64), f"{name}.sz")[0])
         values = sender.run(pickled if is_root else np.zeros(length, np.uint8), f"{name}.t")
-        return obj if is_root else pickle.loads(values.tobytes())
+        return obj if is_root else unpickling.loads(values.tobytes(), f"rank {root_rank}")
 
     return function
 
@@ -175,4 +171,7 @@ def allgather_object(
     pickled = _pickled(obj)
     lengths = sender.run(np.array([pickled.size], np.int64), f"{name}.sz")
     everybodys = io.BytesIO(sender.run(pickled, f"{name}.t").tobytes())
-    return [pickle.loads(everybodys.read(length)) for length in lengths.tolist()]
+    return [
+        unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")
+        for rank, length in enumerate(lengths.tolist())
+    ]

@@ -74,3 +74,4 @@ from horovod.torch.mpi_ops import stop_timeline as stop_timeline
 from horovod.torch.mpi_ops import synchronize as synchronize
 from horovod.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from smdistributed._common.unpickling import add_safe_globals as add_safe_globals

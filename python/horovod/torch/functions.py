@@ -10,12 +10,16 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+<<<<<<< HEAD
 from horovod.torch.sparse import no_rows
 
 try:
     import cloudpickle as pickle
 except ImportError:
     import pickle
+=======
+from smdistributed._common import unpickling
+>>>>>>> c6731a9 (feat(core): ranks of one host get a random secret over an owner-checked socket; sealed shared memory, trusted caches, ranks in forked children, timeouts that name their setting)
 
 
 def broadcast_parameters(
@@ -62,7 +66,7 @@ def broadcast_object(
     # Not the type's name: others need not pass an object of it.
     name = name or "broadcast_object"
     if rank() == root_rank:
-        pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
         length = torch.tensor([pickled.numel()], dtype=torch.int64)
         broadcast_(length, root_rank, f"{name}.sz", process_set)
     else:
@@ -70,16 +74,19 @@ def broadcast_object(
         broadcast_(length, root_rank, f"{name}.sz", process_set)
         pickled = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(pickled, root_rank, f"{name}.t", process_set)
-    return obj if rank() == root_rank else pickle.loads(pickled.numpy().tobytes())
+    return obj if rank() == root_rank else unpickling.loads(pickled.numpy().tobytes(), f"rank {root_rank}")
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The objects of all ranks, pickled on the way, in the order of ranks."""
     name = name or "allgather_object"
-    pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([pickled.numel()]), f"{name}.sz", process_set)
     everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
-    return [pickle.loads(everybodys.read(length)) for length in lengths.tolist()]
+    return [
+        unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")
+        for rank, length in enumerate(lengths.tolist())
+    ]
 
 
 def broadcast_optimizer_state(

@@ -6,6 +6,9 @@ A shim depends on the framework's version and on nothing else of the machine, so
 2. otherwise uses the one in the user's cache,
 3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side.
 
+Only files that nobody but this user and root can have written are loaded from the cache. If others can write to it, an owner-only
+folder among the temporary files takes its place (``rust-core/src/cache.rs``).
+
 ``python -m smdistributed._common.shims torch --into DIR`` builds a shim to be shipped as prebuilt.
 """
 
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed import _core
+from smdistributed._common import errors as _core_errors
 
 PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 
@@ -135,7 +139,7 @@ FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "ten
 
 
 def cache_dir() -> Path:
-    """Where built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``.
+    """Where the settings say that built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``.
 
     Raises:
         ShimError: The variable is not set and this user has no home folder.
@@ -148,42 +152,55 @@ def cache_dir() -> Path:
         ) from error
 
 
-def find(framework: Framework) -> Path | None:
-    """The shim for ``framework`` that can be loaded without building, if there is one."""
-    for folder in (lambda: PREBUILT, cache_dir):
-        path = folder() / framework.key / framework.library
-        if path.is_file():
-            return path
-    return None
-
-
 def ensure(framework: Framework) -> Path:
     """The shim for ``framework``, built if need be.
 
     Raises:
         ShimError: There is no compiler, the compiler fails, or the cache cannot be written.
     """
-    return find(framework) or _ensure_cached(framework)
+    prebuilt = PREBUILT / framework.key / framework.library
+    return prebuilt if prebuilt.is_file() else _ensure_cached(framework)
 
 
 def _ensure_cached(framework: Framework) -> Path:
     """As :func:`ensure`, without a look at what is prebuilt."""
-    target = cache_dir() / framework.key
+    folder = cache_dir() / framework.key
     try:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(framework, target):
+        folder = _folder(framework.key)
+        path = folder / framework.library
+        if _is_trusted(path):
+            return path
+        with _locked(framework, folder):
             # Another process may have built it while this one waited.
-            path = target / framework.library
-            if not path.is_file():
-                for leftover in target.glob("build-*"):
+            if not _is_trusted(path):
+                for leftover in folder.glob("build-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
                 _build(framework, path)
-    except OSError as error:
+    except (OSError, _core_errors.SystemCallError, _core_errors.UnsupportedError) as error:
         raise ShimError(
-            f"cannot build the {framework.title} shim in `{target}`: {error}; set SMD_CACHE_DIR to a folder that can "
+            f"cannot build the {framework.title} shim in `{folder}`: {error}; set SMD_CACHE_DIR to a folder that can "
             "be written"
         ) from error
     return path
+
+
+@cache
+def _folder(key: str) -> Path:
+    """A folder of the cache, which nobody but this user and root can write to; made if need be."""
+    folder, warning = _core.cache_folder(key)
+    if warning is not None:
+        _say(warning)
+    return folder
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether there is a file that nobody but this user and root can have written; says so if it may be somebody else's."""
+    if not path.is_file():
+        return False
+    why = _core.untrusted(path)
+    if why is not None:
+        _say(f"a shim is built anew instead of being loaded: {why}")
+    return why is None
 
 
 @cache

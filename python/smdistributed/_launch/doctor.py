@@ -143,10 +143,14 @@ def _compiler() -> Finding:
 
 
 def _cache() -> Finding:
+    from smdistributed import _core
     from smdistributed._common import shims
 
     folder = shims.cache_dir()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    why = _core.untrusted(nearest)
+    if why is not None:
+        return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder that only you can write to")
     if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Finding("shim cache", "ok", str(folder))
     return Finding("shim cache", "!!", f"{folder} cannot be written", "set SMD_CACHE_DIR to a folder that can")

@@ -18,7 +18,7 @@ use super::recover::{prepare, settle_and_remove};
 use super::status::{self, Status, StatusFile};
 use super::write::Note;
 use super::{commit, damaged, failed, place};
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 
 /// The folder of what becomes the checkpoint.
 pub(super) const DATA: &str = "data";
@@ -104,7 +104,7 @@ impl Attempt {
         let folder = setting.folder();
         if setting.rank > 0 {
             place::check_tag(&setting.tag)?;
-            let expired = |waited| Error::Timeout { during: setting.during(), waited, missing: vec![0] };
+            let expired = |waited| Error::Timeout { during: setting.during(), waited, missing: vec![0], limit: Limit::Checkpoint };
             // An NFS client may have kept that it was not there; opening a folder asks the server.
             let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
             wait_until(timeout, look, is_there, expired)?;
@@ -241,10 +241,12 @@ impl Attempt {
             during: self.setting.during(),
             waited,
             missing: Vec::new(),
+            limit: Limit::Checkpoint,
         });
         match late {
             Err(Error::Timeout { during, .. }) => {
-                return Err(Error::Timeout { during, waited: start.elapsed(), missing });
+                let waited = start.elapsed();
+                return Err(Error::Timeout { during, waited, missing, limit: Limit::Checkpoint });
             }
             other => other?,
         }
@@ -267,7 +269,7 @@ impl Attempt {
             }
             _ => Ok(false),
         };
-        let expired = |waited| Error::Timeout { during: self.setting.during(), waited, missing: vec![0] };
+        let expired = |waited| Error::Timeout { during: self.setting.during(), waited, missing: vec![0], limit: Limit::Checkpoint };
         wait_until(timeout, look, ready, expired)
     }
 

@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Request;
 use super::communicator::{Done, spoil};
 use crate::buffer::{Device, TensorView};
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
@@ -218,7 +218,7 @@ impl Shared {
             came.map(|peer| unsafe { transport.post_send(peer, tag, verdict.as_ptr(), 1) }).collect();
         match outcome {
             Ok(()) => wait_all(transport, &told, &wait),
-            Err(Error::Timeout { waited, mut missing, .. }) => {
+            Err(Error::Timeout { waited, mut missing, limit, .. }) => {
                 // The failure is what counts; that it cannot be told adds nothing.
                 let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(BAD_NEWS), &[]));
                 missing.truncate(if all { missing.len() } else { 1 });
@@ -228,7 +228,7 @@ impl Shared {
                     "Rank {} timed out in monitoredBarrier: {ranks} {names} failed to pass monitoredBarrier: it",
                     members.ranks[0]
                 );
-                Err(Error::Timeout { during, waited, missing })
+                Err(Error::Timeout { during, waited, missing, limit })
             }
             Err(other) => {
                 told.iter().for_each(|message| transport.cancel(message));
@@ -302,8 +302,13 @@ impl Shared {
         let missing = first.to_vec();
         match outcome {
             Ok(0) => Ok(()),
-            Ok(_) => Err(Error::Timeout { during: reached("its own wait"), waited: start.elapsed(), missing }),
-            Err(Error::Timeout { waited, .. }) => Err(Error::Timeout { during: reached("it"), waited, missing }),
+            Ok(_) => {
+                let (during, waited) = (reached("its own wait"), start.elapsed());
+                Err(Error::Timeout { during, waited, missing, limit: Limit::Collective })
+            }
+            Err(Error::Timeout { waited, limit, .. }) => {
+                Err(Error::Timeout { during: reached("it"), waited, missing, limit })
+            }
             Err(other) => Err(other),
         }
     }

@@ -56,7 +56,7 @@ impl Window {
         });
         let all = all_gather([u64::from(attached.is_ok()), 0, 0, 0], group)?;
         let mut segments = agree_on(attached, group, &all)?;
-        segments[me].iter_mut().for_each(Segment::seal);
+        segments[me].iter_mut().for_each(Segment::close_descriptor);
         Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
     }
 

@@ -591,7 +591,9 @@ impl Shared {
 pub(super) fn told_of(error: Error, name: &str) -> Error {
     match error {
         Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: format!("`{name}`") },
-        Error::Timeout { waited, missing, .. } => Error::Timeout { during: format!("`{name}`"), waited, missing },
+        Error::Timeout { waited, missing, limit, .. } => {
+            Error::Timeout { during: format!("`{name}`"), waited, missing, limit }
+        }
         Error::Interrupted { .. } => Error::Interrupted { during: format!("`{name}`") },
         other => other,
     }

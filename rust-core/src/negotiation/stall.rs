@@ -16,7 +16,7 @@ use super::bits::RankSet;
 use super::machine::Queue;
 use super::message::{MAX_WAITING, Report, Verdict, Waiting};
 use super::tree::Tree;
-use crate::error::Error;
+use crate::error::{Error, Limit};
 
 /// How long names may be waited for.
 #[derive(Clone, Copy, Debug)]
@@ -321,7 +321,8 @@ impl Verdict {
                     own.map_or((name, Vec::new()), |(late, missing)| (late.as_str(), missing.clone()));
                 let during =
                     if late == name { format!("`{name}`") } else { format!("`{name}`, with `{late}` before it,") };
-                Error::Timeout { during, waited: Duration::from_millis(*waited_ms), missing }
+                let waited = Duration::from_millis(*waited_ms);
+                Error::Timeout { during, waited, missing, limit: Limit::Stall }
             }
         }
     }

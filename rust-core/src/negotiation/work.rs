@@ -22,7 +22,7 @@ use super::tree::Tree;
 use super::tune::{self, Tuner};
 use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, Request, Watch};
-use crate::error::{Code, Error, Result};
+use crate::error::{Code, Error, Limit, Result};
 use crate::transport::{Members, NAP, Transport};
 use crate::world::monitor;
 
@@ -421,6 +421,7 @@ impl Work {
                     during: format!("`{name}` (no word from the group's first rank)"),
                     waited,
                     missing,
+                    limit: Limit::Stall,
                 })
             }
             _ => Ok(()),

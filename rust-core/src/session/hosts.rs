@@ -243,7 +243,7 @@ pub(super) fn leave_mpi() {
     if serve::has_failed() {
         return;
     }
-    let timeout = config::TIMEOUT_SECONDS.seconds().unwrap_or_default();
+    let timeout = config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or_default();
     let monitor = match &*STATE.lock() {
         State::Running(session) => session.monitor.clone(),
         // Nobody tells of departures without a session, and the deadline has to do.

@@ -3,12 +3,12 @@
 //!
 //! - MEET-1: rank 0 decides where the rendezvous is and writes it down; the others follow, so no two ranks can decide
 //!   differently. If `smdrun` serves one for exactly these ranks, it is that one: `smdrun` sees deaths first.
-//! - MEET-2: rank 0 serves on the loopback interface where all ranks are on its host, with a secret that is made for the
-//!   job. Who can read the framework's store can read it.
+//! - MEET-2: rank 0 serves on the loopback interface where all ranks are on its host. The secret is the one that the launcher or
+//!   the user gave. Without one, rank 0 makes one: on one host it goes through the owner socket to processes of this user;
+//!   on several it is written to the framework's store, whose readers know it, and rank 0 says so.
 //! - MEET-3: what was written is taken away before anybody's `init` returns, so that a store may serve another session.
 
 use std::collections::BTreeSet;
-use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,9 +16,9 @@ use serde::{Deserialize, Serialize};
 
 use super::serve::{self, Rendezvous};
 use crate::config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::world::env::{self, Launch, Launcher};
-use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::{JobKey, Whereabouts};
 use crate::world::{Monitor, host};
 
 /// First and longest pause between two looks at the board.
@@ -66,7 +66,18 @@ enum Door {
     /// Where the launcher's variables say.
     Launcher,
     /// In rank 0's process.
-    RankZero { addresses: Vec<String>, secret: Vec<u8> },
+    RankZero { addresses: Vec<String>, secret: Secret },
+}
+
+/// How ranks get the secret of a rendezvous in rank 0's process.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Secret {
+    /// The launcher or the user gave it to all of them.
+    Given,
+    /// From the owner socket with this name.
+    OnThisHost(String),
+    /// It is written here: whoever reads the store knows it.
+    Written(Vec<u8>),
 }
 
 impl Meeting {
@@ -93,19 +104,14 @@ impl Meeting {
 
     /// Agrees with the other ranks on the rendezvous.
     pub(super) fn find(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<Rendezvous> {
-        let served_by_launcher = || match config::RENDEZVOUS.text() {
-            Some(address) if launch.launcher != Launcher::Single => {
-                Some((JobKey::new(&serve::secret(launch)), vec![address], false))
-            }
-            _ => None,
+        let served_by_launcher = || match launch.launcher {
+            Launcher::Single => None,
+            _ => serve::launchers(launch),
         };
         if self.rank == 0 {
             let (rendezvous, door) = match served_by_launcher() {
                 Some(rendezvous) => (rendezvous, Door::Launcher),
-                None => {
-                    let (addresses, secret) = self.serve(launch, monitor, deadline)?;
-                    (at_rank_zero(addresses.clone(), &secret), Door::RankZero { addresses, secret })
-                }
+                None => self.serve(launch, monitor, deadline)?,
             };
             let text = postcard::to_stdvec(&door)
                 .map_err(|error| Error::Internal(format!("a door cannot be written down: {error}")))?;
@@ -122,17 +128,39 @@ impl Meeting {
                     self.size, self.rank
                 ))
             }),
-            Ok(Door::RankZero { addresses, secret }) => Ok(at_rank_zero(addresses, &secret)),
+            Ok(Door::RankZero { addresses, secret }) => self.follow(addresses, secret),
             Err(error) => Err(Error::Rendezvous(format!(
                 "what rank 0 wrote to the store cannot be read: {error}; do all ranks use the same version?"
             ))),
         }
     }
 
-    /// Rank 0: serves the rendezvous where all others reach it, and says where, and the secret.
-    fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Vec<String>, Vec<u8>)> {
+    /// Other ranks: where rank 0 says that it serves. A secret that was given is never replaced by one that others may know.
+    fn follow(&self, addresses: Vec<String>, secret: Secret) -> Result<Rendezvous> {
+        let open = matches!(secret, Secret::Written(_));
+        let whereabouts = match (secret, serve::given_secret()) {
+            (Secret::Given, Some(secret)) => Whereabouts::At { addresses, key: JobKey::new(&secret) },
+            (Secret::OnThisHost(job), None) => Whereabouts::OnThisHost { job },
+            (Secret::Written(secret), None) => Whereabouts::At { addresses, key: JobKey::new(&secret) },
+            (theirs, ours) => {
+                let has = |has| if has { "is set" } else { "is not set" };
+                return Err(Error::Config(format!(
+                    "`{name}` {} for rank 0 and {} for rank {}: set it for all ranks, to the same text",
+                    has(theirs == Secret::Given),
+                    has(ours.is_some()),
+                    self.rank,
+                    name = config::SECRET.name,
+                )));
+            }
+        };
+        Ok(Rendezvous { whereabouts, served_by_rank_0: true, open })
+    }
+
+    /// Rank 0: serves the rendezvous where all others reach it, and says how.
+    fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Rendezvous, Door)> {
         let mut hosts = BTreeSet::from([host::identity().into_bytes()]);
-        for rank in 1..self.size {
+        // A launcher is believed rather than the store, to which others may write.
+        for rank in (1..self.size).take_while(|_| !launch.on_one_host()) {
             hosts.insert(self.read(&host_key(rank), rank, monitor, deadline)?);
         }
         let one_host = hosts.len() == 1;
@@ -141,17 +169,18 @@ impl Meeting {
             names = vec![host::name()];
             names.extend(launch.master_addr.clone());
         }
-        let bind = || {
-            let listener = match one_host {
-                true => TcpListener::bind((Ipv4Addr::LOCALHOST, 0)),
-                // Serves IPv4 as well, where there is IPv6 at all.
-                false => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
-                    .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
-            };
-            listener.map_err(|error| Error::io("binding the rendezvous".to_owned(), error))
+        let given = serve::given_secret();
+        let reached = serve::serve_anywhere(one_host, self.size, given.clone())?;
+        let key = JobKey::new(&reached.secret);
+        let secret = match (given, reached.owner) {
+            (Some(_), _) => Secret::Given,
+            (None, Some(name)) => Secret::OnThisHost(name),
+            (None, None) => Secret::Written(reached.secret),
         };
-        let (port, secret) = serve::serve_anywhere(if one_host { "host" } else { "hosts" }, self.size, bind)?;
-        Ok((names.iter().map(|name| format!("{name}:{port}")).collect(), secret))
+        let open = matches!(secret, Secret::Written(_));
+        let addresses: Vec<String> = names.iter().map(|name| format!("{name}:{}", reached.port)).collect();
+        let whereabouts = Whereabouts::At { addresses: addresses.clone(), key };
+        Ok((Rendezvous { whereabouts, served_by_rank_0: true, open }, Door::RankZero { addresses, secret }))
     }
 
     /// All ranks have joined: MEET-3. A job of one board is often the job of the next.
@@ -177,7 +206,7 @@ impl Meeting {
             let during = || "joining the job".to_owned();
             let waited = start.elapsed();
             if Instant::now() >= deadline {
-                return Err(Error::Timeout { during: during(), waited, missing: vec![from] });
+                return Err(Error::Timeout { during: during(), waited, missing: vec![from], limit: Limit::Meeting });
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during() });
@@ -186,10 +215,6 @@ impl Meeting {
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
-}
-
-fn at_rank_zero(addresses: Vec<String>, secret: &[u8]) -> Rendezvous {
-    (JobKey::new(secret), addresses, true)
 }
 
 #[cfg(test)]
@@ -244,8 +269,12 @@ mod tests {
             let second = scope.spawn(|| find(1));
             (find(0), second.join().unwrap())
         });
-        assert_eq!(first.1, second.1);
-        assert!(first.1[0].starts_with("127.0.0.1:"), "{:?}", first.1);
+        assert!(first.whereabouts.to_string().starts_with("at 127.0.0.1:"), "{first:?}");
+        assert!(
+            matches!(second.whereabouts, Whereabouts::OnThisHost { .. }),
+            "the store does not tell the secret: {second:?}"
+        );
+        assert!(!first.open && !second.open);
         meeting(0, &board).clear();
         assert!(board.0.lock().is_empty());
     }

@@ -5,7 +5,8 @@
 //!
 //! - SES-1: [`shutdown`] does not wait for other ranks to come to theirs. A process that serves the rendezvous goes on serving it until
 //!   [`finish`], which a process calls last.
-//! - SES-2: a forked child has no session: every call says so, and nothing it does reaches the job.
+//! - SES-2: a forked child has no session: every call says so, and nothing it does reaches the job. It still knows its parent's
+//!   rank and the like ([`place`]).
 //! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
 //!   Members call in the same order, so they agree without a message; nobody else is involved.
 
@@ -16,6 +17,7 @@ pub(crate) mod log;
 pub mod making;
 pub mod meeting;
 pub mod membership;
+pub mod place;
 mod plans;
 mod process_sets;
 pub mod replicas;
@@ -31,7 +33,7 @@ use parking_lot::Mutex;
 use crate::collectives::Communicator;
 use crate::config;
 use crate::device::ending;
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::negotiation::timeline;
 use crate::trace;
 use crate::world::env::{self, Launch, Launcher};
@@ -69,6 +71,8 @@ pub struct Session {
     between: OnceLock<Between>,
     /// It was made by a meeting, so the next meeting replaces it.
     met: bool,
+    /// Processes that are not the job's may know its secret.
+    open: bool,
     /// Groups of a framework that are open.
     memberships: AtomicUsize,
     plans: Plans,
@@ -127,9 +131,14 @@ pub fn current(call: &'static str) -> Result<Arc<Session>> {
     }
 }
 
-/// Whether [`current`] would give a session.
+/// Whether this process is in a job: [`current`] gives a session, or [`place::place`] answers in a child that was forked from one
+/// that is.
 pub fn is_initialized() -> bool {
-    !fork::is_child() && matches!(*STATE.lock(), State::Running(_))
+    place::has_place()
+}
+
+fn is_running() -> bool {
+    matches!(*STATE.lock(), State::Running(_))
 }
 
 /// Leaves the job; does nothing if there is no session. Afterwards `init` may be called again.
@@ -192,11 +201,17 @@ impl Session {
         let variables = options.variables.clone().unwrap_or_else(env::variables);
         let meeting = options.meeting.as_ref();
         if let (None, Some(worker)) = (meeting, config::WORKER.text()) {
-            return Self::start_as_worker(&worker, &variables);
+            return Self::start_as_worker(&worker, &variables).map_err(|error| error.limited_by(Limit::Init));
         }
+        let limit = if meeting.is_some() { Limit::Meeting } else { Limit::Init };
+        Self::start_as_rank(options, &variables, start).map_err(|error| error.limited_by(limit))
+    }
+
+    fn start_as_rank(options: &InitOptions, variables: &env::Variables, start: Instant) -> Result<Arc<Self>> {
+        let meeting = options.meeting.as_ref();
         let launch = match meeting {
-            Some(meeting) => meeting.launch(&variables),
-            None => env::detect(&variables)?,
+            Some(meeting) => meeting.launch(variables),
+            None => env::detect(variables)?,
         };
         log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
@@ -222,7 +237,7 @@ impl Session {
             }
             session
         };
-        if let Err(error) = session.make_world(&variables, start + init_timeout) {
+        if let Err(error) = session.make_world(variables, start + init_timeout) {
             session.report_failure(&error.text());
             session.close();
             return Err(error);
@@ -252,6 +267,7 @@ impl Session {
             groups: Groups::new(timeout),
             between: OnceLock::new(),
             met,
+            open: false,
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
@@ -265,14 +281,15 @@ impl Session {
         monitor: Arc<Monitor>,
         timeout: Duration,
         deadline: Instant,
-        (key, addresses, served_by_rank_0): serve::Rendezvous,
+        rendezvous: serve::Rendezvous,
         met: bool,
     ) -> Result<Self> {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
-        let options = client::Options { addresses, key, served_by_rank_0, deadline, peer_timeout };
+        let serve::Rendezvous { whereabouts, served_by_rank_0, open } = rendezvous;
+        let options = client::Options { whereabouts, served_by_rank_0, deadline, peer_timeout };
         let join = introduction(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
-        Ok(Self::connected(launch, monitor, timeout, client, welcome, met))
+        Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, met) })
     }
 
     fn connected(
@@ -283,6 +300,7 @@ impl Session {
         welcome: Welcome,
         met: bool,
     ) -> Self {
+        place::inherit();
         let place = welcome.places[launch.rank];
         let launch = Launch { local: Some((place.local_rank as usize, place.local_size as usize)), ..launch };
         Self {
@@ -295,6 +313,7 @@ impl Session {
             groups: Groups::new(timeout),
             between: OnceLock::new(),
             met,
+            open: false,
             memberships: AtomicUsize::new(0),
             plans: Plans::default(),
             process_sets: ProcessSets::default(),
@@ -391,6 +410,10 @@ impl Session {
     /// A name for this session that is the same on all ranks and new for each `init`; 63 bits wide.
     pub fn id(&self) -> u64 {
         self.id
+    }
+    /// Whether members have proved a secret that only this job's processes know.
+    pub fn is_authenticated(&self) -> bool {
+        !self.open
     }
     /// What the launcher's environment said, and what the rendezvous added to it.
     pub fn launch(&self) -> &Launch {

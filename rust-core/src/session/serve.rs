@@ -1,6 +1,6 @@
 //! Where the rendezvous of this job is: at the launcher's, or in rank 0's process.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::world::env::Launch;
 use crate::world::monitor;
-use crate::world::rendezvous::{JobKey, server};
+use crate::world::rendezvous::owner_socket::{OwnerSocket, Ticket};
+use crate::world::rendezvous::{JobKey, Whereabouts, server};
 
 /// How long a process that failed waits for the others to hear of it before it ends.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -19,82 +20,190 @@ const FAREWELL: Duration = Duration::from_secs(5);
 struct Served {
     job: String,
     size: usize,
+    /// The secret that a launcher or the user gave, if one did.
+    given: Option<Vec<u8>>,
     secret: Vec<u8>,
     server: server::Server,
+    /// What gives the secret to this user's ranks on this host, and the name under which it does.
+    owner: Option<(String, OwnerSocket)>,
 }
 
 static SERVED: Mutex<Option<Served>> = Mutex::new(None);
 static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// The key, the addresses at which the rendezvous may be, and whether rank 0 serves it.
-pub type Rendezvous = (JobKey, Vec<String>, bool);
+/// Where the rendezvous is.
+#[derive(Debug)]
+pub struct Rendezvous {
+    pub whereabouts: Whereabouts,
+    pub served_by_rank_0: bool,
+    /// Whether processes that are not the job's can know the secret.
+    pub open: bool,
+}
 
-/// The secret that the launcher's variables stand for.
-pub fn secret(launch: &Launch) -> Vec<u8> {
-    config::SECRET.text().map_or_else(|| launch.derived_secret().to_vec(), String::into_bytes)
+/// The secret that a launcher or the user gave.
+pub fn given_secret() -> Option<Vec<u8>> {
+    config::SECRET.text().map(String::into_bytes)
+}
+
+/// The rendezvous that the launcher serves, if it does.
+pub fn launchers(launch: &Launch) -> Option<Rendezvous> {
+    let address = config::RENDEZVOUS.text()?;
+    let given = given_secret();
+    let open = given.is_none();
+    let key = JobKey::new(&given.unwrap_or_else(|| launch.derived_secret().to_vec()));
+    Some(Rendezvous { whereabouts: Whereabouts::At { addresses: vec![address], key }, served_by_rank_0: false, open })
 }
 
 /// Where the launcher's variables say that the rendezvous is. In rank 0's process this starts the server if nobody
 /// else serves.
+///
+/// The secret is the given one. Without one, rank 0 makes a secret and gives it to this user's processes where all ranks are on
+/// one host. On several hosts the launcher's variables make do for one, and rank 0 says that others may know it.
 pub fn find(launch: &Launch) -> Result<Rendezvous> {
-    let secret = secret(launch);
-    let key = JobKey::new(&secret);
-    if let Some(address) = config::RENDEZVOUS.text() {
-        return Ok((key, vec![address], false));
+    if let Some(rendezvous) = launchers(launch) {
+        return Ok(rendezvous);
     }
     let Some(master) = launch.master_addr.clone() else {
         return Err(Error::Config(
             "the host of rank 0 is not known: set `MASTER_ADDR`, the same on all ranks".to_owned(),
         ));
     };
+    let one_host = launch.on_one_host() || is_loopback(&master);
     // One host needs no door to the network.
-    let master = if launch.on_one_host() { "127.0.0.1".to_owned() } else { master };
+    let master = if one_host { "127.0.0.1".to_owned() } else { master };
+    let given = given_secret();
+    let open = given.is_none() && !one_host;
     if launch.rank == 0 {
-        let address = serve(launch, secret, &key, &master)?;
-        return Ok((key, vec![address.to_string()], true));
+        let whereabouts = serve(launch, given, one_host, &master)?;
+        return Ok(Rendezvous { whereabouts, served_by_rank_0: true, open });
+    }
+    if given.is_none() && one_host {
+        let whereabouts = Whereabouts::OnThisHost { job: launch.job.clone() };
+        return Ok(Rendezvous { whereabouts, served_by_rank_0: true, open });
     }
     let bracketed = if master.contains(':') && !master.starts_with('[') { format!("[{master}]") } else { master };
-    Ok((key, launch.rendezvous_ports().iter().map(|port| format!("{bracketed}:{port}")).collect(), true))
+    let addresses = launch.rendezvous_ports().iter().map(|port| format!("{bracketed}:{port}")).collect();
+    let key = JobKey::new(&given.unwrap_or_else(|| launch.derived_secret().to_vec()));
+    Ok(Rendezvous { whereabouts: Whereabouts::At { addresses, key }, served_by_rank_0: true, open })
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Starts the server, or keeps the one that served the job's last session, and says where this process reaches it.
-fn serve(launch: &Launch, secret: Vec<u8>, key: &JobKey, master: &str) -> Result<SocketAddr> {
+fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) -> Result<Whereabouts> {
     let mut served = SERVED.lock();
-    let same = |served: &Served| served.job == launch.job && served.size == launch.size && served.secret == secret;
+    let same = |served: &Served| served.job == launch.job && served.size == launch.size && served.given == given;
     if !served.as_ref().is_some_and(same) {
         *served = None; // frees its port before another is bound
-        let server = start(bind(launch, master)?, key.clone(), launch.size)?;
-        *served = Some(Served { job: launch.job.clone(), size: launch.size, secret, server });
+        let name = (one_host && given.is_none()).then(|| launch.job.clone());
+        let listener = match &name {
+            Some(_) => loopback()?,
+            None => bind(launch, master)?,
+        };
+        let secret = match (&given, &name) {
+            (Some(secret), _) => secret.clone(),
+            (None, Some(_)) => random_secret()?,
+            (None, None) => {
+                warn_open("its launcher's variables, which others can guess, stand for its secret");
+                launch.derived_secret().to_vec()
+            }
+        };
+        *served = Some(Served::start(listener, launch.job.clone(), launch.size, given, secret, name)?);
     }
-    let mut address = served.as_ref().expect("it is there or was made above").server.address();
+    let served = served.as_ref().expect("it is there or was made above");
+    let mut address = served.server.address();
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
         _ => {}
     }
-    Ok(address)
+    Ok(Whereabouts::At { addresses: vec![address.to_string()], key: JobKey::new(&served.secret) })
 }
 
-fn start(listener: TcpListener, key: JobKey, size: usize) -> Result<server::Server> {
-    // Nobody else watches the processes, so a lost connection is all that there is to know.
-    let patience = Duration::ZERO;
-    let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
-    server::Server::serve(listener, server::Options { key, size: Some(size), patience, peer_timeout })
+impl Served {
+    /// Serves a job, and gives the secret to this user's ranks on this host under `name`.
+    fn start(
+        listener: TcpListener,
+        job: String,
+        size: usize,
+        given: Option<Vec<u8>>,
+        secret: Vec<u8>,
+        name: Option<String>,
+    ) -> Result<Self> {
+        // Nobody else watches the processes, so a lost connection is all that there is to know.
+        let patience = Duration::ZERO;
+        let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
+        let key = JobKey::new(&secret);
+        let server =
+            server::Server::serve(listener, server::Options { key, size: Some(size), patience, peer_timeout })?;
+        let ticket = Ticket { address: server.address(), secret: secret.clone() };
+        let owner = match name {
+            Some(name) => Some((name.clone(), OwnerSocket::serve(&name, &ticket)?)),
+            None => None,
+        };
+        Ok(Self { job, size, given, secret, server, owner })
+    }
 }
 
-/// Starts a server with a secret of its own, or keeps the last one that served `reach` and `size`; its port and secret.
-pub fn serve_anywhere(reach: &str, size: usize, bind: impl FnOnce() -> Result<TcpListener>) -> Result<(u16, Vec<u8>)> {
-    let job = format!("met by a store, for the {reach}");
+/// Tells the user, once a job, that its ranks cannot be told from others.
+fn warn_open(why: &str) {
+    tracing::warn!(
+        "this job is open to the network: it spans hosts, and {why}. Whoever reaches rank 0 can join it, and read and change          what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or          start the job with `smdrun` (docs/security.md)"
+    );
+}
+
+fn random_secret() -> Result<Vec<u8>> {
+    let mut secret = vec![0; 32];
+    getrandom::fill(&mut secret).map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
+    Ok(secret)
+}
+
+fn loopback() -> Result<TcpListener> {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| Error::io("binding the rendezvous", error))
+}
+
+/// What a meeting's ranks need to reach the server.
+pub struct Reached {
+    pub port: u16,
+    pub secret: Vec<u8>,
+    /// The name under which the owner socket gives the secret away, where it does.
+    pub owner: Option<String>,
+}
+
+/// Starts a server with a secret of its own, or keeps the last one that served as many ranks in the same way. On one host this
+/// user's processes are given the secret; on several the caller tells it.
+pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<Reached> {
+    let job = format!("met by a store, for the {}", if one_host { "host" } else { "hosts" });
     let mut served = SERVED.lock();
-    if !served.as_ref().is_some_and(|served| served.job == job && served.size == size) {
+    let same = |served: &Served| served.job == job && served.size == size && served.given == given;
+    if !served.as_ref().is_some_and(same) {
         *served = None;
-        let mut secret = vec![0; 32];
-        getrandom::fill(&mut secret).map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
-        let server = start(bind()?, JobKey::new(&secret), size)?;
-        *served = Some(Served { job, size, secret, server });
+        let listener = match one_host {
+            true => loopback()?,
+            // Serves IPv4 as well, where there is IPv6 at all.
+            false => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+                .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
+                .map_err(|error| Error::io("binding the rendezvous", error))?,
+        };
+        // Nobody can guess it, so nobody else holds it.
+        let name = match one_host && given.is_none() {
+            true => Some(random_secret()?.iter().map(|byte| format!("{byte:02x}")).collect()),
+            false => None,
+        };
+        if !one_host && given.is_none() {
+            warn_open("the store on which its ranks meet, torch's mostly, gives its secret to whoever asks");
+        }
+        let secret = given.clone().map_or_else(random_secret, Ok)?;
+        *served = Some(Served::start(listener, job, size, given, secret, name)?);
     }
     let served = served.as_ref().expect("it is there or was made above");
-    Ok((served.server.address().port(), served.secret.clone()))
+    Ok(Reached {
+        port: served.server.address().port(),
+        secret: served.secret.clone(),
+        owner: served.owner.as_ref().map(|(name, _)| name.clone()),
+    })
 }
 
 /// Binds the first free one of the job's ports.
@@ -136,8 +245,7 @@ pub fn has_failed() -> bool {
 /// See [`super::finish`].
 pub fn linger() {
     let Some(served) = SERVED.lock().take() else { return };
-    let patience =
-        if FAILED.load(Ordering::Relaxed) { FAREWELL } else { config::TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL) };
+    let patience = if has_failed() { FAREWELL } else { config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL) };
     let deadline = Instant::now() + patience;
     let start = Instant::now();
     let told = std::cell::Cell::new(false);
@@ -148,6 +256,11 @@ pub fn linger() {
         monitor::interrupt_pending()
     });
     if !empty && !FAILED.load(Ordering::Relaxed) {
-        tracing::warn!("this process ends while other ranks still run: they lose the rendezvous that it served");
+        tracing::warn!(
+            "this process ends while other ranks still run, after {:.0?}: they lose the rendezvous that it served; to let it wait \
+             longer, set `{}`",
+            start.elapsed(),
+            config::EXIT_TIMEOUT_SECONDS.name
+        );
     }
 }

@@ -10,9 +10,9 @@ use crate::error::{Code, Error, Result};
 use crate::negotiation::{Name, Numbers};
 use crate::world::Monitor;
 use crate::world::env::{self, Launch};
-use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::HostsUpdated;
+use crate::world::rendezvous::{JobKey, Whereabouts};
 
 impl Session {
     /// Enters the job as `worker` and becomes a member of its next session. A session that fails before it stands is
@@ -49,8 +49,7 @@ impl Session {
         };
         let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
         let options = client::Options {
-            addresses: vec![address],
-            key: JobKey::new(secret.as_bytes()),
+            whereabouts: Whereabouts::At { addresses: vec![address.clone()], key: JobKey::new(secret.as_bytes()) },
             served_by_rank_0: false,
             deadline: Instant::now() + init_timeout,
             peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
@@ -60,7 +59,7 @@ impl Session {
         let (rank, size) = (seat.rank as usize, seat.size as usize);
         monitor.set_me(rank);
         log::start((size > 1).then_some(rank));
-        let launch = Launch::seated(rank, size, seat.generation, &options.addresses[0]);
+        let launch = Launch::seated(rank, size, seat.generation, &address);
         let start = Instant::now();
         let deadline = start + init_timeout;
         let welcome = client.take_place(introduction(&launch), start, deadline)?;

@@ -11,7 +11,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::world::{Departure, Monitor};
 
 pub mod hosts;
@@ -98,7 +98,8 @@ impl Wait<'_> {
                 self.monitor.check(&stopped, &(self.during)())?;
             }
             if now >= self.deadline {
-                return Err(Error::Timeout { during: (self.during)(), waited: now - self.start, missing });
+                let (during, waited) = ((self.during)(), now - self.start);
+                return Err(Error::Timeout { during, waited, missing, limit: Limit::Collective });
             }
         }
         if let Some(reason) = self.closed.get() {

@@ -2,18 +2,44 @@
 //! sockets open: as long as it lived, nobody would notice the parent's death (data loaders fork such children).
 //!
 //! - FORK-1: control sockets are [`Guard`]ed; the child closes its copies before anything else runs in it.
-//! - FORK-2: [`is_child`] is true from then on, and every entry to the core refuses politely.
+//! - FORK-2: [`is_child`] is true from then on, and every entry to the core refuses politely, but for questions that
+//!   [`Hooks`] have prepared an answer to.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Once, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
 
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
 static SOCKETS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 static REGISTERED: Once = Once::new();
+static HOOKS: OnceLock<Hooks> = OnceLock::new();
+
+/// What else a fork does, on the thread that forks.
+pub struct Hooks {
+    /// In the parent, before it is copied.
+    pub before: fn(),
+    /// In the parent, afterwards.
+    pub in_parent: fn(),
+    /// In the child, which has this thread only: it must take no lock that another thread may have held.
+    pub in_child: fn(),
+}
+
+/// Has every later fork do this as well; the first hooks stay.
+pub fn on_fork(hooks: Hooks) {
+    let _ = HOOKS.set(hooks);
+    register();
+}
+
+fn register() {
+    REGISTERED.call_once(|| {
+        // SAFETY: the handlers are functions that live as long as the process. A failure (no memory) only means
+        // that children keep copies of the sockets and do not know their place.
+        let _ = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+    });
+}
 
 /// Whether this process was forked from one that used the core.
 pub fn is_child() -> bool {
@@ -27,11 +53,7 @@ pub struct Guard(RawFd);
 impl Guard {
     /// Guards `socket`.
     pub fn new(socket: &impl AsRawFd) -> Self {
-        REGISTERED.call_once(|| {
-            // SAFETY: the handlers are functions that live as long as the process. A failure (no memory) only means
-            // that children keep copies of the sockets.
-            let _ = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
-        });
+        register();
         let socket = socket.as_raw_fd();
         SOCKETS.lock().push(socket);
         Self(socket)
@@ -58,17 +80,30 @@ thread_local! {
 /// Holds the list still while the process is copied, so that the child finds it whole.
 extern "C" fn before() {
     // A child's list stays locked for good, see below; its own children have nothing left to close.
-    if !is_child() {
-        HELD.set(Some(SOCKETS.lock()));
+    if is_child() {
+        return;
     }
+    // Before the lock is held: what the hook asks for may be guarded sockets' own.
+    if let Some(hooks) = HOOKS.get() {
+        (hooks.before)();
+    }
+    HELD.set(Some(SOCKETS.lock()));
 }
 
 extern "C" fn in_parent() {
     HELD.set(None);
+    if !is_child()
+        && let Some(hooks) = HOOKS.get()
+    {
+        (hooks.in_parent)();
+    }
 }
 
 extern "C" fn in_child() {
-    IS_CHILD.store(true, Ordering::Relaxed);
+    let is_first = !IS_CHILD.swap(true, Ordering::Relaxed);
+    if let Some(hooks) = HOOKS.get().filter(|_| is_first) {
+        (hooks.in_child)();
+    }
     if let Some(sockets) = HELD.take() {
         for &socket in sockets.iter() {
             // SAFETY: the child's copies of sockets; nothing in the child uses them, since every entry refuses.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 
 /// Keys are written once and read by many, in any order.
 pub trait Store: Send + Sync {
@@ -19,12 +19,17 @@ pub trait Store: Send + Sync {
     fn get(&self, key: &str, waiting_for: &[usize], timeout: Duration) -> Result<Vec<u8>>;
     /// Removes every key that starts with `prefix`.
     fn remove_prefix(&self, prefix: &str) -> Result<()>;
+    /// Says that this member needs the keys that start with `prefix` no more. They are removed when `members` members have
+    /// said so.
+    fn release(&self, prefix: &str, members: usize) -> Result<()>;
 }
 
 /// A store for ranks that are threads of one process: tests, and a job of one.
 #[derive(Debug, Default)]
 pub struct LocalStore {
     values: Mutex<HashMap<String, Vec<u8>>>,
+    /// How many members need the keys of a prefix no more.
+    released: Mutex<HashMap<String, usize>>,
     written: Condvar,
 }
 
@@ -47,6 +52,7 @@ impl Store for LocalStore {
                     during: format!("waiting for `{key}`"),
                     waited: start.elapsed(),
                     missing: waiting_for.to_vec(),
+                    limit: Limit::default(),
                 });
             }
         }
@@ -54,6 +60,17 @@ impl Store for LocalStore {
 
     fn remove_prefix(&self, prefix: &str) -> Result<()> {
         self.values.lock().retain(|key, _| !key.starts_with(prefix));
+        Ok(())
+    }
+
+    fn release(&self, prefix: &str, members: usize) -> Result<()> {
+        let mut released = self.released.lock();
+        let count = released.entry(prefix.to_owned()).or_default();
+        *count += 1;
+        if *count >= members {
+            released.remove(prefix);
+            self.remove_prefix(prefix)?;
+        }
         Ok(())
     }
 }

@@ -34,6 +34,7 @@ from smdistributed._common import shims
 # TensorFlow first, through the loader: it says what is missing.
 shims.load_tensorflow()
 
+from smdistributed._common.unpickling import add_safe_globals  # noqa: E402
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
 from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E402
 from smdistributed.modelparallel.tensorflow import autograph  # noqa: E402
@@ -86,6 +87,7 @@ __all__ = [
     "DistributedModel",
     "RankType",
     "StepOutput",
+    "add_safe_globals",
     "allgather",
     "barrier",
     "broadcast",

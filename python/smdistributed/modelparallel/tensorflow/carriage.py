@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from smdistributed._common import unpickling
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.tensorflow.state import state
@@ -18,10 +19,8 @@ _CONTENT, _TAKEN = 1, 2
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-            return tf.convert_to_tensor, (value.numpy(),)
-        return NotImplemented
+    def persistent_id(self, value: Any) -> Any:
+        return value.numpy() if isinstance(value, tf.Tensor) and hasattr(value, "numpy") else None
 
 
 def _packed(value: Any) -> np.ndarray:
@@ -30,8 +29,9 @@ def _packed(value: Any) -> np.ndarray:
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
-def _unpacked(message: np.ndarray) -> Any:
-    return pickle.loads(message.tobytes())
+def _unpacked(message: np.ndarray, rank: int) -> Any:
+    """What global rank ``rank`` has packed."""
+    return unpickling.loads(message.tobytes(), f"rank {rank}", tf.convert_to_tensor)
 
 
 def _send(values: np.ndarray, rank: int, tag: int) -> None:
@@ -60,7 +60,7 @@ def take(rank: int) -> Any:
         size = int(_recv(1, tf.int64, rank, _CONTENT)[0])
         message = _recv(size, tf.uint8, rank, _CONTENT)
         _send(np.zeros(1, np.uint8), rank, _TAKEN)
-    return _unpacked(message)
+    return _unpacked(message, rank)
 
 
 def _world() -> int | None:
@@ -72,8 +72,8 @@ def gather(value: Any, name: str) -> list[Any]:
     members, ours = state.groups.members[name], state.groups.objects(name)
     message = _packed(value)
     if len(members) == 1:
-        return [_unpacked(message)]
+        return [_unpacked(message, members[0])]
     with tf.init_scope(), tf.device("/device:CPU:0"):
         whole = call(core_ops.smd_all_gather, tensor=tf.constant(message), group=ours)
     parts = np.split(whole.output.numpy(), np.cumsum(whole.rows.numpy())[:-1])
-    return [_unpacked(part) for part in parts]
+    return [_unpacked(part, rank) for rank, part in zip(members, parts, strict=True)]

@@ -25,6 +25,7 @@ from smdistributed._common import shims
 # PyTorch first, through the loader: it says what is missing.
 shims.load_torch()
 
+from smdistributed._common.unpickling import add_safe_globals  # noqa: E402
 from smdistributed.modelparallel import __version__ as __version__  # noqa: E402
 from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E402
 from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
@@ -109,6 +110,7 @@ __all__ = [
     "RankType",
     "StepOutput",
     "__version__",
+    "add_safe_globals",
     "allgather",
     "amp",
     "barrier",

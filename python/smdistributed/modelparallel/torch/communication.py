@@ -1,11 +1,12 @@
 """Objects between processes: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
-Anything that can be pickled. Tensors inside are not pickled: the rest travels as one message, then each tensor as its
+Anything that can be pickled, and that receivers accept (:mod:`smdistributed._common.unpickling`). Tensors inside are not pickled: the rest travels as one message, then each tensor as its
 own. None of this shares an order with the pipeline's transfers, and it works before the first step.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from smdistributed._common import errors
+from smdistributed._common import errors, unpickling
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES
 from smdistributed.modelparallel.failures import raise_on_all_ranks
@@ -25,8 +26,11 @@ _T = TypeVar("_T")
 _CONTENT, _TAKEN = 1, 2
 
 
-#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its gradient.
-_Key = tuple[int, torch.Size, torch.dtype, str, bool | None]
+#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its gradient. Plain
+#: data, so that a state of tensors needs no name (:mod:`smdistributed._common.unpickling`).
+_Key = tuple[int, tuple[int, ...], str, str, bool | None]
+#: Types by their names.
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class _Pickler(pickle.Pickler):
@@ -43,22 +47,18 @@ class _Pickler(pickle.Pickler):
             return None
         self.tensors.append(value.detach().contiguous())
         learns = value.requires_grad if isinstance(value, torch.nn.Parameter) else None
-        return len(self.tensors) - 1, value.shape, value.dtype, value.device.type, learns
+        return len(self.tensors) - 1, tuple(value.shape), str(value.dtype), value.device.type, learns
 
 
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors where they were; those of a device on the device that is current here, or all ``on_host``."""
-
-    def __init__(self, file: io.BytesIO, contents: list[torch.Tensor], on_host: bool) -> None:
-        super().__init__(file)
-        self._contents, self._on_host = contents, on_host
-
-    def persistent_load(self, key: _Key) -> torch.Tensor:
-        index, shape, dtype, device, learns = key
-        tensor = self._contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
-        if not self._on_host:
-            tensor = tensor.to(device)
-        return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
+def _tensor(contents: list[torch.Tensor], on_host: bool, key: _Key) -> torch.Tensor:
+    """A tensor where it was; one of a device on the device that is current here, or all ``on_host``."""
+    index, sizes, dtype, device, learns = key
+    shape = torch.Size(sizes)
+    dtype = _DTYPES[dtype]
+    tensor = contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+    if not on_host:
+        tensor = tensor.to(device)
+    return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
 
 
 def _packed(value: Any) -> list[torch.Tensor]:
@@ -70,8 +70,10 @@ def _packed(value: Any) -> list[torch.Tensor]:
     return [whole, *(tensor.cpu().reshape(-1).view(torch.uint8) for tensor in pickler.tensors)]
 
 
-def _unpacked(messages: list[torch.Tensor], on_host: bool) -> Any:
-    return _Unpickler(io.BytesIO(messages[0].numpy().tobytes()), messages[1:], on_host).load()
+def _unpacked(messages: list[torch.Tensor], on_host: bool, rank: int) -> Any:
+    """What global rank ``rank`` has packed."""
+    whole, *contents = messages
+    return unpickling.loads(whole.numpy().tobytes(), f"rank {rank}", functools.partial(_tensor, contents, on_host))
 
 
 def _post(value: Any, ranks: list[int]) -> None:
@@ -100,7 +102,7 @@ def _take(rank: int, on_host: bool = False) -> Any:
         if message.numel():
             dist.recv(message, rank, _world(), _CONTENT)
     dist.isend(torch.zeros(1, dtype=torch.uint8), rank, _world(), _TAKEN).wait()
-    return _unpacked(messages, on_host)
+    return _unpacked(messages, on_host, rank)
 
 
 def _world() -> dist.ProcessGroup | None:
@@ -114,16 +116,18 @@ def _gather(value: Any, name: str) -> list[Any]:
 def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[Any]:
     members, ours = state.groups.members[name], state.groups.objects(name)
     if len(members) == 1:
-        return [_unpacked(messages, on_host)]
+        return [_unpacked(messages, on_host, members[0])]
     counts = torch.empty(len(members), dtype=torch.int64)
     dist.all_gather_into_tensor(counts, torch.tensor([len(messages)]), ours)
     sizes = [torch.empty(count, dtype=torch.int64) for count in counts.tolist()]
     dist.all_gather(sizes, torch.tensor([message.numel() for message in messages]), ours)
     whole = [torch.empty(int(size.sum()), dtype=torch.uint8) for size in sizes]
     dist.all_gather(whole, torch.cat(messages), ours)
-    pairs = zip(whole, sizes, strict=True)
     # Copies: a tensor's bytes begin anywhere in the whole.
-    return [_unpacked([part.clone() for part in content.split(size.tolist())], on_host) for content, size in pairs]
+    return [
+        _unpacked([part.clone() for part in content.split(size.tolist())], on_host, rank)
+        for rank, content, size in zip(members, whole, sizes, strict=True)
+    ]
 
 
 def together(do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None) -> _T:
@@ -163,7 +167,7 @@ def gather_on_host(
             _send(messages, members[:1])
             return []
         mine = [message.clone() for message in messages]
-        return [_unpacked(mine, on_host=True), *(_take(rank, on_host=True) for rank in members[1:])]
+        return [_unpacked(mine, True, members[0]), *(_take(rank, on_host=True) for rank in members[1:])]
 
 
 def _meet(name: str) -> None:

@@ -38,7 +38,7 @@ use crate::buffer::Device;
 use crate::config;
 use crate::device::nccl::{self, Comm, UniqueId};
 use crate::device::{Context, Event, Priority, Stream, memory};
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::transport::{Members, Wait};
 use crate::world::{Monitor, Store, host};
 pub(crate) use landing::Flying;
@@ -278,6 +278,7 @@ impl Cuda {
             drop(ended);
             // Nobody waits for this: a process that ends frees everything.
             parts.iter().for_each(|part| own.retire(part));
+            own.forget_keys();
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
             // Ends with the sender's end; a process that ends earlier takes everything with it.
@@ -294,7 +295,8 @@ impl Cuda {
             (Some(error), _) => Err(error.clone()),
             (None, Some(error)) => Err(error),
             (None, None) if start.elapsed() >= self.timeout => {
-                Err(Error::Timeout { during: during(), waited: start.elapsed(), missing: self.others() })
+                let (waited, missing) = (start.elapsed(), self.others());
+                Err(Error::Timeout { during: during(), waited, missing, limit: Limit::Collective })
             }
             (None, None) => Ok(()),
         };
@@ -458,6 +460,14 @@ impl Cuda {
         }
     }
 
+    /// Has the keys of this group removed from the store once all members have said that they read them no more.
+    fn forget_keys(&self) {
+        // A store that cannot be reached ends with its session.
+        if let Ok(store) = self.store() {
+            let _ = store.release(&format!("cuda/{:x}/", self.id), self.members.size());
+        }
+    }
+
     /// Where member `at` writes down `what` for the others.
     fn key(&self, number: u64, what: &str, at: usize) -> String {
         format!("cuda/{:x}/{number}/{what}/{at}", self.id)
@@ -472,8 +482,8 @@ impl Cuda {
         // At the limit, too, nobody is missed who has written: what took so long may have been this member.
         let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
         self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
-            Error::Timeout { missing, .. } => {
-                Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing }
+            Error::Timeout { missing, limit, .. } => {
+                Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing, limit }
             }
             Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: (wait.during)() },
             other => other,

@@ -15,7 +15,7 @@ use super::{Cuda, Part, is_message};
 use crate::collectives::Request;
 use crate::device::driver::relaxed;
 use crate::device::ending;
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::transport::{Members, NAP};
 use crate::world::Departure;
 
@@ -349,7 +349,7 @@ fn compare(me: usize, mine: &Note, waited: Duration, others: &[(usize, Option<No
         };
     }
     let missing: Vec<usize> = others.iter().filter(|(_, note)| note.is_none()).map(|(rank, _)| *rank).collect();
-    Error::Timeout { during: format!("{} on CUDA tensors", mine.text), waited, missing }
+    Error::Timeout { during: format!("{} on CUDA tensors", mine.text), waited, missing, limit: Limit::Collective }
 }
 
 #[cfg(test)]
@@ -368,7 +368,8 @@ mod tests {
         let error = compare(1, &mine, waited, &[same.clone(), (2, None), (3, None)]);
         assert_eq!(
             error.to_string(),
-            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3] before the timeout"
+            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3] before the timeout; \
+             to wait longer, set `SMD_TIMEOUT_SECONDS`, or the process group's `timeout` where it has one"
         );
         let error = compare(1, &mine, waited, &[same, (2, Some(note(4, "broadcast of 3 int64")))]);
         assert_eq!(

@@ -698,5 +698,10 @@ fn a_lost_rank_times_out() {
     let timeout = Duration::from_millis(200);
     let communicator = Communicator::new(0, net[0].clone(), Arc::new(Monitor::new(0)), timeout);
     let error = communicator.run(&Request::Barrier).unwrap_err();
-    assert!(error.to_string().ends_with("no sign of rank(s) [1] before the timeout"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("no sign of rank(s) [1] before the timeout; to wait longer, set `SMD_TIMEOUT_SECONDS`"),
+        "{error}"
+    );
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::transport::ports::{Carrier, FRAME_BYTES, Key, Pool, Ports, departed};
 use crate::transport::{NAP, cores};
 use crate::world::Monitor;
@@ -146,7 +146,8 @@ impl Engine {
             monitor.check(&all, during)?;
             if Instant::now() >= deadline {
                 let missing = all.iter().copied().filter(|rank| *rank != monitor.me()).collect();
-                return Err(Error::Timeout { during: during.to_owned(), waited: start.elapsed(), missing });
+                let (during, waited) = (during.to_owned(), start.elapsed());
+                return Err(Error::Timeout { during, waited, missing, limit: Limit::Init });
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during.to_owned() });

@@ -8,7 +8,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 use super::engine::{Failure, Wire};
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::transport::NAP;
 use crate::transport::ports::departed;
 use crate::world::Monitor;
@@ -73,7 +73,8 @@ impl Holder {
             monitor.check(&all, during)?;
             if Instant::now() >= deadline {
                 let missing = all.iter().copied().filter(|rank| *rank != monitor.me()).collect();
-                return Err(Error::Timeout { during: during.to_owned(), waited: start.elapsed(), missing });
+                let (during, waited) = (during.to_owned(), start.elapsed());
+                return Err(Error::Timeout { during, waited, missing, limit: Limit::Init });
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during.to_owned() });

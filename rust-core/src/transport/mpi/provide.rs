@@ -4,13 +4,14 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 
-use crate::config;
-use crate::error::{Error, Result};
+use crate::cache;
+use crate::error::{Error, Limit, Result};
 
 const SOURCE: &str = include_str!("../../../../mpi-plugin/plugin.c");
 const HEADER: &str = include_str!("../../../../mpi-plugin/plugin.h");
@@ -38,40 +39,46 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
         });
     };
     let path = folder.join(format!("{}.so", stem(&source, &flags)));
-    if path.is_file() {
+    if is_usable(&path) {
         return Ok(path);
     }
-    std::fs::create_dir_all(&folder).map_err(|error| cache_error(&folder, error))?;
     let lock = std::fs::File::create(folder.join("mpi-plugin.lock")).map_err(|error| cache_error(&folder, error))?;
     let start = Instant::now();
     while rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         if Instant::now() >= deadline {
             let during = format!("waiting for another process to compile the MPI plug-in in `{}`", folder.display());
-            return Err(Error::Timeout { during, waited: start.elapsed(), missing: Vec::new() });
+            let (waited, missing) = (start.elapsed(), Vec::new());
+            return Err(Error::Timeout { during, waited, missing, limit: Limit::Init });
         }
         std::thread::sleep(PAUSE);
     }
     // Another process may have compiled it while this one waited.
-    if !path.is_file() {
+    if !is_usable(&path) {
         compile(&compiler, &folder, &path)?;
     }
     Ok(path)
 }
 
+/// The folder for plug-ins; says once why it is not the one of the settings.
 fn cache_folder() -> Result<PathBuf> {
-    let folder = config::CACHE_DIR.text().unwrap_or_else(|| config::CACHE_DIR.default.to_owned());
-    in_home(&folder, std::env::home_dir()).ok_or_else(|| {
-        let name = config::CACHE_DIR.name;
-        Error::Config(format!("this user has no home folder to keep the MPI plug-in in: set `{name}`"))
-    })
+    static SAID: Once = Once::new();
+    let folder = cache::folder("mpi")?;
+    if let Some(warning) = &folder.warning {
+        SAID.call_once(|| tracing::warn!("{warning}"));
+    }
+    Ok(folder.path)
 }
 
-/// The folder with a leading `~` as the shell, and Python for the shims beside the plug-in, understand it.
-fn in_home(folder: &str, home: Option<PathBuf>) -> Option<PathBuf> {
-    match Path::new(folder).strip_prefix("~") {
-        Ok(inside) => home.map(|home| home.join(inside)),
-        Err(_) => Some(folder.into()),
+/// Whether a plug-in is there that may be loaded.
+fn is_usable(path: &Path) -> bool {
+    if !path.is_file() {
+        return false;
     }
+    let why = cache::untrusted(path);
+    if let Some(why) = &why {
+        tracing::warn!("an MPI plug-in is not loaded: {why}");
+    }
+    why.is_none()
 }
 
 fn cache_error(folder: &Path, error: std::io::Error) -> Error {
@@ -94,6 +101,7 @@ fn newest(folder: &Path, source: &str) -> Option<PathBuf> {
     let fits = |path: &PathBuf| {
         path.extension().is_some_and(|extension| extension == "so")
             && path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&prefix))
+            && is_usable(path)
     };
     let found = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path())).filter(fits);
     found.max_by_key(|path| path.metadata().and_then(|data| data.modified()).ok())
@@ -143,19 +151,4 @@ fn short_digest(parts: &[&[u8]]) -> String {
         hash.update(part);
     }
     hash.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_folder_may_be_in_the_home_folder() {
-        let home = || Some(PathBuf::from("/home/ada"));
-        assert_eq!(in_home("~/.cache/opensmd", home()), Some("/home/ada/.cache/opensmd".into()));
-        assert_eq!(in_home("~", home()), Some("/home/ada".into()));
-        assert_eq!(in_home("/var/~/cache", home()), Some("/var/~/cache".into()));
-        assert_eq!(in_home("cache", None), Some("cache".into()));
-        assert_eq!(in_home("~/cache", None), None);
-    }
 }

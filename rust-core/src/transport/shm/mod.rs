@@ -128,7 +128,7 @@ impl SharedMemory {
         memory.sync(&wait)?;
         if members.me == 0 {
             // All have attached.
-            memory.segment.seal();
+            memory.segment.close_descriptor();
             store.remove_prefix(&prefix)?;
         }
         Ok(Arc::new(memory))

@@ -1,17 +1,21 @@
 //! Anonymous shared memory: a memfd that has no name anywhere, so that nothing can be left behind, whoever dies.
-//! A peer reaches it through `/proc/<pid>/fd/<n>` while its maker keeps the descriptor open; afterwards only the
+//! Its size is sealed: nobody who maps it, not even its maker, can shorten it, which would turn the others' accesses into
+//! SIGBUS. A peer reaches it through `/proc/<pid>/fd/<n>` while its maker keeps the descriptor open; afterwards only the
 //! mappings hold it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 
 /// How a peer finds a segment: `[pid, descriptor, bytes]`.
 pub(crate) type Address = [u64; 3];
+
+/// What every segment is sealed with: its size stays what it is, and so do the seals.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// A mapping of shared memory, zeroed when made.
 #[derive(Debug)]
@@ -32,8 +36,10 @@ impl Segment {
     /// Makes a segment. Memory is taken page by page as it is touched, so a generous size costs nothing.
     pub(crate) fn create(label: &str, bytes: usize) -> Result<Self> {
         let context = || format!("making {bytes} bytes of shared memory for `{label}`");
-        let fd = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC).map_err(|error| Error::io(context(), error))?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create(label, flags).map_err(|error| Error::io(context(), error))?;
         rustix::fs::ftruncate(&fd, bytes as u64).map_err(|error| Error::io(context(), error))?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|error| Error::io(context(), error))?;
         let start = map(&fd, bytes).map_err(|error| Error::io(context(), error))?;
         Ok(Self { start, bytes, fd: Some(fd) })
     }
@@ -45,6 +51,14 @@ impl Segment {
         let context = || format!("opening the shared memory of process {pid} at `{path}`");
         let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| Error::io(context(), error))?;
+        // Only a file that can have seals has any: a file of another kind is refused as well.
+        let seals = rustix::fs::fcntl_get_seals(&file).unwrap_or(SealFlags::empty());
+        if !seals.contains(SEALS) {
+            return Err(Error::Rendezvous(format!(
+                "the shared memory of process {pid} at `{path}` has no seals, so that it could be shortened under its readers: \
+                 do all ranks run the same version of OpenSMD, and are all in one PID namespace?"
+            )));
+        }
         let found = rustix::fs::fstat(&file).map_err(|error| Error::io(context(), error))?.st_size;
         // A shorter file would turn an access into SIGBUS; another size means another build of the library.
         if announced != bytes as u64 || found != bytes as i64 {
@@ -64,7 +78,7 @@ impl Segment {
     }
 
     /// Closes the descriptor: from now on nobody can attach.
-    pub(crate) fn seal(&mut self) {
+    pub(crate) fn close_descriptor(&mut self) {
         self.fd = None;
     }
 
@@ -90,4 +104,34 @@ fn map(fd: &OwnedFd, bytes: usize) -> rustix::io::Result<NonNull<u8>> {
     // SAFETY: advice on the range just mapped changes no contents.
     let _ = unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxHugepage) };
     Ok(NonNull::new(start.cast()).expect("mmap never returns null without MAP_FIXED"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn its_size_cannot_be_changed() {
+        let segment = Segment::create("sealed", 8192).unwrap();
+        let fd = segment.fd.as_ref().unwrap();
+        for bytes in [0, 4096, 1 << 20] {
+            assert_eq!(rustix::fs::ftruncate(fd, bytes), Err(rustix::io::Errno::PERM));
+        }
+        assert_eq!(rustix::fs::fcntl_add_seals(fd, SealFlags::WRITE), Err(rustix::io::Errno::PERM));
+        Segment::attach(segment.address(), 8192).unwrap();
+    }
+
+    #[test]
+    fn one_without_seals_is_refused() {
+        let fd = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 8192).unwrap();
+        let address = [u64::from(std::process::id()), fd.as_raw_fd() as u64, 8192];
+        let refused = |why: &str| {
+            let error = Segment::attach(address, 8192).unwrap_err();
+            assert!(error.to_string().contains("has no seals"), "{why}: {error}");
+        };
+        refused("no seals");
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::GROW).unwrap();
+        refused("some seals");
+    }
 }

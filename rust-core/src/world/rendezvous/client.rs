@@ -12,7 +12,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::frame::{Opener, Sealer};
 use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
 use super::message::{self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, Seat, ToClient, ToServer, Welcome, shorten};
-use crate::error::{Error, Result};
+use super::owner_socket;
+use crate::error::{Error, Limit, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
 /// Longer than any job.
@@ -30,13 +31,50 @@ const NAP: Duration = Duration::from_millis(50);
 /// How long a goodbye waits for the server to take it.
 const GOODBYE_TIME: Duration = Duration::from_secs(1);
 
+/// Where a rendezvous may be, and what opens it.
+#[derive(Clone, Debug)]
+pub enum Whereabouts {
+    /// At one of some addresses.
+    At {
+        /// As `host:port`; the secret tells which is the right one.
+        addresses: Vec<String>,
+        /// The job's key.
+        key: JobKey,
+    },
+    /// On this host: rank 0 hands out the address and the secret under the name of the job ([`owner_socket`]).
+    OnThisHost {
+        /// The name.
+        job: String,
+    },
+}
+
+impl Whereabouts {
+    /// What to try now. What is on this host may be another one a moment later.
+    fn candidates(&self) -> Result<Vec<(String, JobKey)>, String> {
+        match self {
+            Self::At { addresses, key } => Ok(addresses.iter().map(|it| (it.clone(), key.clone())).collect()),
+            Self::OnThisHost { job } => {
+                let tickets = owner_socket::look(job)?;
+                Ok(tickets.iter().map(|it| (it.address.to_string(), JobKey::new(&it.secret))).collect())
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Whereabouts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::At { addresses, .. } => write!(f, "at {}", addresses.join(", ")),
+            Self::OnThisHost { .. } => f.write_str("that rank 0 serves for this user on this host"),
+        }
+    }
+}
+
 /// How to join.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the rendezvous may be, as `host:port`; the secret tells which is the right one.
-    pub addresses: Vec<String>,
-    /// The job's key.
-    pub key: JobKey,
+    /// Where the rendezvous is.
+    pub whereabouts: Whereabouts,
     /// Whether rank 0's process serves the rendezvous, so that losing it means losing rank 0.
     pub served_by_rank_0: bool,
     /// When to give up.
@@ -142,7 +180,7 @@ impl Client {
     }
 
     fn connect(options: &Options, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {
-        let (stream, keys, address) = connect(options, &monitor, start)?;
+        let (stream, keys, address, key) = connect(options, &monitor, start)?;
         let io = |error| Error::io(format!("using the connection to the rendezvous at {address}"), error);
         let reading = stream.try_clone().map_err(io)?;
         let client = Arc::new(Self {
@@ -150,7 +188,7 @@ impl Client {
             address: address.clone(),
             served_by_rank_0: options.served_by_rank_0,
             peer_timeout: options.peer_timeout,
-            key: options.key.clone(),
+            key,
             ends: (stream.local_addr().map_err(io)?, stream.peer_addr().map_err(io)?),
             monitor,
             writer: Mutex::new(Writer { stream, sealer: Sealer::new(keys.send), buffer: Vec::new() }),
@@ -207,8 +245,8 @@ impl Client {
             state.welcome.take().map(Ok).ok_or(Departures::Matter)
         });
         match outcome {
-            Err(Error::Timeout { during, waited, .. }) => {
-                Err(Error::Timeout { during, waited, missing: self.missing() })
+            Err(Error::Timeout { during, waited, limit, .. }) => {
+                Err(Error::Timeout { during, waited, missing: self.missing(), limit })
             }
             other => other?,
         }
@@ -304,7 +342,8 @@ impl Client {
             let now = Instant::now();
             if now >= deadline {
                 let missing = waiting_for.to_vec();
-                return Err(Error::Timeout { during: during.to_owned(), waited: now - start, missing });
+                let (during, waited) = (during.to_owned(), now - start);
+                return Err(Error::Timeout { during, waited, missing, limit: Limit::default() });
             }
             if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
                 return Err(Error::Interrupted { during: during.to_owned() });
@@ -443,26 +482,41 @@ impl Store for Client {
     fn remove_prefix(&self, prefix: &str) -> Result<()> {
         self.send(&ToServer::RemovePrefix { prefix: prefix.to_owned() })
     }
+
+    fn release(&self, prefix: &str, members: usize) -> Result<()> {
+        self.send(&ToServer::Release { prefix: prefix.to_owned(), members: members as u32 })
+    }
 }
 
+/// A connection to the job's rendezvous, its keys, its address and the job's key.
+type Connected = (TcpStream, SessionKeys, String, JobKey);
+
 /// Goes over the addresses until one proves that it is the job's rendezvous.
-fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpStream, SessionKeys, String)> {
+fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
     let mut trouble = String::from("nobody listens");
     // Tells more than whatever comes after it.
     let mut refusal = None;
     loop {
-        for address in &options.addresses {
-            match try_address(address, options, connect_time) {
-                Ok(Found::Rendezvous(stream, keys)) => return Ok((stream, keys, address.clone())),
+        let candidates = options.whereabouts.candidates().unwrap_or_else(|error| {
+            trouble = error;
+            Vec::new()
+        });
+        for (address, key) in candidates {
+            match try_address(&address, &key, options, connect_time) {
+                Ok(Found::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
                 Ok(Found::Stranger) => trouble = format!("{address} belongs to somebody else"),
-                Ok(Found::OtherSecret) if options.addresses.len() == 1 => {
-                    return Err(Error::Rendezvous(format!(
-                        "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
-                    )));
+                Ok(Found::OtherSecret) => {
+                    if let Whereabouts::At { addresses, .. } = &options.whereabouts
+                        && addresses.len() == 1
+                    {
+                        return Err(Error::Rendezvous(format!(
+                            "the rendezvous at {address} does not accept this process's secret (`SMD_SECRET`)"
+                        )));
+                    }
+                    refusal = Some(format!("{address} does not accept this job's secret"));
                 }
-                Ok(Found::OtherSecret) => refusal = Some(format!("{address} does not accept this job's secret")),
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
                 Err(error) => trouble = format!("{address}: {error}"),
             }
@@ -470,11 +524,13 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<(TcpS
                 return Err(Error::Interrupted { during: "init()".to_owned() });
             }
         }
+        if monitor.interrupted() {
+            return Err(Error::Interrupted { during: "init()".to_owned() });
+        }
         if Instant::now() >= options.deadline {
-            let addresses = options.addresses.join(", ");
             let trouble = refusal.unwrap_or(trouble);
-            let during = format!("init(): finding the rendezvous at {addresses} ({trouble})");
-            return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0] });
+            let during = format!("init(): finding the rendezvous {} ({trouble})", options.whereabouts);
+            return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0], limit: Limit::Init });
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
@@ -492,7 +548,7 @@ enum Found {
 }
 
 /// Who is at `address`.
-fn try_address(address: &str, options: &Options, connect_time: Duration) -> std::io::Result<Found> {
+fn try_address(address: &str, key: &JobKey, options: &Options, connect_time: Duration) -> std::io::Result<Found> {
     let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
     let mut outcome = Err(std::io::Error::new(ErrorKind::NotFound, "the name has no address"));
     for address in addresses {
@@ -508,10 +564,10 @@ fn try_address(address: &str, options: &Options, connect_time: Duration) -> std:
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
     let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else { return Ok(Found::Stranger) };
-    stream.write_all(&answer.bytes(&options.key))?;
+    stream.write_all(&answer.bytes(key))?;
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof)?;
-    let Some(keys) = answer.verify(&options.key, &proof) else {
+    let Some(keys) = answer.verify(key, &proof) else {
         return Ok(if proof == REFUSAL { Found::OtherSecret } else { Found::Stranger });
     };
     stream.set_read_timeout(None)?;

@@ -12,7 +12,7 @@
 //!   Enter --> entered --seat()--> seated --Join--> a member of the session that the seat is in
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use super::message::{HostsUpdated, Join, MAX_KEY, MAX_VALUE, Place, Seat, ToClient, ToServer, Welcome, shorten};
@@ -49,6 +49,8 @@ struct Session {
     departed: Vec<Option<Departure>>,
     store: HashMap<String, Vec<u8>>,
     store_bytes: usize,
+    /// Prefixes of keys, and the ranks that need these no more.
+    released: HashMap<String, HashSet<usize>>,
     /// Who waits for a key that is not yet written.
     waiting: HashMap<String, Vec<(ConnectionId, u64)>>,
 }
@@ -239,10 +241,8 @@ impl Job {
                 }
             },
             ToServer::Forget { ticket } => session.forget(|waiter| waiter == (from, ticket)),
-            ToServer::RemovePrefix { prefix } => {
-                session.store.retain(|key, _| !key.starts_with(&prefix));
-                session.store_bytes = session.store.iter().map(|(key, value)| key.len() + value.len()).sum();
-            }
+            ToServer::RemovePrefix { prefix } => session.remove_prefix(&prefix),
+            ToServer::Release { prefix, members } => session.release(prefix, rank, members)?,
             ToServer::WhoIsMissing => {
                 let missing = session.joins.iter().enumerate().filter(|(_, join)| join.is_none());
                 let ranks = missing.map(|(rank, _)| rank as u32);
@@ -395,6 +395,7 @@ impl Job {
                 departed: vec![None; size],
                 store: HashMap::new(),
                 store_bytes: 0,
+                released: HashMap::new(),
                 waiting: HashMap::new(),
             },
         );
@@ -467,14 +468,34 @@ impl Session {
             return Err(format!("the store takes keys of {MAX_KEY} and values of {MAX_VALUE} bytes at most"));
         }
         let replaced = self.store.get(&key).map_or(0, |old| key.len() + old.len());
-        self.store_bytes = self.store_bytes - replaced + key.len() + value.len();
-        if self.store_bytes > MAX_STORE_BYTES {
+        let bytes = self.store_bytes - replaced + key.len() + value.len();
+        if bytes > MAX_STORE_BYTES {
             return Err(format!("the store of a session holds {MAX_STORE_BYTES} bytes at most"));
         }
+        self.store_bytes = bytes;
         for (to, ticket) in self.waiting.remove(&key).unwrap_or_default() {
             send(to, ToClient::Value { ticket, value: value.clone() });
         }
         self.store.insert(key, value);
+        Ok(())
+    }
+
+    fn remove_prefix(&mut self, prefix: &str) {
+        self.store.retain(|key, _| !key.starts_with(prefix));
+        self.store_bytes = self.store.iter().map(|(key, value)| key.len() + value.len()).sum();
+    }
+
+    /// Notes that `rank` needs the keys of `prefix` no more; removes them when `members` ranks have said so.
+    fn release(&mut self, prefix: String, rank: usize, members: u32) -> Result<(), String> {
+        if prefix.len() > MAX_KEY {
+            return Err(format!("the store takes keys of {MAX_KEY} bytes at most"));
+        }
+        let ranks = self.released.entry(prefix.clone()).or_default();
+        ranks.insert(rank);
+        if ranks.len() >= members as usize {
+            self.released.remove(&prefix);
+            self.remove_prefix(&prefix);
+        }
         Ok(())
     }
 

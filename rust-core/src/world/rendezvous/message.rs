@@ -96,6 +96,8 @@ pub enum ToServer {
     Fail { message: String },
     /// The rank leaves in good order.
     Goodbye,
+    /// The rank needs the keys that start with `prefix` no more; they are removed when as many ranks as `members` say so.
+    Release { prefix: String, members: u32 },
 }
 
 /// From the server.
@@ -175,6 +177,7 @@ mod tests {
             ".{0,40}".prop_map(|worker| ToServer::Enter { worker }),
             Just(ToServer::WhoIsMissing),
             Just(ToServer::Goodbye),
+            (".{0,40}", any::<u32>()).prop_map(|(prefix, members)| ToServer::Release { prefix, members }),
         ]
     }
 

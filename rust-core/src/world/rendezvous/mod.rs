@@ -16,6 +16,8 @@
 //!   same order, and the server tells it before anything that the news caused.
 //! - RDV-4: one server serves sessions one after another, so that `init` works again after `shutdown`.
 //! - RDV-5: in an elastic job the launcher gives out the ranks. Workers enter without one and wait to be seated.
+//! - RDV-6: ranks that are all on one host get the secret from rank 0 over [`owner_socket`], unless a launcher or the user
+//!   has given them one.
 //!
 //! What a session is lives in [`job`], which has no sockets and no clock; [`server`] and [`client`] move its messages.
 
@@ -24,9 +26,10 @@ pub mod frame;
 pub mod handshake;
 pub mod job;
 pub mod message;
+pub mod owner_socket;
 pub(crate) mod refusals;
 pub mod server;
 
-pub use client::Client;
+pub use client::{Client, Whereabouts};
 pub use handshake::JobKey;
 pub use server::{Options, Server};

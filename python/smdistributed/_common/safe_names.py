@@ -1,0 +1,117 @@
+"""Names that a pickle from another rank may call: they make values, and do nothing else, whatever their arguments."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
+
+#: Names by module. All of them are safe with any arguments, and so are the ``__setstate__`` of their objects.
+_NAMES: dict[str, frozenset[str]] = {
+    module: frozenset(names.split())
+    for module, names in {
+        "builtins": _BUILTINS,
+        "_codecs": "encode",
+        "argparse": "Namespace",
+        "array": "_array_reconstructor",
+        "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque",
+        "datetime": "date datetime time timedelta timezone",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "types": "SimpleNamespace",
+        "uuid": "SafeUUID UUID",
+        "zoneinfo": "ZoneInfo._unpickle",
+        # NumPy 1 and 2 have other names for the same.
+        "numpy": "dtype",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.numeric": "_frombuffer",
+        "numpy.core.numeric": "_frombuffer",
+        "torch": "Size device",
+        "torch._utils": (
+            "_rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy _rebuild_meta_tensor_no_storage"
+            " _rebuild_nested_tensor _rebuild_parameter _rebuild_parameter_with_state _rebuild_qtensor"
+            " _rebuild_sparse_tensor _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3"
+        ),
+        "torch.serialization": "_get_layout",
+        "torch.storage": "TypedStorage UntypedStorage",
+        "tensorflow.python.framework.dtypes": "DType as_dtype",
+        "tensorflow.python.framework.tensor": "TensorSpec",
+        "tensorflow.python.framework.tensor_shape": "Dimension TensorShape",
+    }.items()
+}
+
+#: Classes that are arguments of those functions. Calling them is another matter: an array over any memory, for one.
+_ARGUMENTS = {
+    ("numpy", "ndarray"),
+    ("torch", "Tensor"),
+    ("torch._tensor", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+}
+
+#: Packages whose scalar types and dtypes are values.
+_NUMPY = ("numpy", "ml_dtypes")
+
+
+def is_known(module: str, name: str) -> bool:
+    """Whether a name is safe to import and call."""
+    if name in _NAMES.get(module, ()):
+        return True
+    return module == "builtins" and _is_exception(getattr(builtins, name, None))
+
+
+def is_argument(module: str, name: str) -> bool:
+    """Whether a name is safe to import, as an argument of what is called."""
+    return (module, name) in _ARGUMENTS
+
+
+def is_known_object(module: str, found: Any) -> bool:
+    """Whether what an imported module holds is a value, or makes one: scalar types, dtypes, layouts."""
+    package = module.split(".")[0]
+    if package in _NUMPY:
+        import numpy as np
+
+        return isinstance(found, type) and issubclass(found, (np.generic, np.dtype))
+    if package == "torch":
+        torch = sys.modules["torch"]
+        values = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+        return isinstance(found, values) or (isinstance(found, type) and issubclass(found, torch.storage.TypedStorage))
+    if package == "tensorflow":
+        return found is sys.modules["tensorflow"].convert_to_tensor
+    return False
+
+
+def stand_in(module: str, name: str) -> Callable[..., Any] | None:
+    """What is called instead of a function that would unpickle by itself, or call what it is given."""
+    return {
+        ("torch.storage", "_load_from_bytes"): _storage,
+        ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
+    }.get((module, name))
+
+
+def _storage(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _tensor_with_attributes(function: Callable[..., Any], cls: type, arguments: tuple[Any, ...], state: Any) -> Any:
+    import torch
+
+    is_rebuilding = (
+        getattr(function, "__name__", "") in _NAMES["torch._utils"] and function.__module__ == "torch._utils"
+    )
+    if not is_rebuilding or cls not in (torch.Tensor, torch.nn.Parameter):
+        raise pickle.UnpicklingError(f"a tensor of class {cls!r} made by {function!r} is not unpickled")
+    return torch._tensor._rebuild_from_type_v2(function, cls, arguments, state)
+
+
+def _is_exception(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, BaseException)

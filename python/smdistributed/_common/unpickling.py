@@ -1,0 +1,328 @@
+"""Objects from other ranks: unpickled without running code that a pickle chooses.
+
+A pickle names functions and classes, and calls them. :func:`loads` accepts these:
+
+- *Plain data*: numbers, texts, bytes, containers. No name is needed for them.
+- *Known names*: types of the standard library that hold data, arrays of NumPy, tensors of PyTorch and TensorFlow
+  (:mod:`smdistributed._common.safe_names`).
+- *Data classes*: dataclasses, named tuples and enums of modules that this process has imported, and any class of the user's own
+  code. Their objects get their attributes back; no method of theirs runs. No module is imported for a pickle.
+- *What the user trusts*: :func:`add_safe_globals`, ``torch.serialization.add_safe_globals`` and ``SMD_SAFE_GLOBALS``.
+
+Everything else is an :class:`UnsafeObjectError` that names the class, its sender and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+import functools
+import io
+import pickle
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from smdistributed import _core
+from smdistributed._common import safe_names
+
+#: A class or function, or one with the full name under which pickles know it.
+SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+_added: dict[str, Any] = {}
+
+
+class UnsafeObjectError(pickle.UnpicklingError):
+    """Another rank sent an object of a class that this process does not unpickle."""
+
+
+def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
+    """Lets objects from other ranks contain these classes and functions; call it on all ranks that receive them.
+
+    A pickle may then call them with any arguments, and restore objects through their own ``__setstate__``.
+
+    Args:
+        safe_globals: Classes and functions, or pairs of one and the full name under which pickles know it.
+
+    Raises:
+        TypeError: An entry is neither.
+    """
+    for entry in list(safe_globals):
+        value, name = entry if isinstance(entry, tuple) else (entry, None)
+        if not callable(value) or not isinstance(name, str | None):
+            raise TypeError(
+                f"a safe global is {entry!r}: expected a class, a function, or a pair of one and its full name"
+            )
+        _added[name or f"{value.__module__}.{value.__qualname__}"] = value
+
+
+def get_safe_globals() -> list[Any]:
+    """What :func:`add_safe_globals` has been given."""
+    return list(_added.values())
+
+
+def dumps(value: Any) -> bytes:
+    """A pickle of ``value``: with the classes by name, which receivers can check, and with cloudpickle only what has no name."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # Each version of Python has another error for a lambda, a local class, a class of an interactive session.
+        try:
+            import cloudpickle
+        except ImportError:
+            cloudpickle = None
+        if cloudpickle is None:
+            raise
+        return cloudpickle.dumps(value)
+
+
+def loads(
+    data: bytes,
+    sender: str,
+    persistent_load: Callable[[Any], Any] | None = None,
+    trusts: Callable[[], bool] | None = None,
+) -> Any:
+    """The object in a pickle that another rank sent.
+
+    Args:
+        data: The pickle.
+        sender: For errors, as ``rank 1``.
+        persistent_load: Gives the objects that the sender's ``persistent_id`` left out.
+        trusts: Whether senders have proved that they are of this job; by default the core's answer.
+
+    Raises:
+        UnsafeObjectError: It contains something that is not accepted.
+    """
+    try:
+        return _Plain(data, persistent_load).load()
+    except _HasNamesError:
+        pass
+    try:
+        return _Careful(data, persistent_load, sender, trusts or _is_authenticated).load()
+    except UnsafeObjectError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(f"{sender} sent an object that is not unpickled: {error}") from error
+
+
+class _HasNamesError(Exception):
+    """A pickle is more than plain data."""
+
+
+class _Plain(pickle.Unpickler):
+    """For plain data, which is most of what is sent, and a hundred times as fast as what looks at each step."""
+
+    def __init__(self, data: bytes, persistent_load: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        if persistent_load is not None:
+            self.persistent_load = persistent_load
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise _HasNamesError
+
+
+class _Trust(enum.Enum):
+    """How far a name is trusted."""
+
+    CALL = enum.auto()
+    """It may be called, and its objects restore themselves."""
+    NAME = enum.auto()
+    """It may be an argument of what is called."""
+    DATA = enum.auto()
+    """A class whose objects get their attributes, without a call of any method."""
+
+
+class _Careful(pickle._Unpickler):  # type: ignore[misc]
+    """Python's own unpickler in Python, which lets each step be checked."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(
+        self, data: bytes, persistent_load: Callable[[Any], Any] | None, sender: str, trusts: Callable[[], bool]
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        if persistent_load is not None:
+            self.persistent_load = persistent_load
+        self._sender, self._trusts = sender, trusts
+        # By identity: what is compared may define `__eq__`. The objects stay alive in the list.
+        self._known: dict[int, _Trust] = {}
+        self._kept: list[Any] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        found, trust = self._look_up(module, name)
+        self._known[id(found)] = trust
+        self._kept.append(found)
+        return found
+
+    def _look_up(self, module: str, name: str) -> tuple[Any, _Trust]:
+        full = f"{module}.{name}"
+        if full in _added:
+            return _added[full], _Trust.CALL
+        stand_in = safe_names.stand_in(module, name)
+        if stand_in is not None:
+            return stand_in, _Trust.CALL
+        if safe_names.is_argument(module, name):
+            return super().find_class(module, name), _Trust.NAME
+        if safe_names.is_known(module, name):
+            return super().find_class(module, name), _Trust.CALL
+        pattern = _matching_setting(full)
+        if pattern is not None:
+            if fnmatch.fnmatchcase("os.system", pattern) and not self._trusts():
+                raise UnsafeObjectError(
+                    f"{self._sender} sent an object of `{full}`: SMD_SAFE_GLOBALS allows everything (`{pattern}`), but this job is "
+                    "open to the network: set SMD_SECRET to the same random text for all ranks"
+                )
+            return super().find_class(module, name), _Trust.CALL
+        found = _imported(module, name)
+        if found is None:
+            raise self._refusal(full, "no such class has been imported here")
+        if safe_names.is_known_object(module, found) or any(found is safe for safe in _safe_for_torch()):
+            return found, _Trust.CALL
+        why = _objection(found, module, name)
+        if why is not None:
+            raise self._refusal(full, why)
+        return found, _Trust.DATA
+
+    def _refusal(self, full: str, why: str) -> UnsafeObjectError:
+        return UnsafeObjectError(
+            f"{self._sender} sent an object of `{full}`, which is not unpickled: {why}. If the ranks of this job may send it, call "
+            f"`smp.add_safe_globals` (`hvd.add_safe_globals`) with it on all ranks, or set SMD_SAFE_GLOBALS={full}"
+        )
+
+    def _refusal_of(self, value: Any, why: str) -> UnsafeObjectError:
+        cls = value if isinstance(value, type) else type(value)
+        return self._refusal(f"{cls.__module__}.{cls.__qualname__}", why)
+
+    def _trust(self, value: Any) -> _Trust:
+        trust = self._known.get(id(value))
+        if trust is None:
+            raise UnsafeObjectError(f"{self._sender} sent a pickle that calls {type(value).__name__} objects")
+        return trust
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        function = self.stack[-1]
+        trust = self._trust(function)
+        if trust is not _Trust.CALL and not (trust is _Trust.DATA and issubclass(function, enum.Enum)):
+            raise self._refusal_of(function, "it is restored by a call (`__reduce__`)")
+        self.stack[-1] = function(*arguments)
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self._made(cls, arguments, {}))
+
+    def load_newobj_ex(self) -> None:
+        keywords = self.stack.pop()
+        arguments = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self._made(cls, arguments, keywords))
+
+    def _made(self, cls: Any, arguments: Any, keywords: Any) -> Any:
+        if self._trust(cls) is not _Trust.DATA:
+            return cls.__new__(cls, *arguments, **keywords)
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            # Its own `__new__` takes the fields one by one, and may be the user's.
+            return tuple.__new__(cls, arguments)
+        if not isinstance(cls.__new__, types.BuiltinFunctionType):
+            raise self._refusal_of(cls, "it is made by a method of its own (`__new__`)")
+        return cls.__new__(cls, *arguments, **keywords)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        value = self.stack[-1]
+        if isinstance(
+            value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | types.ModuleType
+        ):
+            raise UnsafeObjectError(f"{self._sender} sent a pickle that changes {value!r}")
+        own = getattr(type(value), "__setstate__", None)
+        if own is not None:
+            is_data = self._known.get(id(type(value))) is _Trust.DATA
+            if is_data and getattr(own, "__module__", None) != "dataclasses":
+                raise self._refusal_of(value, "it is restored by a method of its own (`__setstate__`)")
+            own(value, state)
+            return
+        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        if attributes:
+            vars(value).update(attributes)
+        for name, content in (slots or {}).items():
+            member = _static_attribute(type(value), name)
+            if not isinstance(member, types.MemberDescriptorType):
+                raise self._refusal_of(value, f"`{name}` is none of its slots")
+            member.__set__(value, content)
+
+    def load_unusual(self) -> None:
+        raise UnsafeObjectError(f"{self._sender} sent a pickle in a form that no rank of this library sends")
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
+    dispatch[pickle.BUILD[0]] = load_build
+    for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+        dispatch[code[0]] = load_unusual
+
+
+def _is_authenticated() -> bool:
+    return not _core.is_initialized() or _core.is_authenticated()
+
+
+def _matching_setting(full: str) -> str | None:
+    patterns = (pattern.strip() for pattern in _core.setting("SMD_SAFE_GLOBALS").split(","))
+    return next((pattern for pattern in patterns if pattern and fnmatch.fnmatchcase(full, pattern)), None)
+
+
+def _imported(module: str, name: str) -> Any:
+    """A class or function by its name, if this process has imported it; nothing is imported, and no module looked into for another."""
+    found: Any = sys.modules.get(module)
+    *classes, last = name.split(".")
+    for part in classes:
+        found = None if found is None else vars(found).get(part)
+        if not isinstance(found, type):
+            return None
+    found = None if found is None else vars(found).get(last)
+    return None if isinstance(found, types.ModuleType) else found
+
+
+def _objection(found: Any, module: str, name: str) -> str | None:
+    """Why objects of a class cannot be restored as data."""
+    if not isinstance(found, type):
+        return "it is no class"
+    if (found.__module__, found.__qualname__) != (module, name):
+        return f"its name is `{found.__module__}.{found.__qualname__}`"
+    if hasattr(found, "__del__"):
+        return "its objects do something when they end (`__del__`)"
+    is_data = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+    is_data = is_data or (issubclass(found, tuple) and hasattr(found, "_fields"))
+    if not is_data and not _is_own_code(module):
+        return "it is a library's class that is no dataclass, named tuple or enum"
+    return None
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _is_own_code(module: str) -> bool:
+    """Whether a module is the user's, or this library's, rather than one that was installed."""
+    if module.split(".")[0] in ("__main__", "__mp_main__", "smdistributed", "horovod"):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return False
+    parts = file.replace("\\", "/").split("/")
+    return not ({"site-packages", "dist-packages"} & set(parts)) and not file.startswith(_library_folders())
+
+
+def _safe_for_torch() -> list[Any]:
+    """What the user has told PyTorch to be safe."""
+    serialization = sys.modules.get("torch.serialization")
+    get = getattr(serialization, "get_safe_globals", None)
+    return [] if get is None else [entry[0] if isinstance(entry, tuple) else entry for entry in get()]
+
+
+def _static_attribute(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)

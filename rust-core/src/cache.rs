@@ -1,0 +1,273 @@
+//! The folder for libraries that are built once and then loaded: shims for frameworks and the plug-in for MPI.
+//!
+//! - CCH-1: what is loaded runs as this user, so only this user and root may have written it. The file and every folder on the
+//!   way to it belong to one of them and are writable by nobody else; a folder in which the sticky bit keeps users from each
+//!   other's entries (`/tmp`) is fine.
+//! - CCH-2: a folder that breaks this is left alone. Libraries are built in a folder of this user's among the temporary files
+//!   instead, which is held to the same, and one process of a host says why.
+
+use std::ffi::CStr;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use crate::config;
+use crate::error::{Error, Result};
+use crate::world::env;
+
+/// Where libraries are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Folder {
+    /// The folder, which exists.
+    pub path: PathBuf,
+    /// Why it is not the one that the settings name, if it is not; for one process of a host only, to be shown.
+    pub warning: Option<String>,
+}
+
+/// The folder `name` in that of the settings, made if need be, or the one that stands in for it (CCH-2).
+///
+/// # Errors
+/// [`Error::Config`] without a home folder; [`Error::Io`] if a folder cannot be made; [`Error::Unsupported`] if neither may
+/// be used.
+pub fn folder(name: &str) -> Result<Folder> {
+    let text = config::CACHE_DIR.text().unwrap_or_else(|| config::CACHE_DIR.default.to_owned());
+    let configured = in_home(&text, std::env::home_dir()).ok_or_else(|| {
+        let name = config::CACHE_DIR.name;
+        Error::Config(format!("this user has no home folder to keep built libraries in: set `{name}`"))
+    })?;
+    let user = rustix::process::geteuid().as_raw();
+    let temporary = std::env::temp_dir().join(format!("opensmd-{user}"));
+    choose(configured.join(name), temporary.join(name), speaks())
+}
+
+fn choose(configured: PathBuf, temporary: PathBuf, speaks: bool) -> Result<Folder> {
+    make(&configured)?;
+    let Some(why) = untrusted(&configured) else { return Ok(Folder { path: configured, warning: None }) };
+    make(&temporary)?;
+    if let Some(other) = untrusted(&temporary) {
+        let name = config::CACHE_DIR.name;
+        return Err(Error::Unsupported(format!(
+            "no folder for built libraries that only this user can write to: {why}; {other}; set `{name}` to one"
+        )));
+    }
+    let warning = format!(
+        "libraries in `{}` are not loaded: {why}. They are built in `{}` instead; correct the owner or the mode, or set `{}` to \
+         a folder that only you can write to",
+        configured.display(),
+        temporary.display(),
+        config::CACHE_DIR.name
+    );
+    Ok(Folder { path: temporary, warning: speaks.then_some(warning) })
+}
+
+/// Whether this is the process of its host that says what concerns all of them.
+fn speaks() -> bool {
+    env::detect(&env::variables()).map_or(true, |launch| launch.local.map_or(launch.rank, |(rank, _)| rank) == 0)
+}
+
+/// The folder with a leading `~` as the shell understands it.
+fn in_home(folder: &str, home: Option<PathBuf>) -> Option<PathBuf> {
+    match Path::new(folder).strip_prefix("~") {
+        Ok(inside) => home.map(|home| home.join(inside)),
+        Err(_) => Some(folder.into()),
+    }
+}
+
+fn make(folder: &Path) -> Result<()> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|error| Error::io(format!("making the folder `{}` for built libraries", folder.display()), error))
+}
+
+/// Why somebody other than this user and root may have written the file or folder; none if nobody may have (CCH-1).
+pub fn untrusted(path: &Path) -> Option<String> {
+    let trust = Trust::of_this_process();
+    // As it is written, with the links that lead there, and where it is.
+    let found = std::path::absolute(path).and_then(|written| Ok([written, std::fs::canonicalize(path)?]));
+    let ways = match found {
+        Ok(ways) => ways,
+        Err(error) => return Some(format!("`{}` cannot be looked at: {error}", path.display())),
+    };
+    ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.objection(part))
+}
+
+/// Whom this process trusts.
+struct Trust {
+    user: u32,
+    /// Owner of files whose user has no name in this process's user namespace, where root has none either: root's are among
+    /// them.
+    nameless: Option<u32>,
+}
+
+impl Trust {
+    fn of_this_process() -> Self {
+        let maps = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+        let number = |text: Option<&str>| text.and_then(|text| text.parse::<u64>().ok());
+        let has_root = maps.is_empty()
+            || maps.lines().any(|line| {
+                let mut words = line.split_whitespace();
+                // The first user of the range outside, where root is 0.
+                words.next().is_some() && number(words.next()) == Some(0)
+            });
+        let overflow = || number(Some(std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?.trim()));
+        let nameless = (!has_root).then(overflow).flatten().and_then(|user| u32::try_from(user).ok());
+        Self { user: rustix::process::geteuid().as_raw(), nameless }
+    }
+
+    /// What is wrong with one part of a way.
+    fn objection(&self, part: &Path) -> Option<String> {
+        let shown = part.display();
+        let data = match std::fs::symlink_metadata(part) {
+            Ok(data) => data,
+            Err(error) => return Some(format!("`{shown}` cannot be looked at: {error}")),
+        };
+        let owner = data.uid();
+        let is_folder = data.is_dir();
+        let is_ours = owner == self.user || owner == 0;
+        if !is_ours && !(is_folder && Some(owner) == self.nameless) {
+            return Some(format!("`{shown}` belongs to user {owner}, not to user {} or root", self.user));
+        }
+        let mode = data.mode() & 0o7777;
+        // A link's mode means nothing.
+        let by_others = !data.is_symlink() && mode & 0o002 != 0;
+        let by_group = !data.is_symlink() && mode & 0o020 != 0 && !is_private_group(data.gid(), self.user);
+        let is_sticky = is_folder && mode & 0o1000 != 0;
+        if (by_others || by_group) && !is_sticky {
+            let who = if by_others { "all users" } else { "its group" };
+            return Some(format!("`{shown}` can be written by {who} (mode {mode:o})"));
+        }
+        None
+    }
+}
+
+/// Whether a group has the user's name and no other member, as many systems make one for each user.
+fn is_private_group(group: u32, user: u32) -> bool {
+    const ROOM: usize = 1 << 14;
+    let mut text = vec![0; ROOM];
+    // SAFETY: the structures consist of pointers and numbers, for which zero is a value.
+    let (mut found_user, mut found_group): (libc::passwd, libc::group) = unsafe { std::mem::zeroed() };
+    let mut end = std::ptr::null_mut();
+    // SAFETY: all pointers are to live memory of the announced size; what is found points into `text`.
+    let outcome = unsafe { libc::getpwuid_r(user, &mut found_user, text.as_mut_ptr(), ROOM, &mut end) };
+    if outcome != 0 || end.is_null() {
+        return false;
+    }
+    // SAFETY: the call above succeeded, so the name is a string in `text`, which still lives.
+    let name = unsafe { CStr::from_ptr(found_user.pw_name) }.to_owned();
+    let mut end = std::ptr::null_mut();
+    // SAFETY: as above.
+    let outcome = unsafe { libc::getgrgid_r(group, &mut found_group, text.as_mut_ptr(), ROOM, &mut end) };
+    // SAFETY: as above.
+    if outcome != 0 || end.is_null() || unsafe { CStr::from_ptr(found_group.gr_name) } != name.as_c_str() {
+        return false;
+    }
+    let mut member = found_group.gr_mem;
+    // SAFETY: the list ends with a null pointer, and its entries are strings in `text`.
+    unsafe {
+        while !(*member).is_null() {
+            if CStr::from_ptr(*member) != name.as_c_str() {
+                return false;
+            }
+            member = member.add(1);
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    struct Scratch(PathBuf);
+
+    impl Scratch {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("smd-cache-{name}-{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&path);
+            make(&path).unwrap();
+            Self(path.canonicalize().unwrap())
+        }
+
+        fn folder(&self, name: &str, mode: u32) -> PathBuf {
+            let path = self.0.join(name);
+            make(&path).unwrap();
+            std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            path
+        }
+
+        fn file(&self, name: &str, mode: u32) -> PathBuf {
+            let path = self.0.join(name);
+            std::fs::write(&path, "library").unwrap();
+            std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            path
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn what_others_can_write_is_not_trusted() {
+        let scratch = Scratch::new("modes");
+        assert_eq!(untrusted(&scratch.file("mine.so", 0o755)), None);
+        let open = untrusted(&scratch.file("open.so", 0o666)).unwrap();
+        assert!(open.contains("can be written by all users (mode 666)"), "{open}");
+        scratch.folder("wide", 0o777);
+        let inside = untrusted(&scratch.file("wide/inside.so", 0o700)).unwrap();
+        assert!(inside.contains("/wide` can be written by all users"), "{inside}");
+        // Others may add to it, but cannot touch what is there.
+        scratch.folder("shared", 0o1777);
+        assert_eq!(untrusted(&scratch.file("shared/inside.so", 0o700)), None);
+        let link = scratch.0.join("link.so");
+        symlink(scratch.0.join("wide/inside.so"), &link).unwrap();
+        assert!(untrusted(&link).is_some());
+        symlink(&scratch.0, scratch.0.join("wide/back")).unwrap();
+        assert!(untrusted(&scratch.0.join("wide/back/mine.so")).is_some(), "the way there counts");
+        assert!(untrusted(&scratch.0.join("missing.so")).unwrap().contains("cannot be looked at"));
+    }
+
+    #[test]
+    fn what_another_user_owns_is_not_trusted() {
+        let scratch = Scratch::new("owners");
+        let file = scratch.file("theirs.so", 0o755);
+        let user = rustix::process::geteuid().as_raw();
+        let other = Trust { user: user + 1, nameless: None };
+        // To another user, this one's files are a stranger's, unless this is root.
+        assert_eq!(other.objection(&file).is_none(), user == 0);
+        if user == 0 {
+            std::os::unix::fs::chown(&file, Some(65_534), None).unwrap();
+            let why = untrusted(&file).unwrap();
+            assert!(why.contains("belongs to user 65534, not to user 0 or root"), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_folder_of_ones_own_stands_in_for_an_open_one() {
+        let scratch = Scratch::new("instead");
+        let (open, own) = (scratch.folder("open", 0o777), scratch.0.join("own"));
+        let chosen = choose(open.clone(), own.clone(), true).unwrap();
+        assert_eq!(chosen.path, own);
+        assert!(chosen.warning.is_some_and(|text| text.contains("can be written by all users")));
+        assert_eq!(std::fs::metadata(&own).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(choose(open.clone(), own.clone(), false).unwrap().warning, None);
+        std::fs::set_permissions(&own, Permissions::from_mode(0o777)).unwrap();
+        let refused = choose(open, own.clone(), true).unwrap_err().to_string();
+        assert!(refused.contains("no folder for built libraries that only this user can write to"), "{refused}");
+        let fine = scratch.0.join("fine/inside");
+        assert_eq!(choose(fine.clone(), own, true).unwrap(), Folder { path: fine, warning: None });
+    }
+
+    #[test]
+    fn a_folder_may_be_in_the_home_folder() {
+        let home = || Some(PathBuf::from("/home/ada"));
+        assert_eq!(in_home("~/.cache/opensmd", home()), Some("/home/ada/.cache/opensmd".into()));
+        assert_eq!(in_home("~", home()), Some("/home/ada".into()));
+        assert_eq!(in_home("/var/~/cache", home()), Some("/var/~/cache".into()));
+        assert_eq!(in_home("cache", None), Some("cache".into()));
+        assert_eq!(in_home("~/cache", None), None);
+    }
+}

@@ -1,0 +1,301 @@
+//! How rank 0 hands the address and the secret of its rendezvous to the other processes of one user on one host.
+//!
+//! ```text
+//!   rank 0: binds an abstract Unix socket whose name follows from the user id and the job
+//!   rank n: connects, looks at the owner of the socket's process, reads the ticket
+//! ```
+//!
+//! - OWN-1: the kernel tells each side the user id of the other (`SO_PEERCRED`). A process of another user gets nothing,
+//!   and what it serves is not read. The name can be guessed; that is why the user id is checked at both ends.
+//! - OWN-2: an abstract socket ends with its process, so nothing is left behind. It is visible in one network namespace
+//!   only: a process in another one cannot connect at all.
+//! - OWN-3: rank 0 never reads from a connection, and what it writes fits into the socket's buffer, so no client can
+//!   make it wait.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::refusals::Refusals;
+use crate::error::{Error, Result};
+use crate::world::fork;
+
+/// Names tried one after the other: another job, or another user, may hold the first.
+const NUM_NAMES: usize = 8;
+/// Longest ticket, in bytes.
+const MAX_TICKET: u64 = 1 << 12;
+/// Longest wait for a ticket from a process that has accepted.
+const READ_TIME: Duration = Duration::from_secs(2);
+/// Pause after a connection could not be accepted, for want of descriptors mostly.
+const PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+
+/// What a process of the same user is given.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ticket {
+    /// Where the rendezvous listens.
+    pub address: SocketAddr,
+    /// Its secret.
+    pub secret: Vec<u8>,
+}
+
+/// A process at the other end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Owner {
+    user: u32,
+    process: i32,
+}
+
+impl std::fmt::Display for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.process {
+            // It lives in another PID namespace.
+            0 => write!(f, "a process of user {}", self.user),
+            process => write!(f, "process {process} of user {}", self.user),
+        }
+    }
+}
+
+/// A socket that hands out tickets until it is dropped.
+pub struct OwnerSocket {
+    /// Becomes readable at the end.
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl OwnerSocket {
+    /// Hands `ticket` to every process of this user that asks for `job`.
+    ///
+    /// # Errors
+    /// [`Error::Rendezvous`] naming the process that holds all names of this job; [`Error::Io`].
+    pub fn serve(job: &str, ticket: &Ticket) -> Result<Self> {
+        let io = |error| Error::io("making the socket that gives this user's ranks the job's secret", error);
+        let listener = bind(job)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let bytes = postcard::to_stdvec(ticket).map_err(|error| Error::Internal(format!("a ticket: {error}")))?;
+        let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?;
+        let stop = Arc::new(stop);
+        let (guard, stopped) = (fork::Guard::new(&listener), stop.clone());
+        let thread = std::thread::Builder::new()
+            .name("smd-owner".into())
+            .spawn(move || {
+                let _guard = guard;
+                hand_out(&listener, &stopped, &bytes);
+            })
+            .map_err(io)?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for OwnerSocket {
+    fn drop(&mut self) {
+        // A forked child has no such thread.
+        if fork::is_child() {
+            return;
+        }
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The user whose processes share the job.
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+fn name(job: &str, attempt: usize) -> Vec<u8> {
+    let digest = Sha256::digest(job.as_bytes());
+    let digest: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("opensmd/{}/{digest}/{attempt}", user()).into_bytes()
+}
+
+fn bind(job: &str) -> Result<UnixListener> {
+    let mut holder = None;
+    for attempt in 0..NUM_NAMES {
+        let name = name(job, attempt);
+        let bound = UnixAddress::from_abstract_name(&name).and_then(|address| UnixListener::bind_addr(&address));
+        match bound {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                holder = holder.or_else(|| connect(&name).ok().and_then(|stream| owner(&stream).ok()));
+            }
+            Err(error) => return Err(Error::io("binding the socket that gives this user's ranks the secret", error)),
+        }
+    }
+    let holder = holder.map_or_else(|| "other processes".to_owned(), |holder| holder.to_string());
+    Err(Error::Rendezvous(format!(
+        "{holder} already serves a job of the same name on this host: give this job a `MASTER_PORT` of its own, or set \
+         `SMD_SECRET` on all ranks"
+    )))
+}
+
+fn hand_out(listener: &UnixListener, stop: &OwnedFd, ticket: &[u8]) {
+    let mut refusals = Refusals::default();
+    loop {
+        let mut ready = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        if let Err(error) = poll(&mut ready, None)
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!("ranks of this user are not given the job's secret any more: {error}");
+            return;
+        }
+        if !ready[1].revents().is_empty() {
+            return;
+        }
+        match listener.accept() {
+            Ok((stream, _)) => give(stream, ticket, &mut refusals),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => {
+                refusals.note(None, &format!("accepting a connection of this host: {error}"));
+                let _ = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&PAUSE));
+            }
+        }
+        refusals.summarize(Instant::now());
+    }
+}
+
+fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
+    match owner(&stream) {
+        Ok(owner) if owner.user == user() => {
+            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(ticket));
+        }
+        Ok(owner) => refusals.note(None, &format!("refused {owner}, which asked for the secret of this user's job")),
+        Err(error) => refusals.note(None, &format!("refused a connection of an unknown user: {error}")),
+    }
+    // A forked child may hold a copy of the descriptor; the client must see the end all the same.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// Tickets of those that serve `job` for this user on this host, and why others are no good.
+///
+/// # Errors
+/// A text about a process of another user that serves under this job's name.
+pub fn look(job: &str) -> std::result::Result<Vec<Ticket>, String> {
+    let mut found = Vec::new();
+    let mut trouble = None;
+    for attempt in 0..NUM_NAMES {
+        match ask(&name(job, attempt)) {
+            Ok(ticket) => found.extend(ticket),
+            Err(error) => {
+                trouble.get_or_insert(error);
+            }
+        }
+    }
+    match trouble {
+        Some(trouble) if found.is_empty() => Err(trouble),
+        _ => Ok(found),
+    }
+}
+
+/// The ticket of whoever serves at `name`; none if nobody does.
+fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
+    let mut stream = match connect(name) {
+        Ok(stream) => stream,
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => return Ok(None),
+        Err(error) => return Err(format!("the socket of rank 0 cannot be reached: {error}")),
+    };
+    let owner = owner(&stream).map_err(|error| format!("the socket of rank 0 has no owner: {error}"))?;
+    if owner.user != user() {
+        return Err(format!(
+            "{owner} serves under this job's name, and is not trusted, since this process is user {}'s; if both are \
+             yours, set `SMD_SECRET` on all ranks",
+            user()
+        ));
+    }
+    let mut bytes = Vec::new();
+    stream
+        .set_nonblocking(false)
+        .and_then(|()| stream.set_read_timeout(Some(READ_TIME)))
+        .and_then(|()| Read::by_ref(&mut stream).take(MAX_TICKET).read_to_end(&mut bytes))
+        .map_err(|error| format!("{owner} does not give the job's secret: {error}"))?;
+    // Nothing comes from one that ends just now.
+    Ok(postcard::from_bytes(&bytes).ok())
+}
+
+/// Connects without waiting: a socket whose queue is full says so.
+fn connect(name: &[u8]) -> std::io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    Ok(socket.into())
+}
+
+/// Who made the other end.
+fn owner(stream: &impl AsFd) -> std::io::Result<Owner> {
+    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
+    // `rustix` has this call too, but cannot express the process id 0 that a peer in another PID namespace has.
+    // SAFETY: the descriptor is open, and the buffer has as many bytes as announced.
+    let outcome = unsafe {
+        libc::getsockopt(
+            stream.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            std::ptr::from_mut(&mut found).cast(),
+            &mut bytes,
+        )
+    };
+    match outcome {
+        0 => Ok(Owner { user: found.uid, process: found.pid }),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ticket(port: u16) -> Ticket {
+        Ticket { address: SocketAddr::from(([127, 0, 0, 1], port)), secret: vec![7; 32] }
+    }
+
+    fn job(name: &str) -> String {
+        format!("{name} of process {}", std::process::id())
+    }
+
+    #[test]
+    fn processes_of_this_user_get_the_ticket_until_it_ends() {
+        let job = job("tickets");
+        assert_eq!(look(&job), Ok(Vec::new()));
+        let first = OwnerSocket::serve(&job, &ticket(1)).unwrap();
+        let second = OwnerSocket::serve(&job, &ticket(2)).unwrap();
+        assert_eq!(look(&job), Ok(vec![ticket(1), ticket(2)]));
+        drop(first);
+        assert_eq!(look(&job), Ok(vec![ticket(2)]));
+        drop(second);
+        assert_eq!(look(&job), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn who_holds_all_names_is_named() {
+        let job = job("squatters");
+        let held: Vec<_> = (0..NUM_NAMES).map(|_| OwnerSocket::serve(&job, &ticket(1)).unwrap()).collect();
+        let error = OwnerSocket::serve(&job, &ticket(2)).err().expect("there is no name left");
+        let expected = format!("process {} of user {}", std::process::id(), user());
+        assert!(error.to_string().contains(&expected), "{error}");
+        drop(held);
+    }
+
+    #[test]
+    fn one_that_accepts_and_says_nothing_is_passed_over() {
+        let job = job("silence");
+        let address = UnixAddress::from_abstract_name(name(&job, 0)).unwrap();
+        let silent = UnixListener::bind_addr(&address).unwrap();
+        let _served = OwnerSocket::serve(&job, &ticket(3)).unwrap();
+        let start = Instant::now();
+        assert_eq!(look(&job), Ok(vec![ticket(3)]));
+        assert!(start.elapsed() < 2 * READ_TIME);
+        drop(silent);
+    }
+}

@@ -1,0 +1,217 @@
+"""Processes that are not of the job, and know all that the launcher's variables say, try to join it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support import hosts, run_ranks, start_ranks
+from support.hosts import ByHand, Hosts, address
+
+NOBODY = 65534
+PATIENCE_SECONDS = "3"
+
+#: Joins with the variables of rank 1, then asks for the secret; as the user `argv[1]`.
+STRANGER = """
+import os, socket, sys
+from smdistributed import _core
+
+if sys.argv[1] != "0":
+    user = int(sys.argv[1])
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+try:
+    _core.init()
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("joined")
+for name in sys.argv[2:]:
+    asking = socket.socket(socket.AF_UNIX)
+    asking.settimeout(5)
+    asking.connect("\\0" + name)
+    print("was given", asking.recv(4096))
+os._exit(0)
+"""
+
+
+def meet_late(folder):
+    """Rank 1 comes when others have tried to be it."""
+    from smdistributed import _core
+    from support.rank_main import announce
+
+    if os.environ["RANK"] == "1":
+        announce("waiting")
+        deadline = time.monotonic() + 40
+        while not Path(folder, "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    else:
+        announce("joining")
+    _core.init()
+    _core.barrier()
+    return _core.rank(), _core.is_authenticated()
+
+
+def _sockets(pid):
+    """Names of the abstract sockets that a process listens on."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+        except FileNotFoundError:
+            continue
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+    return [line[7][1:] for line in lines if len(line) > 7 and line[6] in inodes and line[7].startswith("@opensmd/")]
+
+
+def _eventually(find):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = find()
+        if found:
+            return found
+        time.sleep(0.05)
+    return find()
+
+
+def _environment(pid):
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
+
+
+def _try_to_join(variables, *arguments, on=()):
+    command = [*on, sys.executable, "-c", STRANGER, *arguments]
+    variables = variables | {"SMD_INIT_TIMEOUT_SECONDS": PATIENCE_SECONDS}
+    run = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stdout
+    return run.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's processes can be started by root only")
+@pytest.mark.parametrize("launcher", ["raw", "torchrun"])
+def test_another_user_of_the_host_is_given_nothing(launcher, tmp_path):
+    with start_ranks(meet_late, 2, str(tmp_path), launcher=launcher) as job:
+        job.wait_for("joining")
+        job.wait_for("waiting")
+        time.sleep(1)
+        variables = _environment(job.pid(1))
+        said = _try_to_join(variables, str(NOBODY))
+        assert "joined" not in said, said
+        assert "WaitTimeoutError" in said, said
+        names = _eventually(lambda: _sockets(job.pid(0)))
+        assert names, "rank 0 serves no socket"
+        # Somebody who reads this file would ask under the other user's name.
+        asked = _try_to_join(variables, str(NOBODY), names[0])
+        (tmp_path / "go").touch()
+        outcome = job.wait()
+    assert outcome.exit_code == 0, outcome.describe()
+    assert outcome.values() == [(0, True), (1, True)]
+    assert "was given b''" in asked, asked
+    assert re.search(r"refused process \d+ of user 65534, which asked for the secret", outcome.output), (
+        outcome.describe()
+    )
+
+
+@dataclass(frozen=True)
+class _Placed(ByHand):
+    """Ranks on the hosts with these numbers, of which each has as many."""
+
+    places: tuple[int, ...] = (0,)
+
+    def starts(self, n, program):
+        local = n // len(self.places)
+        common = {"WORLD_SIZE": str(n), "MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
+        common["LOCAL_WORLD_SIZE"] = str(local)
+        return [
+            (
+                [*self.hosts.on(self.places[rank // local]), sys.executable, *program],
+                common | {"RANK": str(rank), "LOCAL_RANK": str(rank % local)},
+            )
+            for rank in range(n)
+        ]
+
+
+needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+
+
+@needs_network
+@pytest.mark.parametrize("case", ["one host", "two hosts with a secret"])
+def test_another_host_without_the_secret_does_not_join(case, tmp_path):
+    spread = case != "one host"
+    with Hosts(3) as three:
+        launcher = _Placed(three, places=(0, 1) if spread else (0,))
+        secret = {"SMD_SECRET": "of this job"} if spread else {}
+        with start_ranks(meet_late, 2, str(tmp_path), launcher=launcher, env=secret) as job:
+            job.wait_for("joining")
+            job.wait_for("waiting")
+            time.sleep(1)
+            variables = _environment(job.pid(1)) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            variables.pop("SMD_SECRET", None)
+            said = _try_to_join(variables, "0", on=three.on(2))
+            (tmp_path / "go").touch()
+            outcome = job.wait()
+    assert "joined" not in said, said
+    assert "init(): finding the rendezvous" in said, said
+    assert "to wait longer, set `SMD_INIT_TIMEOUT_SECONDS`" in said, said
+    assert ("does not accept this job's secret" in said) is spread, said
+    assert outcome.exit_code == 0, outcome.describe()
+    assert outcome.values() == [(0, True), (1, True)]
+    assert "open to the network" not in outcome.output, outcome.describe()
+
+
+@needs_network
+def test_a_job_on_several_hosts_without_a_secret_says_that_it_is_open(tmp_path):
+    (tmp_path / "go").touch()
+    with Hosts(2) as two, start_ranks(meet_late, 2, str(tmp_path), launcher=_Placed(two, places=(0, 1))) as job:
+        outcome = job.wait()
+    assert outcome.values() == [(0, False), (1, False)], outcome.describe()
+    assert outcome.output.count("this job is open to the network") == 1, outcome.describe()
+    assert "Set `SMD_SECRET` to the same random text for all ranks" in outcome.output
+
+
+def exchange_objects(evidence):
+    """Rank 1 sends a pickle that runs a command."""
+    import pickle
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Command:
+        def __reduce__(self):
+            return os.system, (f"touch {evidence}",)
+
+    smp.init({})
+    found = []
+    for kind in ("allgather", "broadcast"):
+        try:
+            if kind == "allgather":
+                smp.allgather(Command() if smp.rank() == 1 else "fine")
+            elif smp.rank() == 1:
+                smp.broadcast(Command())
+            else:
+                smp.recv_from(1)
+        except pickle.UnpicklingError as error:
+            found.append(str(error))
+    # The job goes on.
+    assert smp.allgather(smp.rank()) == [0, 1]
+    return found
+
+
+def test_objects_of_other_ranks_run_no_code(tmp_path):
+    evidence = tmp_path / "evidence"
+    first, second = run_ranks(exchange_objects, 2, str(evidence))
+    assert not evidence.exists()
+    assert len(first) == 2
+    assert len(second) == 1, "a rank that broadcasts does not look at its own object"
+    for text in first:
+        assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is no class"), text
+        assert "SMD_SAFE_GLOBALS=posix.system" in text
