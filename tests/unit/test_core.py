@@ -94,7 +94,7 @@ def test_framework_errors_become_ours():
 
 def test_settings_have_their_defaults(monkeypatch):
     monkeypatch.delenv("SMD_TIMEOUT_SECONDS", raising=False)
-    assert _core.setting("SMD_TIMEOUT_SECONDS") == "1800"
+    assert _core.setting("SMD_TIMEOUT_SECONDS") == "300"
     monkeypatch.setenv("SMD_TIMEOUT_SECONDS", "7")
     assert _core.setting("SMD_TIMEOUT_SECONDS") == "7"
     with pytest.raises(errors.InvalidArgumentError, match="`SMD_NO_SUCH`"):

@@ -235,6 +235,43 @@ def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
     assert shims.ensure(FRAMEWORK) == path
 
 
+def test_a_cache_that_others_can_write_to_is_left_alone(cache, compiler, monkeypatch, tmp_path, capsys):
+    log = compiler()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    planted = cache / FRAMEWORK.key / FRAMEWORK.library
+    planted.parent.mkdir(parents=True)
+    planted.write_text("planted")
+    cache.chmod(0o777)
+    path = shims.ensure(FRAMEWORK)
+    assert path == tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library
+    assert path.read_text() == "library"
+    assert shims.ensure(FRAMEWORK) == path
+    said = capsys.readouterr().err
+    assert said.count("are not loaded") == 1, said
+    assert f"`{cache}` can be written by all users (mode 777)" in said
+    assert "or set `SMD_CACHE_DIR` to a folder that only you can write to" in said
+    assert _links(log) == 1
+    # The folder that stands in is held to the same.
+    path.parent.parent.chmod(0o777)
+    with pytest.raises(shims.ShimError, match="no folder for built libraries that only this user can write to"):
+        shims.ensure(FRAMEWORK)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_what_another_user_owns_is_not_loaded(cache, compiler, monkeypatch, tmp_path, capsys, whose):
+    compiler()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    planted = cache / FRAMEWORK.key / FRAMEWORK.library
+    planted.parent.mkdir(parents=True)
+    planted.write_text("planted")
+    os.chown(planted if whose == "file" else planted.parent, 65534, 65534)
+    path = shims.ensure(FRAMEWORK)
+    assert path.read_text() == "library"
+    assert (path == planted) is (whose == "file"), "a file is replaced, a folder is left alone"
+    assert "belongs to user 65534, not to user 0 or root" in capsys.readouterr().err
+
+
 def test_the_command_builds_into_the_package(cache, compiler, monkeypatch, capsys, tmp_path):
     compiler()
     monkeypatch.setitem(shims.FRAMEWORKS, "torch", lambda: FRAMEWORK)

@@ -48,6 +48,10 @@ _LONGEST_WAIT_SECONDS = 600.0
 _STANDARDS = ("c++17", "c++20")
 
 
+#: Warnings that were shown: two shims may have the same.
+_told: set[str] = set()
+
+
 class ShimError(ImportError):
     """A framework's shim could not be built."""
 
@@ -184,11 +188,11 @@ def _ensure_cached(framework: Framework) -> Path:
     return path
 
 
-@cache
 def _folder(key: str) -> Path:
     """A folder of the cache, which nobody but this user and root can write to; made if need be."""
     folder, warning = _core.cache_folder(key)
-    if warning is not None:
+    if warning is not None and warning not in _told:
+        _told.add(warning)
         _say(warning)
     return folder
 

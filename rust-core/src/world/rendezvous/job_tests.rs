@@ -228,6 +228,36 @@ fn a_store_does_not_grow_without_limit() {
     let set = |key: usize| ToServer::Set { key: key.to_string(), value: vec![0; MAX_VALUE] };
     let refused = (0..).find_map(|key| job.receive(0, set(key)).err()).unwrap();
     assert!(refused.contains("268435456 bytes"), "{refused}");
+    // What was refused takes no room: something smaller fits.
+    job.receive(0, ToServer::Set { key: "small".to_owned(), value: vec![0; MAX_VALUE / 2] }).unwrap();
+}
+
+#[test]
+fn keys_that_all_members_release_are_removed() {
+    let mut job = running(3, NO_PATIENCE);
+    let set = |key: &str| ToServer::Set { key: key.to_owned(), value: vec![1] };
+    for key in ["cuda/1/device/0", "cuda/1/id/0", "cuda/2/id/0"] {
+        job.receive(0, set(key)).unwrap();
+    }
+    let release = || ToServer::Release { prefix: "cuda/1/".to_owned(), members: 2 };
+    let ask = |job: &mut Job, from: u64, message: Option<ToServer>| {
+        if let Some(message) = message {
+            job.receive(from, message).unwrap();
+        }
+        job.take_outbox();
+        for key in ["cuda/1/device/0", "cuda/2/id/0"] {
+            job.receive(2, ToServer::Get { ticket: 1, key: key.to_owned() }).unwrap();
+        }
+        let there = job.take_outbox().iter().filter(|(_, it)| matches!(it, ToClient::Value { .. })).count();
+        job.receive(2, ToServer::Forget { ticket: 1 }).unwrap();
+        there
+    };
+    assert_eq!(ask(&mut job, 0, Some(release())), 2);
+    assert_eq!(ask(&mut job, 0, Some(release())), 2, "a member counts once");
+    assert_eq!(ask(&mut job, 1, Some(release())), 1);
+    // The next group of that name begins anew.
+    job.receive(0, set("cuda/1/device/0")).unwrap();
+    assert_eq!(ask(&mut job, 0, Some(release())), 2);
 }
 
 #[test]
