@@ -10,16 +10,8 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
-<<<<<<< HEAD
 from horovod.torch.sparse import no_rows
-
-try:
-    import cloudpickle as pickle
-except ImportError:
-    import pickle
-=======
 from smdistributed._common import unpickling
->>>>>>> c6731a9 (feat(core): ranks of one host get a random secret over an owner-checked socket; sealed shared memory, trusted caches, ranks in forked children, timeouts that name their setting)
 
 
 def broadcast_parameters(

@@ -42,6 +42,10 @@ _NAMES: dict[str, frozenset[str]] = {
         ),
         "torch.serialization": "_get_layout",
         "torch.storage": "TypedStorage UntypedStorage",
+        # Batches: dictionaries whose own `__setstate__` sets two attributes.
+        "transformers.tokenization_utils_base": "BatchEncoding",
+        "transformers.feature_extraction_utils": "BatchFeature",
+        "transformers.image_processing_base": "BatchFeature",
         "tensorflow.python.framework.dtypes": "DType as_dtype",
         "tensorflow.python.framework.tensor": "TensorSpec",
         "tensorflow.python.framework.tensor_shape": "Dimension TensorShape",
@@ -75,6 +79,9 @@ def is_argument(module: str, name: str) -> bool:
 def is_known_object(module: str, found: Any) -> bool:
     """Whether what an imported module holds is a value, or makes one: scalar types, dtypes, layouts."""
     package = module.split(".")[0]
+    generic = sys.modules.get("transformers.utils.generic")
+    if generic is not None and isinstance(found, type) and issubclass(found, generic.ModelOutput):
+        return True
     if package in _NUMPY:
         import numpy as np
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import inspect
 import io
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smdistributed._common import unpickling
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
@@ -96,8 +98,12 @@ class _Reader(pickle.Unpickler):
         self._tensors, self._own = tensors, own
 
     def persistent_load(self, key: tuple[str, Any]) -> Any:
-        what, which = key
-        return self._tensors[which] if what == "tensor" else self._own[which]
+        return _looked_up(self._tensors, self._own, key)
+
+
+def _looked_up(tensors: Sequence[torch.Tensor], own: Mapping[_Own, Any], key: tuple[str, Any]) -> Any:
+    what, which = key
+    return tensors[which] if what == "tensor" else own[which]
 
 
 class _Layout(NamedTuple):
@@ -187,7 +193,11 @@ def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
     if is_first:
         return bound
     tensors = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
-    return {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
+    if header is passed.header:
+        # This rank has pickled it itself.
+        return {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
+    look_up = functools.partial(_looked_up, tensors, own)
+    return {name: unpickling.loads(content, _first(), look_up) for name, content in header.arguments.items()}
 
 
 def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
@@ -210,7 +220,11 @@ def _sent_header(header: _Header) -> _Header:
     if state.groups.rank_in("pp"):
         content = torch.empty(int(size), dtype=torch.uint8)
     _broadcast(content)
-    return pickle.loads(content.numpy().tobytes())
+    return unpickling.loads(content.numpy().tobytes(), _first())
+
+
+def _first() -> str:
+    return f"rank {state.groups.members['pp'][0]}"
 
 
 def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
