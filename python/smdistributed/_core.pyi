@@ -25,7 +25,7 @@ def start_negotiation() -> None:
     """
 
 def is_initialized() -> bool:
-    """Whether there is a session."""
+    """Whether this process is in a job; true in the forked children of one that is."""
 
 def rank() -> int:
     """Global rank."""
@@ -43,8 +43,9 @@ def session_id() -> int:
     """The same number on all ranks, new for each `init()`."""
 
 def is_authenticated() -> bool:
-    """Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a
-    secret."""
+    """
+    Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a secret.
+    """
 
 def new_group(ranks: Sequence[int]) -> int:
     """Makes a group of global ranks, in the order they get inside it, and returns its id. All members call."""
@@ -167,8 +168,8 @@ def setting(name: str) -> str:
     """The value of a setting of the environment reference, or its default."""
 
 def cache_folder(name: str) -> tuple[Path, str | None]:
-    """The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the
-    one that the settings name."""
+    """The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the one
+    that the settings name."""
 
 def untrusted(path: str | os.PathLike[str]) -> str | None:
     """Why somebody other than this user and root may have written a file; none if nobody may have."""

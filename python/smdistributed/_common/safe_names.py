@@ -100,6 +100,7 @@ def stand_in(module: str, name: str) -> Callable[..., Any] | None:
     return {
         ("torch.storage", "_load_from_bytes"): _storage,
         ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
+        ("torch._utils", "_rebuild_sparse_tensor"): _sparse_tensor,
     }.get((module, name))
 
 
@@ -107,6 +108,14 @@ def _storage(data: bytes) -> Any:
     import torch
 
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _sparse_tensor(layout: Any, data: Any) -> Any:
+    import torch
+
+    # Indices out of bounds would be addresses.
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch._utils._rebuild_sparse_tensor(layout, data)
 
 
 def _tensor_with_attributes(function: Callable[..., Any], cls: type, arguments: tuple[Any, ...], state: Any) -> Any:

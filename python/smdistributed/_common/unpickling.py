@@ -98,7 +98,8 @@ def loads(
     """
     try:
         return _Plain(data, persistent_load).load()
-    except _HasNamesError:
+    except (_HasNamesError, TypeError):
+        # A call of something that is no function is for the other one to explain.
         pass
     try:
         return _Careful(data, persistent_load, sender, trusts or _is_authenticated).load()
