@@ -1,0 +1,265 @@
+"""Tokens per second of `smp.step` on models of Hugging Face, beside torch's Schedule1F1B on stages that are cut by hand.
+
+    smdrun -n 2 benches/gpu/huggingface.py --families llama mistral qwen2
+
+Models are made from transformers' configurations of about a billion parameters, with their defaults, in bfloat16, with AdamW.
+Ours are divided by `auto_partition`. Torch's stages have half of the layers each: the first one the embedding, the last one the norm
+and the head. Both train in one process, in turns, so that they see the same machine. ``memory`` is the peak of each rank beyond
+what the other pipeline keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import nn
+from torch.distributed import pipelining
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import smdistributed.modelparallel.torch as smp
+
+_DECODER = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {**_DECODER, "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": {**_DECODER, "head_dim": 64},
+    "gemma": {**_DECODER, "head_dim": 64},
+    "gemma2": {**_DECODER, "head_dim": 64},
+    "phi3": _DECODER,
+    "stablelm": _DECODER,
+    "olmo2": _DECODER,
+    "gpt2": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {**_EXPERTS, "intermediate_size": 3584, "num_local_experts": 8},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 16,
+    },
+}
+
+
+class Stage(nn.Module):
+    """Half of the layers of a causal language model, with the embedding or with the norm and the head."""
+
+    def __init__(self, model: nn.Module, is_first: bool) -> None:
+        super().__init__()
+        self.model, self.is_first = model, is_first
+        base = model.base_model
+        name = "layers" if hasattr(base, "layers") else "h"
+        layers = getattr(base, name)
+        half = len(layers) // 2
+        setattr(base, name, layers[:half] if is_first else layers[half:])
+        model.config.num_hidden_layers = len(getattr(base, name))
+        if is_first:
+            for owner, part in ((base, "norm"), (base, "ln_f"), (model, "lm_head")):
+                if hasattr(owner, part):
+                    setattr(owner, part, nn.Identity())
+        else:
+            head = model.get_output_embeddings()
+            head.weight = nn.Parameter(head.weight.detach().clone())
+            base.set_input_embeddings(nn.Embedding(1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Token ids to hidden states, or hidden states to logits."""
+        arguments = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        return self.model(**arguments, use_cache=False).logits
+
+
+def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy."""
+    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+class Bench:
+    """Both pipelines of one family."""
+
+    def __init__(self, family: str, arguments: argparse.Namespace) -> None:
+        self.family, self.arguments = family, arguments
+        self.rank, self.device = c10d.get_rank(), torch.device("cuda", torch.cuda.current_device())
+        kind = family.replace("_tied", "")
+        self.config = AutoConfig.for_model(kind, **FAMILIES[family])
+        self.kept: dict[str, int] = {}
+
+    def model(self) -> nn.Module:
+        """The whole model, on the host."""
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+
+    def ours(self) -> Callable[..., Any]:
+        """A step of `smp.step`."""
+        smp.init({
+            "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
+            "pipeline": self.arguments.pipeline,
+        })  # fmt: skip
+        model = smp.DistributedModel(self.model())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+        @smp.step
+        def step(model: Any, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model(input_ids=ids_BT).logits, targets_BT)
+            model.backward(loss)
+            return loss
+
+        def train(ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = step(model, ids_BT, targets_BT).reduce_mean()
+            optimizer.step()
+            return loss
+
+        return train
+
+    def theirs(self) -> Callable[..., Any]:
+        """A step of torch's schedule."""
+        first, ranks = self.rank == 0, c10d.get_world_size()
+        assert ranks == 2, "the stages are cut for two ranks"
+        module = Stage(self.model(), first).to(self.device)
+        rows, length = self.arguments.microbatch, self.arguments.sequence
+        between = torch.empty(rows, length, self.config.hidden_size, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+        logits = torch.empty(rows, length, self.config.vocab_size, dtype=torch.bfloat16, device="meta")
+        stage = pipelining.PipelineStage(
+            module, self.rank, ranks, self.device, input_args=ids if first else between,
+            output_args=between if first else logits,
+        )  # fmt: skip
+        schedule = pipelining.Schedule1F1B(stage, n_microbatches=self.arguments.microbatches, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+        def train(ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            losses: list[torch.Tensor] = []
+            if first:
+                schedule.step(ids_BT, return_outputs=False)
+            else:
+                schedule.step(target=targets_BT, losses=losses, return_outputs=False)
+            optimizer.step()
+            return torch.stack(losses).detach().mean() if losses else None
+
+        return train
+
+    def run(self) -> str:
+        """A line of the table."""
+        rows = self.arguments.microbatches * self.arguments.microbatch
+        generator = torch.Generator().manual_seed(1)
+        shape = (rows, self.arguments.sequence)
+        ids, targets = (
+            torch.randint(3, self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2)
+        )
+        steps: dict[str, Callable[..., Any]] = {}
+        losses: dict[str, float] = {}
+        kept, first = {}, {}
+        for name, make in (("ours", self.ours), ("torch", self.theirs)):
+            before = torch.cuda.memory_allocated()
+            start = time.perf_counter()
+            steps[name] = make()
+            for _ in range(3):
+                loss = steps[name](ids, targets)
+            losses[name] = float("nan") if loss is None else float(loss)
+            _wait()
+            first[name] = time.perf_counter() - start
+            gc.collect()
+            kept[name] = torch.cuda.memory_allocated() - before
+        gc.freeze()
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        peaks = dict.fromkeys(steps, 0)
+        for _ in range(self.arguments.rounds):
+            for name, step in steps.items():
+                torch.cuda.reset_peak_memory_stats()
+                step(ids, targets)
+                _wait()
+                start = time.perf_counter()
+                for _ in range(self.arguments.steps):
+                    step(ids, targets)
+                _wait()
+                times[name].append((time.perf_counter() - start) / self.arguments.steps)
+                others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
+        every: list[Any] = [None] * c10d.get_world_size()
+        c10d.all_gather_object(every, (peaks, losses, first))
+        middle = {name: statistics.median(found) for name, found in times.items()}
+        memory = {name: " ".join(f"{each[0][name] / 2**30:.1f}" for each in every) for name in steps}
+        tokens = rows * self.arguments.sequence
+        return (
+            f"{self.family:10} {tokens / middle['ours']:8,.0f} {tokens / middle['torch']:8,.0f} "
+            f"{middle['torch'] / middle['ours']:6.3f}   {memory['ours']:11} {memory['torch']:11}  "
+            f"{every[-1][1]['ours']:.3f} {every[-1][1]['torch']:.3f}  {first['ours']:.0f} s {first['torch']:.0f} s"
+        )
+
+
+def _wait() -> None:
+    torch.cuda.synchronize()
+    c10d.barrier()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--pipeline", default="interleaved", choices=["interleaved", "simple", "zero_bubble"])
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatch", type=int, default=4, help="sequences in each")
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, default=3, help="steps of each pipeline in a round, after one that does not count"
+    )
+    arguments = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
+    rank, ranks = smp.rank(), smp.size()
+    # Torch's own group: `smdrun` gives no place to meet, so the ranks agree on one.
+    port = smp.allgather(_free_port(), smp.WORLD)[0]
+    smp.shutdown()
+    store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
+    c10d.init_process_group(
+        "nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", torch.cuda.current_device())
+    )
+    if rank == 0:
+        print(
+            f"{ranks} x {torch.cuda.get_device_name()}, {arguments.microbatches} microbatches of {arguments.microbatch} x "
+            f"{arguments.sequence}, {arguments.pipeline}, {arguments.rounds} rounds\n"
+            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  losses  until the fourth step",
+            flush=True,
+        )
+    for family in arguments.families:
+        line = Bench(family, arguments).run()
+        if rank == 0:
+            print(line, flush=True)
+        smp.shutdown()
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+    _wait()
+    c10d.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
