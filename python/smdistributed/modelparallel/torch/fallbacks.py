@@ -13,7 +13,6 @@ import torch
 
 import smdistributed
 from smdistributed import _core
-from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import SMPUsageError
 
 _OURS = str(Path(smdistributed.__file__).parent)
@@ -65,12 +64,7 @@ class Fallbacks:
 
 
 def _is_strict() -> bool:
-    try:
-        text = _core.setting("SMD_STRICT_PIPELINE")
-    except errors.InvalidArgumentError:
-        # A core that was built before the setting existed.
-        return False
-    return text.lower() not in ("", "0", "false", "no", "off")
+    return _core.setting("SMD_STRICT_PIPELINE").lower() not in ("", "0", "false", "no", "off")
 
 
 def call_site() -> str:

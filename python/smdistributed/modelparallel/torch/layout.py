@@ -62,10 +62,6 @@ class Layout:
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
-        #: Of each task: the values that come out, and those that go in.
-        self._flow: list[tuple[list[int], list[int]]] = []
-        #: Values on which a seed depends, once that is known: no gradient comes back of others, not even zeros.
-        self._needed: set[int] | None = None
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
@@ -73,9 +69,6 @@ class Layout:
         new = tasks[start:]
         added = self._core.extend([_row(task) for task in new], early)
         self._look()
-        self._flow += [
-            ([value.index for value in task.outputs], [value.index for value in task.inputs]) for task in new
-        ]
         for task in new:
             self.values += task.outputs
             if task.writes and writes_parameter(task):
@@ -91,7 +84,6 @@ class Layout:
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
         """The values of a task that was added before anybody knew them; returns its stage."""
         self.values += outputs
-        self._flow[task][0].extend(value.index for value in outputs)
         return self._core.adopt(task, _makes(outputs))
 
     def stage_of(self, value: int) -> int:
@@ -101,12 +93,7 @@ class Layout:
     def finish(self, seeds: Iterable[int], returned: Iterable[int]) -> None:
         """Says what is needed after the forwards."""
         self.returned = sorted(set(returned))
-        seeds = list(seeds)
-        self._core.finish(seeds, self.returned)
-        self._needed = needed = set(seeds)
-        for outputs, inputs in reversed(self._flow):
-            if not needed.isdisjoint(outputs):
-                needed.update(inputs)
+        self._core.finish(list(seeds), self.returned)
         self._look()
         self._find_state()
 
@@ -156,11 +143,6 @@ class Layout:
 
     def _look(self) -> None:
         self.stages = [Stage(*row) for row in self._core.stages()]
-        if self._needed is None:
-            return
-        for stage in self.stages:
-            for taker, values in stage.returning.items():
-                stage.returning[taker] = [value for value in values if value in self._needed]
 
 
 def _row(task: Task) -> tuple:
