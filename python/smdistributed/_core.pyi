@@ -116,9 +116,23 @@ def plan_gradients(
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
 
+def tell_replica(what: str, checksum: int, ranks: Sequence[int], remedy: str, is_final: bool) -> None:
+    """Tells the other ranks a checksum of the variables `what` that this rank is about to train with `ranks`. If ranks have others,
+    the first of them warns with the call `remedy`: at once if `is_final`, else in the second step if nothing was broadcast until then."""
+
+def note_broadcast() -> None:
+    """Variables are broadcast, so ranks train from the same values."""
+
+def begin_step(name: str) -> None:
+    """A step of a reduction that the core does not see as one begins."""
+
+def start_mpi() -> bool:
+    """Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
+    whether any thread may call MPI."""
+
 def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
     """Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive` or `wait`; `takes` are the stages whose values it needed.
+    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the pipeline); `takes` are the stages whose values it needed.
 
     # Errors
     `ValueError` for another kind."""

@@ -321,7 +321,9 @@ def _without_a_group_body():
     ddp = wrapped()
     state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=0.5)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.distributed.optim.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    from torch.distributed import optim
+
+    optimizer = optim.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for _ in range(4):
         step(ddp)
         _same_on_all(torch, ddp)

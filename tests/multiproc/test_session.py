@@ -353,7 +353,8 @@ def fork_children():
         reading, writing = os.pipe()
         if os.fork() == 0:
             try:
-                _core.rank()
+                assert _core.rank() == 1
+                _core.barrier()
             except Exception as error:
                 os.write(writing, f"{type(error).__name__}: {error}".encode())
             _core.shutdown()

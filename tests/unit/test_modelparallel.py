@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import types
 
 import pytest
@@ -516,7 +515,7 @@ def test_parents_start_what_is_on_other_partitions_nowhere():
 
 def test_what_is_gathered_on_the_host_stays_there():
     tensor = torch.arange(4.0)
-    key = (0, tensor.shape, tensor.dtype, "cuda", None)
-    unpickler = communication._Unpickler(io.BytesIO(), [tensor.view(torch.uint8)], on_host=True)
-    assert torch.equal(unpickler.persistent_load(key), tensor)
-    assert unpickler.persistent_load(key).device.type == "cpu"
+    key = (0, (4,), "torch.float32", "cuda", None)
+    contents = [tensor.view(torch.uint8)]
+    assert torch.equal(communication._tensor(contents, True, key), tensor)
+    assert communication._tensor(contents, True, key).device.type == "cpu"
