@@ -6,7 +6,7 @@ whatever would need the numbers goes through the recording.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -113,6 +113,12 @@ class Handle(torch.Tensor):
         self.value = value
         self.recording = recording
         return self
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """PyTorch does not offer this method to function modes."""
+        raise SMPUsageError(
+            "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new tensor instead"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents

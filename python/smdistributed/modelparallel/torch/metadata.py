@@ -183,8 +183,10 @@ class Outcomes:
             UnknownOutcomeError: What comes out follows from numbers.
             Exception: The call itself fails, whatever the numbers are.
         """
+        wants_gradients = torch.is_grad_enabled()
         try:
-            with self._mode:
+            # Tensors of inference mode have no versions; tasks run without gradients instead.
+            with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
                 return self._outcome(call, args, kwargs, meta_of, is_module, held)
         except UnknownOutcomeError:
             raise

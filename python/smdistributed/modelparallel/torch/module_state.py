@@ -155,8 +155,10 @@ class ModuleState:
         try:
             yield
         finally:
-            for (_, name), (owner, _, tensors) in self._outputs.items():
-                owner.__dict__[name] = tensors
+            for key, (owner, _, tensors) in self._outputs.items():
+                # The next tasks begin with what these have left.
+                self._outputs[key] = (owner, _value(owner, key[1]), tensors)
+                owner.__dict__[key[1]] = tensors
 
     def _hide(self) -> None:
         for (_, name), (owner, before, tensors) in self._outputs.items():

@@ -42,6 +42,8 @@ def is_object(kind: type) -> bool:
 
 
 def _is_object(kind: type) -> bool:
+    if issubclass(kind, types.SimpleNamespace):
+        return True
     if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, _OPAQUE) or getattr(kind, "_smp_leaf", False):
         return False
     if issubclass(kind, list | dict) or issubclass(kind, tuple | set | frozenset | str | bytes | int | float | complex):
@@ -223,6 +225,8 @@ def _empty(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, list | dict):
         return copy.copy(value)
+    if issubclass(kind, types.SimpleNamespace):
+        return types.SimpleNamespace.__new__(kind)
     return object.__new__(kind)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch import structure
+from smdistributed.modelparallel.torch import masks, structure
 from smdistributed.modelparallel.torch.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.fallbacks import call_site
 from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
@@ -166,6 +166,10 @@ class Recording(TorchFunctionMode):
         return type(tensor) is Handle or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in masks.SELECTIONS:
+            selection = masks.with_indices(self, func, args, kwargs)
+            if selection is not None:
+                func, args, kwargs = torch.Tensor.__getitem__, selection, {}
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
@@ -192,6 +196,8 @@ class Recording(TorchFunctionMode):
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` instead"
             )
+        if func is torch.Tensor.register_hook:
+            func = _register_hook
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
@@ -535,6 +541,11 @@ class Recording(TorchFunctionMode):
 
 def _meta_of_leaf(leaf: Any) -> Meta:
     return leaf.meta if isinstance(leaf, Value) else Meta.of(leaf)
+
+
+def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """As the method; a tensor that no backward reaches has no gradient that the hook could see."""
+    return tensor.register_hook(hook) if tensor.requires_grad else None
 
 
 def _itself(value: Any) -> Any:
