@@ -267,8 +267,10 @@ def test_a_damaged_file_is_the_same_error_on_all_ranks(tmp_path):
 
 def _saved_and_damaged(folder):
     smp, model, optimizer = _job()
-    for kind in ("manager", "partial", "full"):
+    for kind in ("partial", "full"):
         _save(smp, model, optimizer, folder, kind, f"t-{kind}")
+    with smp.CheckpointManager(folder, threads=4) as manager:
+        manager.save(1, tag="t-manager")
 
 
 def _before_the_first_step(folder, kind):
@@ -281,13 +283,23 @@ def _before_the_first_step(folder, kind):
     # Other sizes than those that were saved, on the second partition.
     sizes = [(192, 192), (192, 192), (192, 192), (192, 191 if kind != "manager" else 192)]
     model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes)))
+    # Ranks write a file for each of their threads: the one that is damaged may hold the optimizer's state alone, which is read, too.
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     _load(smp, folder, kind, f"t-{kind}")
+    return _error_of_each_step(smp, model, 192)
+
+
+def _error_of_each_step(smp, model, units):
+    """What a division that fails tells in the first step, and in each further one."""
+    import torch
 
     @smp.step
     def step(model, x):
         return model(x)
 
-    return _error(smp, lambda: step(model, torch.ones(2, 192)))
+    texts = {_error(smp, lambda: step(model, torch.ones(2, units))) for _ in range(2)}
+    assert len(texts) == 1, texts
+    return texts.pop()
 
 
 def test_what_does_not_fit_is_the_same_error_when_the_model_is_divided(tmp_path):
@@ -299,6 +311,55 @@ def test_what_does_not_fit_is_the_same_error_when_the_model_is_divided(tmp_path)
     for kind, words in (("manager", "checksum"), ("partial", "has the shape"), ("full", "has the shape")):
         texts = run_ranks(_before_the_first_step, 2, str(tmp_path), kind, launcher=Forked("torch"), timeout=100)
         assert words in texts[0], (kind, texts)
+
+
+def _state_that_does_not_fit():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    for manual in ({}, {"auto_partition": False, "default_partition": 0}):
+        smp.init({"partitions": 2, "microbatches": 1, "ddp": True, **manual})
+        network = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        other = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 7))
+        if manual:
+            smp.set_partition(network[1], 1)
+        model = smp.DistributedModel(network)
+        # The other replica has one that fits.
+        model.load_state_dict(network.state_dict() if smp.dp_rank() == 0 else other.state_dict())
+        text = _error_of_each_step(smp, model, 8)
+        assert "`1.weight` has the shape [7, 8] in the state and [8, 8] in the model" in text, text
+        smp.shutdown()
+
+
+def test_a_state_that_does_not_fit_one_replica_is_the_same_error_on_all_ranks_in_each_step():
+    run_ranks(_state_that_does_not_fit, 4, launcher=Forked("torch"), timeout=100)
+
+
+def _whole_again():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
+    network = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    smp.set_partition(network[1], 1)
+    model = smp.DistributedModel(network)
+
+    @smp.step
+    def step(model, x):
+        return model(x)
+
+    step(model, torch.ones(2, 8))
+    model.cpu()
+    with pytest.raises(smp.exceptions.SMPUsageError, match="no steps after"):
+        step(model, torch.ones(2, 8))
+    # Nothing has divided it again.
+    assert network(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_a_model_that_is_whole_again_is_not_divided_by_a_step():
+    run_ranks(_whole_again, 2, launcher=Forked("torch"), timeout=60)
 
 
 def _contents(folder):

@@ -14,6 +14,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.exceptions import (
     CLASSES,
+    SMPCheckpointError,
     SMPPartitionError,
     SMPUnsupportedError,
     SMPUsageError,
@@ -174,9 +175,15 @@ class DistributedModel(nn.Module):
         return self._placement
 
     def divide_by_hand(self) -> None:
-        """Divides the model if that takes no trace of a call, because the script or a checkpoint says where modules are."""
+        """Divides the model if that takes no trace of a call, because the script or a checkpoint says where modules are. A division
+        that failed in an earlier step goes on where it failed."""
         cfg = state.cfg
-        if self._assignment is not None or not (cfg.auto_partition or (cfg.load_partition and cfg.partition_file)):
+        if self._is_whole:
+            return
+        if self._placement is not None:
+            with self.randomness.own():
+                self._complete_division()
+        elif self._assignment is not None or not (cfg.auto_partition or (cfg.load_partition and cfg.partition_file)):
             with self.randomness.own():
                 self._divide((), {})
 
@@ -209,34 +216,64 @@ class DistributedModel(nn.Module):
     def _settle(self, placement: Placement) -> None:
         """Makes the model what ``placement`` says."""
         groups, cfg = state.groups, state.cfg
-        device = current_device()
         if cfg.partition_file and not cfg.load_partition:
             # First: a file that cannot be written leaves the model whole.
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
-        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
+        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
         self._placement = placement
         if state.optimizer is not None:
             state.optimizer.localize(replaced)
-        for action in self._deferred:
-            action()
-        self._deferred.clear()
+        self._complete_division()
+
+    def _complete_division(self) -> None:
+        """What follows once each rank holds its partition: states that were loaded before, the values of the first replica, the
+        pipeline. What fails here is tried again in the next step, so no step runs without it."""
+        groups, cfg, device = state.groups, state.cfg, current_device()
+        self._run_deferred()
         if groups.data is not None:
             with errors.translated(CLASSES):
                 materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
         if groups.pipe is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
-            self.pipeline = Pipeline(self.module, placement, groups, device, cfg.pipeline, *bounds, self.offloader)
+            self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
+
+    def _run_deferred(self) -> None:
+        """Runs what has waited for the division, in order; an action that fails stays.
+
+        Raises:
+            SMPCheckpointError: An action failed in another replica; the same text on all ranks.
+        """
+        has_replicas = state.groups.data is not None and state.groups.pipe is not None
+        is_left = bool(self._deferred) or has_replicas
+        while is_left:
+            failure: Exception | None = None
+            try:
+                for action in self._deferred[:1]:
+                    action()
+                    del self._deferred[0]
+            except Exception as error:
+                failure = error
+            is_left = bool(self._deferred)
+            if has_replicas:
+                # A state is of one replica, and the replicas go on together or not at all.
+                answers = communication.allgather((None if failure is None else str(failure), is_left), CommGroup.WORLD)
+                texts = [text for text, _ in answers if text is not None]
+                if texts and str(failure) != texts[0]:
+                    raise SMPCheckpointError(texts[0]) from failure
+                is_left = any(more for _, more in answers)
+            if failure is not None:
+                raise failure
 
     def divide_as(self, assignment: Mapping[str, int]) -> None:
         """When the model is divided, it is so: module path to partition."""
         self._assignment = dict(assignment)
 
     def when_partitioned(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` when the model has been divided; at once if it has."""
-        if self.is_partitioned:
+        """Runs ``action`` when the model has been divided; at once if it has, and nothing else waits."""
+        if self.is_partitioned and not self._deferred:
             action()
         else:
             self._deferred.append(action)
