@@ -242,11 +242,11 @@ class Executor:
             if isinstance(item, Value):
                 item = self._tensor(item, env)
             else:
-                if isinstance(item, torch.Tensor) and not isinstance(item, Unread) and self._early:
-                    # The body may write to it before the backward.
-                    item = item.clone()
                 if place in changed or (task.outcome is None and type(item) is torch.Tensor):
                     replicated[place] = item = item.clone()
+                elif isinstance(item, torch.Tensor) and not isinstance(item, Unread) and self._early:
+                    # The body may write to it before the backward.
+                    item = item.clone()
             if task.follows:
                 given[id(item)] = place
             return item
