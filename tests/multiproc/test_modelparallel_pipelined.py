@@ -361,3 +361,36 @@ def _mixed_types_body():
 def test_losses_that_promote_types_otherwise_than_fake_tensors():
     for found in run_ranks(_mixed_types_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-6
+
+
+def _masks_body():
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x, mask):
+            x = self.parts[1](self.parts[0](x))
+            # As many numbers come out as the mask of the microbatch says, another count in each of them.
+            loss = x[mask].square().mean() + x.unsqueeze(1)[:, None, ..., mask[0]].sum()
+            loss = loss + x.masked_select(mask[:, :1]).mean() + torch.masked_select(x[0], mask).square().sum()
+            lengths = mask.sum(1)
+            targets = torch.ones(int(lengths.sum()), dtype=torch.int64)
+            steps = torch.full((x.shape[0],), 20)
+            scores = x.log_softmax(1).expand(20, *x.shape)
+            return {"loss": loss + nn.functional.ctc_loss(scores, targets, steps, lengths), "logits": x}
+
+    def batch(step):
+        mask = torch.rand(8, 8, generator=torch.Generator().manual_seed(step)) > 0.5
+        mask[:, 0] = True
+        return {"x": _normal(step), "mask": mask}
+
+    return _steps(Model, batch)
+
+
+def test_selections_by_masks_that_all_ranks_have():
+    for found in run_ranks(_masks_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
+        assert found["difference"] <= 1e-12

@@ -203,23 +203,22 @@ class Outcomes:
         found: Exception, reason: str,
     ) -> Outcome:  # fmt: skip
         """What made-up numbers show (TRY-1)."""
-        outcomes = []
-        for sample in range(trial.SAMPLES):
-            self._numbers = trial.Numbers(sample)
-            try:
-                with trial.random_numbers(sample):
-                    outcomes.append(self._outcome(call, args, kwargs, meta_of, is_module, held))
-            except UnknownOutcomeError:
+        try:
+            outcomes = self._samples(call, args, kwargs, meta_of, is_module, held)
+        except UnknownOutcomeError:
+            raise
+        except Exception as error:
+            if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
+                # It is not for lack of numbers.
                 raise
-            except Exception as error:
-                if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
-                    # It is not for lack of numbers.
-                    raise
-                raise UnknownOutcomeError(
-                    f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
-                ) from error
-            finally:
-                self._numbers = None
+            text = f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
+            try:
+                outcomes = self._samples(call, args, kwargs, meta_of, is_module, held, replicated=True)
+            except Exception:
+                raise UnknownOutcomeError(text) from error
+            if any(meta.shape for meta in outcomes[0].metas):
+                # Replicated tensors of the next microbatch have other numbers, and a shape may follow from these.
+                raise UnknownOutcomeError(text) from error
         first = outcomes[0]
         if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
             # Made-up numbers may agree by chance where a single operation chooses by them; a loss has one number.
@@ -230,6 +229,21 @@ class Outcomes:
         draws = frozenset().union(*(each.draws for each in outcomes))
         return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, observed=True)
 
+    def _samples(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        replicated: bool = False,
+    ) -> list[Outcome]:  # fmt: skip
+        """Some calls with made-up numbers; with ``replicated``, tensors that all ranks have keep theirs (TRY-3)."""
+        outcomes = []
+        for sample in range(trial.SAMPLES):
+            self._numbers = trial.Numbers(sample, replicated)
+            try:
+                with trial.random_numbers(sample):
+                    outcomes.append(self._outcome(call, args, kwargs, meta_of, is_module, held))
+            finally:
+                self._numbers = None
+        return outcomes
+
     def _outcome(
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int]
     ) -> Outcome:
@@ -239,7 +253,7 @@ class Outcomes:
 
         def tensor(leaf: Any) -> torch.Tensor:
             meta = meta_of(leaf)
-            leaves.append(self.fake(meta) if self._numbers is None else self._numbers.tensor(meta))
+            leaves.append(self.fake(meta) if self._numbers is None else self._numbers.of(leaf, meta))
             if getattr(leaf, "parameter", None) is not None:
                 counter.parameter(leaves[-1])
             return leaves[-1]

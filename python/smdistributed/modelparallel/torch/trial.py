@@ -3,6 +3,10 @@
 Routing in a mixture of experts looks at numbers, and what comes out has the same shape whatever they are. So every rank calls the
 module a few times with random numbers, without its parameters: where all calls return the same structure, shapes and types, that is
 the answer (TRY-1). It is checked whenever the task runs (``running.check``). All ranks draw the same numbers (TRY-2).
+
+Some calls accept no made-up numbers, such as a CTC loss, whose lengths have to add up. They are tried again with the numbers of the
+replicated tensors among their arguments, which all ranks have; then only the shape of a scalar is believed, since the replicated
+tensors of the next microbatch have other numbers (TRY-3).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,12 +30,19 @@ class Numbers:
 
     Args:
         sample: Which call; each has other numbers.
+        replicated: Whether replicated tensors keep their own numbers.
     """
 
-    def __init__(self, sample: int) -> None:
-        self._sample = sample
+    def __init__(self, sample: int, replicated: bool = False) -> None:
+        self._sample, self._replicated = sample, replicated
         self._generator = torch.Generator().manual_seed(_SEED + sample)
         self._pools: dict[tuple[torch.dtype, torch.device, bool], torch.Tensor] = {}
+
+    def of(self, leaf: Any, meta: Meta) -> torch.Tensor:
+        """What stands for an argument."""
+        if self._replicated and type(leaf) is torch.Tensor:
+            return leaf.detach().clone().requires_grad_(meta.requires_grad)
+        return self.tensor(meta)
 
     def tensor(self, meta: Meta) -> torch.Tensor:
         """One with memory of its own, which may be changed in place even if it requires a gradient."""
