@@ -105,7 +105,7 @@ class ModuleState:
             SMPUsageError: it has.
         """
         for where, value, content in self._contents:
-            if _content(value, 3) != content:
+            if _differs(content, _content(value, 3)):
                 raise SMPUsageError(
                     f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read after "
                     "that: change it before the step, or assign a changed copy to the attribute"
@@ -198,18 +198,25 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _content(value: Any, depth: int) -> Any:
-    """Equal as long as nobody changes the object, or one in it."""
+    """A description of an object, for :func:`_differs`."""
     if type(value) in _ATOMS:
         return (type(value).__name__, repr(value)) if type(value) is float else value
     if depth == 0 or not _is_mutable(value):
         return id(value)
     if isinstance(value, dict):
-        return (id(value), *((key, _content(item, depth - 1)) for key, item in value.items()))
+        return {key: _content(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list):
-        return (id(value), *(_content(item, depth - 1) for item in value))
+        return [_content(item, depth - 1) for item in value]
     if isinstance(value, set):
-        return (id(value), frozenset(map(id, value)))
-    return (id(value), *((name, _content(item, depth - 1)) for name, item in vars(value).items()))
+        return frozenset(map(id, value))
+    return {name: _content(item, depth - 1) for name, item in vars(value).items()}
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """Whether a content has changed. What was missing or ``None`` and is filled in, as caches are, does not count."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return any(key not in now or (item is not None and _differs(item, now[key])) for key, item in before.items())
+    return before != now
 
 
 def _value(owner: Any, name: str) -> Any:
