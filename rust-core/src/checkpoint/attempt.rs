@@ -104,7 +104,12 @@ impl Attempt {
         let folder = setting.folder();
         if setting.rank > 0 {
             place::check_tag(&setting.tag)?;
-            let expired = |waited| Error::Timeout { during: setting.during(), waited, missing: vec![0], limit: Limit::Checkpoint };
+            let expired = |waited| Error::Timeout {
+                during: setting.during(),
+                waited,
+                missing: vec![0],
+                limit: Limit::Checkpoint,
+            };
             // An NFS client may have kept that it was not there; opening a folder asks the server.
             let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
             wait_until(timeout, look, is_there, expired)?;
@@ -269,7 +274,12 @@ impl Attempt {
             }
             _ => Ok(false),
         };
-        let expired = |waited| Error::Timeout { during: self.setting.during(), waited, missing: vec![0], limit: Limit::Checkpoint };
+        let expired = |waited| Error::Timeout {
+            during: self.setting.during(),
+            waited,
+            missing: vec![0],
+            limit: Limit::Checkpoint,
+        };
         wait_until(timeout, look, ready, expired)
     }
 
