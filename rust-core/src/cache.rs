@@ -122,7 +122,7 @@ impl Trust {
         let owner = data.uid();
         let is_folder = data.is_dir();
         let is_ours = owner == self.user || owner == 0;
-        if !is_ours && !(is_folder && Some(owner) == self.nameless) {
+        if !(is_ours || is_folder && Some(owner) == self.nameless) {
             return Some(format!("`{shown}` belongs to user {owner}, not to user {} or root", self.user));
         }
         let mode = data.mode() & 0o7777;
