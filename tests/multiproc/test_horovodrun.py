@@ -112,7 +112,8 @@ print("done")
 def test_mpi_is_initialised_for_scripts(own):
     done = mpirun(2, CALLS_MPI.format(own=own))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "done\n" * 2
+    # Ranks share the output, and `print` writes the newline apart: lines of two ranks may run together.
+    assert done.stdout.count("done") == 2, done.stdout
 
 
 def mpirun(count, text, **env):
