@@ -50,7 +50,7 @@ test-rust: ## Run the tests of the Rust crates
 
 test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= goes to pytest
 	$(BOTH) shim-torch shim-tensorflow
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=40 $(ARGS)
 
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
 	$(BIN)/python tests/e2e/install.py

@@ -167,7 +167,7 @@ pub enum Error {
         during: String,
     },
     /// A wait ended at its deadline.
-    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?} before the timeout; {limit}")]
+    #[error("{during} timed out after {waited:.1?}: no sign of rank(s) {missing:?} before the timeout passed; {limit}")]
     Timeout {
         /// The operation.
         during: String,

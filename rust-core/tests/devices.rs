@@ -151,7 +151,12 @@ fn a_closed_group_ends_an_operation_that_no_other_member_calls() {
     }
     let (fake, group) = (Fake::new(), group(1, 2, Duration::from_secs(1)));
     group.connect();
-    let (stream, start) = (fake.stream(), Instant::now());
+    let stream = fake.stream();
+    // They connect.
+    thread::scope(|scope| {
+        group.members.iter().for_each(|member| drop(scope.spawn(|| all_reduce(member, stream).unwrap())));
+    });
+    let start = Instant::now();
     all_reduce(&group.members[0], stream).unwrap();
     group.members[0].close("the script destroyed the group");
     // As `torch.cuda.synchronize()`: it has no limit of its own.
@@ -198,6 +203,39 @@ fn a_member_that_never_joins_is_named_and_leaves_no_thread_behind() {
     assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
     eventually("the end of NCCL's wait", || fake.live_communicators() == 0);
     eventually("the end of the threads that joined", || threads_called("smd-cuda-join") == 0);
+}
+
+/// NCL-4: a call stays inside of NCCL as long as it connects with the other members.
+#[test]
+fn a_first_operation_that_no_other_member_calls_ends_at_its_limit() {
+    if !has_fake_device("a_first_operation_that_no_other_member_calls_ends_at_its_limit") {
+        return;
+    }
+    let (fake, group) = (Fake::new(), group(4, 2, Duration::from_secs(1)));
+    group.connect();
+    let start = Instant::now();
+    let error = all_reduce(&group.members[0], fake.stream()).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
+    group.members[1].close("the end");
+    eventually("freeing both communicators", || fake.live_communicators() == 0);
+}
+
+#[test]
+fn a_first_operation_ends_when_another_member_dies() {
+    if !has_fake_device("a_first_operation_ends_when_another_member_dies") {
+        return;
+    }
+    let (fake, group) = (Fake::new(), group(5, 2, LIMIT));
+    group.connect();
+    thread::scope(|scope| {
+        let (member, stream) = (&group.members[0], fake.stream());
+        let call = scope.spawn(move || all_reduce(member, stream).unwrap_err());
+        thread::sleep(Duration::from_millis(100));
+        group.monitors[0].report(1, Departure::Died { detail: "killed by signal 9".to_owned() });
+        let error = call.join().unwrap();
+        assert!(matches!(&error, Error::PeerFailed { rank: 1, .. }), "{error}");
+    });
 }
 
 /// NCL-2: the fake ends the process where a thread uses a communicator that another thread frees.

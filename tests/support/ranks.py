@@ -169,6 +169,11 @@ class Job:
         env: dict[str, str],
         timeout: float,
     ) -> None:
+        if "SMD_TEST_FOLDER" in os.environ:
+            raise HarnessBrokenError(
+                "a rank starts a job: the script that starts jobs is imported by its ranks and lacks "
+                "`if __name__ == '__main__'`"
+            )
         self.n = n
         self._folder = folder
         self._started = time.monotonic()

@@ -205,6 +205,7 @@ FORGED = {
     "a class that is changed": b"\x80\x04cargparse\nNamespace\nN}\x8c\x01x\x8c\x01ys\x86b.",
     "an object that is called": b"\x80\x04]\x8c\x04true\x85R.",
     "an old form of a call": b"(cposix\nsystem\n\x8c\x04trueo.",
+    "an array without numbers": b"\x80\x04cnumpy\nndarray\n\x8c\x01a\x85\x81.",
     "a module that is not imported": b"\x80\x04cantigravity\nFlyer\n)\x81.",
     "a rebuilt tensor of another function": (
         b"\x80\x04ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nlist\nctorch\nTensor\n)}tR."
@@ -224,6 +225,31 @@ def test_the_bytes_of_a_storage_are_no_way_around():
     data = b"\x80\x04ctorch.storage\n_load_from_bytes\nC" + bytes([len(inner)]) + inner + b"\x85R."
     with pytest.raises(UnsafeObjectError, match="rank 1 sent an object that is not unpickled"):
         unpickling.loads(data, "rank 1")
+
+
+def test_objects_of_a_class_that_the_receiver_supplies():
+    class Local:
+        def __init__(self):
+            self.number = 3
+
+    class Ending(Local):
+        def __del__(self):
+            pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return "class" if isinstance(value, type) else None
+
+    def trip(value):
+        file = io.BytesIO()
+        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return unpickling.loads(file.getvalue(), "rank 1", lambda key: type(value))
+
+    found = trip(Local())
+    assert type(found) is Local
+    assert found.number == 3
+    with pytest.raises(UnsafeObjectError, match="rank 1 sent a pickle that calls type objects"):
+        trip(Ending())
 
 
 @pytest.fixture

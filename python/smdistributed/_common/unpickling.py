@@ -118,8 +118,16 @@ class _Plain(pickle.Unpickler):
 
     def __init__(self, data: bytes, persistent_load: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
-        if persistent_load is not None:
-            self.persistent_load = persistent_load
+        self._look_up = persistent_load
+
+    def persistent_load(self, key: Any) -> Any:
+        if self._look_up is None:
+            return super().persistent_load(key)
+        value = self._look_up(key)
+        if callable(value):
+            # A pickle may call it.
+            raise _HasNamesError
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
         raise _HasNamesError
@@ -222,8 +230,19 @@ class _Careful(pickle._Unpickler):  # type: ignore[misc]
         cls = self.stack.pop()
         self.append(self._made(cls, arguments, keywords))
 
+    def load_binpersid(self) -> None:
+        super().load_binpersid()
+        value = self.stack[-1]
+        # A class that this process supplies itself, for which there may be no name.
+        if isinstance(value, type) and not hasattr(value, "__del__"):
+            self._known.setdefault(id(value), _Trust.DATA)
+            self._kept.append(value)
+
     def _made(self, cls: Any, arguments: Any, keywords: Any) -> Any:
-        if self._trust(cls) is not _Trust.DATA:
+        trust = self._trust(cls)
+        if trust is _Trust.NAME:
+            raise self._refusal_of(cls, "it is made by a call")
+        if trust is _Trust.CALL:
             return cls.__new__(cls, *arguments, **keywords)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             # Its own `__new__` takes the fields one by one, and may be the user's.
@@ -259,6 +278,7 @@ class _Careful(pickle._Unpickler):  # type: ignore[misc]
         raise UnsafeObjectError(f"{self._sender} sent a pickle in a form that no rank of this library sends")
 
     dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.BINPERSID[0]] = load_binpersid
     dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
     dispatch[pickle.BUILD[0]] = load_build

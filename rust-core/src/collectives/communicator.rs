@@ -38,7 +38,7 @@ use super::window::Window;
 use super::{Beside, Group, ReduceOp, Request, algorithms, arrival, rows};
 use crate::buffer::{DType, Device, TensorView};
 use crate::config;
-use crate::device::nccl::Comm;
+use crate::device::nccl::Parent;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
 use crate::transport::{Members, Transport, Wait};
@@ -291,7 +291,7 @@ impl Communicator {
     ///
     /// # Errors
     /// As [`Communicator::run`].
-    pub(crate) fn split_devices(&self, side: Side) -> Result<Option<Comm>> {
+    pub(crate) fn split_devices(&self, side: Side) -> Result<Option<Parent>> {
         if !self.shared.cuda.was_used() {
             return Ok(None);
         }
@@ -309,7 +309,7 @@ impl Communicator {
     }
 
     /// What the first operation on CUDA tensors begins with instead of a communicator of its own making.
-    pub(crate) fn plant(&self, seed: Comm) {
+    pub(crate) fn plant(&self, seed: Parent) {
         self.shared.cuda.plant(seed);
     }
 

@@ -2,21 +2,24 @@
 //!
 //! - NCL-1: the library is the one that a framework has loaded, if one has. Two copies in a process would each take
 //!   memory, and settings of the one would not reach the other.
-//! - NCL-2: every use of a communicator holds its lock. [`Comm::abort`] and [`Comm::close`] take the handle out under the
-//!   lock before they free the communicator, so no thread passes a freed one to NCCL.
-//! - NCL-3: communicators are non-blocking (`ncclConfig_t::blocking` is 0). NCCL waits for the other members on threads of
-//!   its own and every call returns at once, so the lock is held briefly. The caller polls with [`Comm::settle`], which
-//!   ends when its `check` says so; [`Comm::abort`] then ends NCCL's threads.
+//! - NCL-2: every use of a communicator holds its lock. What frees one takes the handle out under the lock first, so no thread
+//!   passes a freed one to NCCL.
+//! - NCL-3: members join in non-blocking communicators ([`Parent`], `ncclConfig_t::blocking` is 0): NCCL waits for the others on
+//!   threads of its own, the caller polls, and an abort ends the wait.
+//! - NCL-4: operations run on a blocking communicator, since a non-blocking one starts a thread for each operation (44 to 94 us
+//!   of the caller's time, against 7). A call may stay inside of NCCL while it connects to other members. It is a split of a
+//!   non-blocking communicator with `splitShare`, so that both have one abort flag: [`Comm::abort`] aborts that one, which no
+//!   thread uses, the call returns with an error, and then nothing holds the lock.
 
 use std::cell::Cell;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::nccl::sys::{self, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use libloading::os::unix::Library;
-use parking_lot::ReentrantMutex;
+use parking_lot::{Mutex, ReentrantMutex};
 
 use super::driver::{Context, relaxed};
 use super::ending;
@@ -31,9 +34,7 @@ const IN_PROGRESS: c_int = 7;
 const UNSET: c_int = c_int::MIN;
 /// The color of a member that gets no communicator.
 const NO_COLOR: c_int = -1;
-/// How long [`Comm::settle`] polls without sleeping. A launch takes NCCL some 20 us; a sleep would add to that.
-const POLL_TIME: Duration = Duration::from_millis(2);
-/// The sleep between two polls after that.
+/// The sleep between two looks at what NCCL's threads, or one of ours, are doing.
 const POLL_NAP: Duration = Duration::from_micros(200);
 
 /// The host that NCCL takes this process to be on, if its variable `NCCL_HOSTID` says so. NCCL refuses two ranks of one host on one device;
@@ -92,6 +93,25 @@ struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+}
+
+impl Config {
+    /// Of a communicator whose calls wait for what they ask for.
+    const BLOCKING: Self = Self {
+        size: size_of::<Self>(),
+        magic: 0xcafe_beef,
+        version: 21800,
+        blocking: 1,
+        cga_cluster_size: UNSET,
+        min_ctas: UNSET,
+        max_ctas: UNSET,
+        net_name: std::ptr::null(),
+        split_share: 0,
+    };
+    /// Of one that runs no operations, and so needs no more than one channel.
+    const PARENT: Self = Self { blocking: 0, min_ctas: 1, max_ctas: 1, ..Self::BLOCKING };
+    /// Of one whose splits share its abort flag; they also share its channels.
+    const SHARED: Self = Self { blocking: 0, split_share: 1, ..Self::BLOCKING };
 }
 
 /// The loaded library.
@@ -167,7 +187,7 @@ pub fn describe() -> Result<String> {
 
 impl Nccl {
     fn check(&self, answer: c_int, comm: ncclComm_t, doing: impl FnOnce() -> String) -> Result<()> {
-        // What is in progress is waited for by `Comm::settle`.
+        // What is in progress is waited for by `Parent::settle`.
         if answer == SUCCESS || answer == IN_PROGRESS {
             return Ok(());
         }
@@ -225,18 +245,61 @@ struct Handle(Cell<ncclComm_t>);
 // SAFETY: NCCL accepts calls for a communicator from any thread, one at a time, which the mutex around it sees to.
 unsafe impl Send for Handle {}
 
-/// This process's member of a group. Dropped without [`Comm::close`] or [`Comm::abort`] it stays until the process
-/// ends: both may wait, which a drop must not.
+/// Runs `call` with a communicator's handle, under its lock.
+fn call(
+    handle: &Handle,
+    context: &Context,
+    name: &str,
+    call: impl FnOnce(&Functions, ncclComm_t) -> c_int,
+) -> Result<()> {
+    let nccl = nccl()?;
+    let raw = handle.0.get();
+    if raw.is_null() {
+        return Err(Error::Closed { reason: "the communicator was ended".into() });
+    }
+    // The text of an error is read under the lock, too.
+    nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", context.device()))
+}
+
+/// Asks for what NCCL's threads have found, and whether they are at work still.
+fn state(handle: &Handle, context: &Context, during: &str) -> Result<bool> {
+    let mut state = SUCCESS;
+    // SAFETY: the communicator exists, and `state` is valid for the write.
+    call(handle, context, during, |nccl, comm| match unsafe { (nccl.ncclCommGetAsyncError)(comm, &mut state) } {
+        SUCCESS => state,
+        error => error,
+    })?;
+    Ok(state == IN_PROGRESS)
+}
+
+/// Frees a communicator with `how`, which `handle` has no more.
+fn free(
+    handle: &Handle,
+    context: &'static Context,
+    how: impl FnOnce(&Functions) -> unsafe extern "C" fn(ncclComm_t) -> c_int,
+) {
+    let raw = handle.0.replace(std::ptr::null_mut());
+    let (Ok(nccl), false) = (nccl(), raw.is_null()) else { return };
+    let Ok(_entered) = context.enter() else { return };
+    // SAFETY: the handle was taken out under the lock, so no other thread uses or frees the communicator.
+    let answer = relaxed(|| unsafe { how(&nccl.functions)(raw) });
+    // Nobody can be told of an error.
+    if answer != SUCCESS && answer != IN_PROGRESS {
+        tracing::debug!("a communicator of `cuda:{}` ended with NCCL's answer {answer}", context.device());
+    }
+}
+
+/// A non-blocking communicator that runs no operations: groups are made out of it, and a [`Comm`]. Dropped without an abort it
+/// stays until the process ends: an abort may wait, which a drop must not.
 #[derive(Debug)]
-pub struct Comm {
-    /// NCL-2. Reentrant, since [`Comm::group`] holds it while its body calls operations.
-    handle: ReentrantMutex<Handle>,
+pub struct Parent {
+    handle: Mutex<Handle>,
     context: &'static Context,
 }
 
-impl Comm {
+impl Parent {
     /// Begins to join a group as member `rank` of `size`, on the device of `context`. Returns at once; nothing but
-    /// [`Comm::settle`] and [`Comm::abort`] may be called before the first has succeeded.
+    /// [`Parent::settle`] and [`Parent::abort`] may be called before the first has succeeded.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
@@ -244,18 +307,7 @@ impl Comm {
         let nccl = nccl()?;
         let too_many = |_| Error::InvalidArgument(format!("a group of {size} is more than NCCL counts"));
         let (rank, size) = (c_int::try_from(rank).map_err(too_many)?, c_int::try_from(size).map_err(too_many)?);
-        let mut config = Config {
-            size: size_of::<Config>(),
-            magic: 0xcafe_beef,
-            version: 21800,
-            // NCL-3.
-            blocking: 0,
-            cga_cluster_size: UNSET,
-            min_ctas: UNSET,
-            max_ctas: UNSET,
-            net_name: std::ptr::null(),
-            split_share: UNSET,
-        };
+        let mut config = Config::PARENT;
         let _entered = context.enter()?;
         let mut raw = std::ptr::null_mut();
         let id = sys::ncclUniqueId { internal: id.0.map(|byte| byte as c_char) };
@@ -269,12 +321,17 @@ impl Comm {
     }
 
     fn new(raw: ncclComm_t, context: &'static Context) -> Self {
-        Self { handle: ReentrantMutex::new(Handle(Cell::new(raw))), context }
+        Self { handle: Mutex::new(Handle(Cell::new(raw))), context }
+    }
+
+    /// The device's context.
+    pub fn context(&self) -> &'static Context {
+        self.context
     }
 
     /// Divides the members: those that give the same color become one of a communicator of their own, in the order of their
-    /// keys; who gives none gets none. All members call it, at the same place of the order of their operations, none of
-    /// which is under way. Waits for all of them until `check` fails; this communicator is of no use then and must be aborted.
+    /// keys; who gives none gets none. All members call it at the same place of their programs. Waits for all of them until
+    /// `check` fails; this communicator is of no use then and must be aborted.
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Closed`] after the communicator's end; those of `check`.
@@ -283,6 +340,19 @@ impl Comm {
         color_and_key: Option<(usize, usize)>,
         mut check: impl FnMut() -> Result<()>,
     ) -> Result<Option<Self>> {
+        let Some(raw) = self.divide(color_and_key, Config::PARENT, &mut check)? else { return Ok(None) };
+        let new = Self::new(raw, self.context);
+        new.settle("joining a group made out of another one", check).inspect_err(|_| new.abort())?;
+        Ok(Some(new))
+    }
+
+    /// The handle of a new communicator, which has not settled if it is non-blocking.
+    fn divide(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+        config: Config,
+        check: impl FnMut() -> Result<()>,
+    ) -> Result<Option<ncclComm_t>> {
         let count = |number| c_int::try_from(number).map_err(|_| Error::Internal(format!("{number} ranks of NCCL's")));
         let (color, key) = match color_and_key {
             Some((color, key)) => (count(color)?, count(key)?),
@@ -290,22 +360,78 @@ impl Comm {
         };
         let _entered = self.context.enter()?;
         // NCCL writes the new handle from a thread of its own, until this communicator has settled.
-        let made = Box::into_raw(Box::new(std::ptr::null_mut()));
+        let place = Box::into_raw(Box::new((std::ptr::null_mut(), config)));
         self.call("making a group out of another one", |nccl, comm| {
-            let inherited = std::ptr::null_mut();
-            // SAFETY: `made` is valid for the write, the communicator exists and its device is current.
-            relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, made, inherited) })
+            // SAFETY: `place` is valid for the writes, the communicator exists and its device is current.
+            relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, &raw mut (*place).0, &raw mut (*place).1) })
         })?;
         // On failure the box is leaked: a thread of NCCL may write to it until the abort.
-        self.settle("making a group out of another one", &mut check)?;
+        self.settle("making a group out of another one", check)?;
         // SAFETY: the pointer came from a box, and NCCL does not write to it any more.
-        let raw = *unsafe { Box::from_raw(made) };
-        if raw.is_null() {
-            return Ok(None);
+        let raw: ncclComm_t = unsafe { Box::from_raw(place) }.0;
+        Ok((!raw.is_null()).then_some(raw))
+    }
+
+    /// Waits until NCCL's threads have done what the last call asked for. Looks at `check` meanwhile, and ends with its error.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Closed`] once another thread has ended the communicator; those of `check`.
+    pub fn settle(&self, during: &str, mut check: impl FnMut() -> Result<()>) -> Result<()> {
+        while state(&self.handle.lock(), self.context, during)? {
+            check()?;
+            std::thread::sleep(POLL_NAP);
         }
-        let new = Self::new(raw, self.context);
-        new.settle("joining a group made out of another one", check).inspect_err(|_| new.abort())?;
-        Ok(Some(new))
+        Ok(())
+    }
+
+    /// Ends what NCCL's threads do for the communicator, and frees it. Does nothing the second time.
+    pub fn abort(&self) {
+        free(&self.handle.lock(), self.context, |functions| functions.ncclCommAbort);
+    }
+
+    fn call(&self, name: &str, function: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
+        call(&self.handle.lock(), self.context, name, function)
+    }
+}
+
+/// This process's member of a group, which runs operations. Dropped without [`Comm::close`] or [`Comm::abort`] it stays until
+/// the process ends: both may wait, which a drop must not.
+#[derive(Debug)]
+pub struct Comm {
+    /// Reentrant, since [`Comm::group`] holds it while its body calls operations.
+    operations: ReentrantMutex<Handle>,
+    /// Shares its abort flag with `operations` (NCL-4).
+    stop: Parent,
+    /// What other groups are made out of.
+    parent: Parent,
+    context: &'static Context,
+}
+
+impl Comm {
+    /// The communicator for the operations of the group that `parent` has joined as its member `rank`. All members call it. Waits
+    /// for them until `check` fails.
+    ///
+    /// # Errors
+    /// [`Error::Device`], or that of `check`, with what is left to abort.
+    pub fn open(
+        parent: Parent,
+        rank: usize,
+        mut check: impl FnMut() -> Result<()>,
+    ) -> std::result::Result<Self, (Vec<Parent>, Error)> {
+        let context = parent.context;
+        let lost = || Error::Internal("NCCL made no communicator for the operations of a group".into());
+        let place = Some((0, rank));
+        let shared = parent.divide(place, Config::SHARED, &mut check).and_then(|raw| raw.ok_or_else(lost));
+        let stop = match shared {
+            Ok(raw) => Parent::new(raw, context),
+            Err(error) => return Err((vec![parent], error)),
+        };
+        let joined = stop.settle("joining a group", &mut check);
+        let made = joined.and_then(|()| stop.divide(place, Config::BLOCKING, &mut check));
+        match made.and_then(|raw| raw.ok_or_else(lost)) {
+            Ok(raw) => Ok(Self { operations: ReentrantMutex::new(Handle(Cell::new(raw))), stop, parent, context }),
+            Err(error) => Err((vec![stop, parent], error)),
+        }
     }
 
     /// The device's context.
@@ -313,44 +439,56 @@ impl Comm {
         self.context
     }
 
-    /// Waits until NCCL's threads have done what the last call asked for: connected the members, or queued the operation.
-    /// Looks at `check` meanwhile, and ends with its error.
+    /// See [`Parent::split`].
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Closed`] once another thread has ended the communicator; those of `check`.
-    pub fn settle(&self, during: &str, mut check: impl FnMut() -> Result<()>) -> Result<()> {
-        let start = Instant::now();
-        while !self.is_settled(during)? {
-            if start.elapsed() < POLL_TIME {
-                std::thread::yield_now();
-            } else {
-                check()?;
+    /// As there.
+    pub fn split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+        check: impl FnMut() -> Result<()>,
+    ) -> Result<Option<Parent>> {
+        self.parent.split(color_and_key, check)
+    }
+
+    /// What has gone wrong behind the back of the calls, if something has. Nothing is known while a call is under way.
+    pub fn async_error(&self) -> Option<Error> {
+        let handle = self.operations.try_lock()?;
+        // A communicator that another thread ends has no error of its own.
+        state(&handle, self.context, "communicating").err().filter(|error| !matches!(error, Error::Closed { .. }))
+    }
+
+    /// Runs `body`, whose calls may stay inside of NCCL for as long as a member does not come, on a thread of its own. When `check`
+    /// fails, the communicator is aborted, which brings `body` back.
+    ///
+    /// # Errors
+    /// Those of `check` and `body`.
+    pub fn interruptible<T: Send>(
+        &self,
+        mut check: impl FnMut() -> Result<()>,
+        body: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
+        std::thread::scope(|scope| {
+            let body = || {
+                let _entered = self.context.enter()?;
+                body()
+            };
+            let thread = std::thread::Builder::new().name("smd-cuda-call".into()).spawn_scoped(scope, body);
+            let thread = thread.map_err(|error| Error::io("starting a thread for NCCL", error))?;
+            while !thread.is_finished() {
+                check().inspect_err(|_| self.abort())?;
                 std::thread::sleep(POLL_NAP);
             }
-        }
-        Ok(())
+            thread.join().unwrap_or_else(|_| Err(Error::Internal("a thread that calls NCCL panicked".into())))
+        })
     }
 
-    fn is_settled(&self, during: &str) -> Result<bool> {
-        let mut state = SUCCESS;
-        // SAFETY: the communicator exists, and `state` is valid for the write.
-        self.call(during, |nccl, comm| match unsafe { (nccl.ncclCommGetAsyncError)(comm, &mut state) } {
-            SUCCESS => state,
-            error => error,
-        })?;
-        Ok(state != IN_PROGRESS)
-    }
-
-    /// What has gone wrong behind the back of the calls, if something has.
-    pub fn async_error(&self) -> Option<Error> {
-        // A communicator that another thread ends has no error of its own.
-        self.is_settled("communicating").err().filter(|error| !matches!(error, Error::Closed { .. }))
-    }
-
-    /// Ends every operation, here and on the device, and frees the communicator, whatever another thread does with it
-    /// (NCL-2). Waits for the device to stop. Does nothing the second time.
+    /// Ends every operation, here and on the device, and frees the communicator, whatever another thread does with it (NCL-4).
+    /// Waits for the device to stop. Does nothing the second time.
     pub fn abort(&self) {
-        self.end(|functions| functions.ncclCommAbort);
+        self.stop.abort();
+        free(&self.operations.lock(), self.context, |functions| functions.ncclCommAbort);
+        self.parent.abort();
     }
 
     /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do the
@@ -360,11 +498,15 @@ impl Comm {
     /// # Errors
     /// What ended the wait.
     pub fn close(&self, check: impl FnMut() -> Result<()>) -> Result<()> {
-        let during = "closing a group";
         // SAFETY: the communicator exists.
-        let begun = self.call(during, |nccl, comm| unsafe { (nccl.ncclCommFinalize)(comm) });
-        match begun.and_then(|()| self.settle(during, check)) {
-            Ok(()) => self.end(|functions| functions.ncclCommDestroy),
+        let finalize = |nccl: &Functions, comm| relaxed(|| unsafe { (nccl.ncclCommFinalize)(comm) });
+        match self.interruptible(check, || self.call("closing a group", finalize)) {
+            Ok(()) => {
+                free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
+                // These have run nothing that others wait for.
+                self.stop.abort();
+                self.parent.abort();
+            }
             Err(Error::Closed { .. }) => {}
             Err(error) => {
                 self.abort();
@@ -374,27 +516,14 @@ impl Comm {
         Ok(())
     }
 
-    fn end(&self, how: impl FnOnce(&Functions) -> unsafe extern "C" fn(ncclComm_t) -> c_int) {
-        let raw = self.handle.lock().0.replace(std::ptr::null_mut());
-        let (Ok(nccl), false) = (nccl(), raw.is_null()) else { return };
-        let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: the handle was taken out under the lock, so no other thread uses or frees the communicator.
-        let answer = relaxed(|| unsafe { how(&nccl.functions)(raw) });
-        // Nobody can be told of an error.
-        if answer != SUCCESS && answer != IN_PROGRESS {
-            tracing::debug!("a communicator of `cuda:{}` ended with NCCL's answer {answer}", self.context.device());
-        }
-    }
-
-    /// Runs `body`, whose operations become one: they start together and may depend on each other. As after a single
-    /// operation, [`Comm::settle`] comes before the next call.
+    /// Runs `body`, whose operations become one: they start together and may depend on each other.
     ///
     /// # Errors
     /// Those of `body`, [`Error::Device`].
     pub fn group(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let nccl = nccl()?;
         // Held until the group's end: NCCL refers to the communicator until then (NCL-2).
-        let handle = self.handle.lock();
+        let handle = self.operations.lock();
         // SAFETY: no preconditions.
         let answer = unsafe { (nccl.functions.ncclGroupStart)() };
         nccl.check(answer, handle.0.get(), || "starting a group of operations".into())?;
@@ -404,19 +533,11 @@ impl Comm {
         outcome.and_then(|()| nccl.check(answer, handle.0.get(), || "starting operations of a group".into()))
     }
 
-    fn call(&self, name: &str, call: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
-        let nccl = nccl()?;
-        // Held while the error's text is read, too.
-        let handle = self.handle.lock();
-        let raw = handle.0.get();
-        if raw.is_null() {
-            return Err(Error::Closed { reason: "the communicator was ended".into() });
-        }
-        nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", self.context.device()))
+    fn call(&self, name: &str, function: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
+        call(&self.operations.lock(), self.context, name, function)
     }
 
-    /// Queues `output = op over members (input)`. The stream has it once [`Comm::settle`] has returned, which comes before
-    /// the next call.
+    /// Queues `output = op over members (input)`. Waits for the members where NCCL is not connected with them yet.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for what NCCL does not reduce, [`Error::Device`].

@@ -2,7 +2,8 @@
 // work; a collective is done when all members have called it, or when its communicator is aborted.
 //
 // NCCL's rules for callers are checked: a communicator is used by one thread at a time, never after it was freed, and
-// not before the last call has settled. Whoever breaks one ends the process with a text.
+// not before the last call has settled. Whoever breaks one ends the process with a text. The first operation of a
+// blocking communicator connects with the other members: it stays inside until they come, or until an abort.
 
 #include <pthread.h>
 #include <stdint.h>
@@ -12,10 +13,10 @@
 #include <unistd.h>
 
 enum { CUDA_SUCCESS = 0, CUDA_NOT_READY = 600 };
-enum { NCCL_SUCCESS = 0, NCCL_INVALID_USAGE = 5, NCCL_IN_PROGRESS = 7 };
+enum { NCCL_SUCCESS = 0, NCCL_INTERNAL = 3, NCCL_INVALID_USAGE = 5, NCCL_IN_PROGRESS = 7 };
 enum { MAX_CALLS = 1 << 16, MAX_MEMBERS = 8, ALIVE = 0x636f6d6d, DEAD = 0x64656164 };
-// Looks at a communicator until what it was asked for is under way: a caller that does not wait for that records an event
-// too early.
+// Looks at a communicator until what it was asked for is under way: a caller that does not wait for that records an
+// event too early.
 enum { POLLS = 3 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -29,17 +30,28 @@ static void broken(const char* rule) {
 
 typedef struct {
   char id[128];
-  int size, joined, finalized, splits;
+  int size, joined, connected, finalized, splits;
   int arrived[MAX_CALLS];
 } Job;
+
+typedef struct {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga_cluster_size, min_ctas, max_ctas;
+  const char* net_name;
+  int split_share;
+} Config;
 
 typedef struct Comm {
   unsigned magic;
   int in_use;
   Job* job;
-  int rank, polls, calls, finalizing, aborted;
+  int rank, polls, calls, finalizing, aborted, blocking, shares;
+  // Of this communicator, or of the one that it was split off and shares with.
+  int* abort_flag;
   // A split that is under way.
   struct Comm** child;
+  Config config;
   int color, key;
   struct Stream* stream;
 } Comm;
@@ -135,12 +147,6 @@ typedef struct {
   char internal[128];
 } Id;
 
-typedef struct {
-  size_t size;
-  unsigned magic, version;
-  int blocking;
-} Config;
-
 static __thread int depth;
 
 // Enters a call for a communicator; the lock is not held, so that calls of two threads would meet.
@@ -171,8 +177,11 @@ static Job* find(const char* id, int size) {
   return NULL;
 }
 
-static Comm* make(const char* id, int size, int rank) {
+static Comm* make(const char* id, int size, int rank, const Config* config, int* abort_flag) {
   Comm* comm = calloc(1, sizeof(Comm));
+  comm->blocking = config->blocking;
+  comm->shares = config->split_share == 1;
+  comm->abort_flag = abort_flag != NULL ? abort_flag : calloc(1, sizeof(int));
   comm->magic = ALIVE;
   comm->job = find(id, size);
   comm->rank = rank;
@@ -194,7 +203,7 @@ int ncclGetUniqueId(Id* id) {
 
 int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, Config* config) {
   pthread_mutex_lock(&lock);
-  *comm = make(id.internal, size, rank);
+  *comm = make(id.internal, size, rank, config, NULL);
   (*comm)->polls = POLLS;
   Job* job = (*comm)->job;
   while (config->blocking && job->joined < size) {
@@ -216,7 +225,9 @@ static int advance(Comm* comm) {
     char id[128] = {0};
     snprintf(id, sizeof id, "%.90s/%d/%d", comm->job->id, comm->job->splits, comm->color);
     // All members get the color in the tests.
-    *comm->child = comm->color < 0 ? NULL : make(id, comm->job->size, comm->key);
+    *comm->child = comm->color < 0
+                       ? NULL
+                       : make(id, comm->job->size, comm->key, &comm->config, comm->shares ? comm->abort_flag : NULL);
     comm->child = NULL;
   }
   if (comm->polls > 0 && --comm->polls == 0 && comm->stream != NULL) {
@@ -235,7 +246,30 @@ int ncclCommGetAsyncError(Comm* comm, int* state) {
   return leave(comm, NCCL_SUCCESS);
 }
 
+static int queue_blocking(Comm* comm, void* stream) {
+  int answer = NCCL_SUCCESS;
+  enter(comm);
+  pthread_mutex_lock(&lock);
+  if (comm->calls == 0) {
+    comm->job->connected += 1;
+    while (comm->job->connected < comm->job->size && !*comm->abort_flag) {
+      pthread_mutex_unlock(&lock);
+      usleep(200);
+      pthread_mutex_lock(&lock);
+    }
+  }
+  if (*comm->abort_flag) {
+    answer = NCCL_INTERNAL;
+  } else if (comm->calls < MAX_CALLS) {
+    of(stream)->last = (Work){comm, comm->calls};
+    comm->job->arrived[comm->calls++] += 1;
+  }
+  pthread_mutex_unlock(&lock);
+  return leave(comm, answer);
+}
+
 static int queue(Comm* comm, void* stream) {
+  if (comm->blocking) return queue_blocking(comm, stream);
   enter(comm);
   pthread_mutex_lock(&lock);
   int is_settled = comm->polls == 0 && comm->job->joined == comm->job->size;
@@ -270,13 +304,13 @@ int ncclRecv(void* out, size_t count, int type, int peer, Comm* comm, void* stre
   return (void)out, (void)count, (void)type, (void)peer, queue(comm, stream);
 }
 int ncclGroupStart(void) { return ++depth, NCCL_SUCCESS; }
-int ncclGroupEnd(void) { return --depth, NCCL_IN_PROGRESS; }
+int ncclGroupEnd(void) { return --depth, NCCL_SUCCESS; }
 
 int ncclCommSplit(Comm* comm, int color, int key, Comm** child, Config* config) {
-  (void)config;
   enter(comm);
   pthread_mutex_lock(&lock);
   comm->child = child;
+  comm->config = *config;
   comm->color = color;
   comm->key = key;
   comm->polls = POLLS;
@@ -290,12 +324,19 @@ int ncclCommFinalize(Comm* comm) {
   pthread_mutex_lock(&lock);
   comm->finalizing = 1;
   comm->job->finalized += 1;
+  while (comm->blocking && comm->job->finalized < comm->job->size && !*comm->abort_flag) {
+    pthread_mutex_unlock(&lock);
+    usleep(200);
+    pthread_mutex_lock(&lock);
+  }
   pthread_mutex_unlock(&lock);
-  return leave(comm, NCCL_IN_PROGRESS);
+  return leave(comm, comm->blocking ? NCCL_SUCCESS : NCCL_IN_PROGRESS);
 }
 
 // Its memory stays, so that a later use is noticed; the kernels of an aborted one end.
 static int release(Comm* comm, int aborted) {
+  // Before anything else, so that a thread that is inside of a communicator which shares the flag comes back.
+  if (aborted) __atomic_store_n(comm->abort_flag, 1, __ATOMIC_SEQ_CST);
   enter(comm);
   pthread_mutex_lock(&lock);
   __atomic_store_n(&comm->magic, DEAD, __ATOMIC_SEQ_CST);

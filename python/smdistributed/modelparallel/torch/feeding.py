@@ -291,8 +291,16 @@ def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
 def _layouts(
     tensors: Sequence[torch.Tensor], segments: list[_Segment], memory: list[torch.Tensor]
 ) -> tuple[_Layout, ...]:
-    """Divides the memory of tensors into segments; what overlaps is in one (FEED-3)."""
-    ranges = sorted((_range(tensor), place) for place, tensor in enumerate(tensors))
+    """Divides the memory of tensors into segments; what overlaps is in one (FEED-3).
+
+    Segments are in the order of their first tensors: that of their addresses would differ between ranks (FEED-4).
+    """
+    first_uses: dict[int, int] = {}
+    ranges = []
+    for place, tensor in enumerate(tensors):
+        storage, start, stop = _range(tensor)
+        ranges.append(((first_uses.setdefault(storage, place), start, stop), place))
+    ranges.sort()
     found: dict[int, _Layout] = {}
     begin = 0
     while begin < len(ranges):
@@ -322,7 +330,7 @@ def _layouts(
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """A tensor's storage, and the bytes of it from the first element to the last."""
+    """The address of a tensor's storage, and the bytes of it from the first element to the last."""
     if not tensor.numel():
         return -id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

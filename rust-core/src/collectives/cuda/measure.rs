@@ -70,8 +70,7 @@ pub(super) fn measure(
                 // SAFETY: the views are of this device and live long enough, as above.
                 Some(peers) => unsafe { peers.queue(&request, &stream) }.map(drop),
                 // SAFETY: as above.
-                None => unsafe { comm.all_reduce(&view, &view, ReduceOp::Sum, &stream) }
-                    .and_then(|()| comm.settle("timing all-reduces", || wait.check(others))),
+                None => unsafe { comm.all_reduce(&view, &view, ReduceOp::Sum, &stream) },
             }
         };
         let count = (ROUND_BYTES / bytes).clamp(*CALLS.start(), *CALLS.end());
@@ -80,7 +79,11 @@ pub(super) fn measure(
             // The first round warms up, and brings the members together.
             let count = if round == 0 { 1 } else { count };
             let start = Instant::now();
-            let queued = (0..count).try_for_each(|_| one());
+            let queued = match peers {
+                // NCCL connects with the members, and waits for them.
+                None if round == 0 => comm.interruptible(|| wait.check(others), one),
+                _ => (0..count).try_for_each(|_| one()),
+            };
             queued.and_then(|()| arrive(&stream, wait, others)).inspect_err(|_| {
                 if let Some(peers) = peers {
                     peers.abort();

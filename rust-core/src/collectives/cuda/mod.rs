@@ -36,7 +36,7 @@ use super::call::{self, Call};
 use super::{Beside, Request};
 use crate::buffer::Device;
 use crate::config;
-use crate::device::nccl::{self, Comm, UniqueId};
+use crate::device::nccl::{self, Comm, Parent, UniqueId};
 use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Limit, Result};
 use crate::transport::{Members, Wait};
@@ -77,7 +77,7 @@ pub(super) struct Cuda {
     /// Parts so far: the same on all members.
     made: AtomicU64,
     /// What the first part begins with, if it is there (SPL-3).
-    seed: Mutex<Option<Comm>>,
+    seed: Mutex<Option<Parent>>,
     /// CUDA-4.
     failed: OnceLock<Error>,
     /// What suits a reducer, if it was measured.
@@ -267,7 +267,7 @@ impl Cuda {
         let own = self.clone();
         let work = move || {
             // Others may have used theirs.
-            seed.iter().for_each(Comm::abort);
+            seed.iter().for_each(Parent::abort);
             for part in &parts {
                 while own.failed.get().is_none() && !part.landed() {
                     std::thread::sleep(CLOSE_LOOK);
@@ -325,20 +325,16 @@ impl Cuda {
         let fits = seed.as_ref().is_some_and(|seed| seed.context().device() == context.device());
         let id = self.meet(number, context, fits, &wait);
         let (me, size) = (self.members.me, self.members.size());
-        let comm = match (id, seed) {
-            (Ok(None), Some(seed)) => Some(seed),
+        let parent = match (id, seed) {
+            (Ok(None), Some(seed)) => Ok(seed),
             (id, seed) => {
-                seed.iter().for_each(Comm::abort);
-                match id? {
-                    Some(id) => {
-                        let joined = Comm::init(context, id, me, size).and_then(|comm| self.join(comm, &wait, first));
-                        Some(joined.map_err(|error| self.explain(error, first))?)
-                    }
-                    None => None,
-                }
+                seed.iter().for_each(Parent::abort);
+                let lost = || Error::Internal("members agreed on a communicator that is not there".into());
+                Parent::init(context, id?.ok_or_else(lost)?, me, size)
             }
         };
-        let comm = comm.ok_or_else(|| Error::Internal("members agreed on a communicator that is not there".into()))?;
+        let comm = parent.and_then(|parent| self.join(parent, &wait, first));
+        let comm = comm.map_err(|error| self.explain(error, first))?;
         tracing::debug!(
             "group {} has a CUDA part on `cuda:{}` after {:.1?}",
             self.id,
@@ -348,7 +344,7 @@ impl Cuda {
         let peers = match self.equip(number, &comm, &wait) {
             Ok(peers) => peers,
             Err(error) => {
-                discard(comm);
+                discard(move || comm.abort());
                 return Err(error);
             }
         };
@@ -387,20 +383,22 @@ impl Cuda {
         }
     }
 
-    /// `comm` once all members have joined. If they do not in time, NCCL's threads that wait for them end.
-    fn join(&self, comm: Comm, wait: &Wait<'_>, during: &dyn Fn() -> String) -> Result<Comm> {
-        let joined = comm.settle("joining a group", || {
+    /// The communicator for operations, once all members have joined `parent`. If they do not in time, NCCL's threads that wait
+    /// for them end.
+    fn join(&self, parent: Parent, wait: &Wait<'_>, during: &dyn Fn() -> String) -> Result<Comm> {
+        let check = || {
             // A member may have noted that it cannot come.
             self.check(during)?;
             wait.check(|| self.others())
-        });
-        match joined {
-            Ok(()) => Ok(comm),
-            Err(error) => {
-                discard(comm);
-                Err(error)
-            }
-        }
+        };
+        let opened = match parent.settle("joining a group", check) {
+            Ok(()) => Comm::open(parent, self.members.me, check),
+            Err(error) => Err((vec![parent], error)),
+        };
+        opened.map_err(|(left, error)| {
+            discard(move || left.iter().for_each(Parent::abort));
+            error
+        })
     }
 
     /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a seed that fits.
@@ -544,12 +542,12 @@ impl Cuda {
     }
 }
 
-/// Aborts a communicator that no group has. A member that has already waited to its limit does not wait for NCCL without
-/// one.
-fn discard(comm: Comm) {
+/// Runs `abort`, which ends a communicator that no group has. A member that has already waited to its limit does not wait for NCCL
+/// without one.
+fn discard(abort: impl FnOnce() + Send + 'static) {
     let (ended, end) = mpsc::channel::<()>();
     let work = move || {
-        comm.abort();
+        abort();
         drop(ended);
     };
     match std::thread::Builder::new().name("smd-cuda-abort".into()).spawn(work) {

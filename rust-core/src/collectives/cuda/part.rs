@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::p2p::Peers;
-use super::{Cuda, is_message, queue, watch};
+use super::{Cuda, is_message, queue};
 use crate::collectives::{Beside, Request};
-use crate::device::nccl::Comm;
+use crate::device::nccl::{Comm, Parent};
 use crate::device::{Event, Stream};
-use crate::error::{Error, Result};
-use crate::transport::Wait;
+use crate::error::Result;
 
 /// One device's communicator, and what is under way on it.
 pub(super) struct Part {
@@ -30,22 +29,45 @@ pub(super) struct Part {
 #[derive(Default)]
 pub(super) struct Flights {
     pub(super) queue: VecDeque<Flight>,
+    /// What a thread is queueing, if it may wait for other members meanwhile: NCCL connects with them at the first use.
+    starting: Option<Calls>,
     /// Operations so far, without messages, of which every pair has its own number.
     collectives: u64,
     /// Events of flights that have landed.
     events: Vec<Event>,
 }
 
-/// Operations that were queued together and are not known to be done.
-pub(super) struct Flight {
-    pub(super) requests: Box<[Request]>,
-    /// How many collectives were called before it.
+/// Operations that are called together.
+#[derive(Clone)]
+pub(super) struct Calls {
+    pub(super) requests: Arc<[Request]>,
+    /// How many collectives were called before them.
     pub(super) position: u64,
-    /// How many calls each of them made this member's peers see so far, where they are such calls.
-    pub(super) peer_calls: Box<[u32]>,
     pub(super) since: Instant,
     pub(super) timeout: Duration,
+}
+
+/// Operations that were queued and are not known to be done.
+pub(super) struct Flight {
+    pub(super) calls: Calls,
+    /// How many calls each of them made this member's peers see so far, where they are such calls.
+    pub(super) peer_calls: Box<[u32]>,
     done: Event,
+}
+
+impl Flights {
+    fn calls(&self, requests: &Arc<[Request]>, timeout: Duration) -> Calls {
+        Calls { requests: requests.clone(), position: self.collectives, since: Instant::now(), timeout }
+    }
+
+    fn start(&mut self, requests: &Arc<[Request]>, timeout: Duration) {
+        self.starting = Some(self.calls(requests, timeout));
+    }
+
+    /// What was called first of all that is not done.
+    pub(super) fn first(&self) -> Option<&Calls> {
+        self.queue.front().map(|flight| &flight.calls).or(self.starting.as_ref())
+    }
 }
 
 impl Part {
@@ -72,6 +94,8 @@ impl Part {
         let known = self.flights.lock().events.pop();
         let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
         let mut peer_calls = Vec::new();
+        let requests: Arc<[Request]> = requests.into();
+        let requests = &requests;
         let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests, beside));
         let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
         if let Some(peers) = chunked {
@@ -79,32 +103,24 @@ impl Part {
             let calls = unsafe { peers.queue_chunks(requests, beside, stream) }?;
             peer_calls.resize(requests.len(), calls);
         } else if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
-            for request in requests {
+            for request in requests.iter() {
                 // SAFETY: as below.
                 peer_calls.push(unsafe { peers.queue(request, stream) }?);
             }
         } else {
             // SAFETY: `run` has checked the requests, and that all views are on this device and its stream.
             let one = |request: &Request| unsafe { queue::queue(&self.comm, request, me, size, stream) };
-            match requests {
-                [request] => one(request)?,
-                several => self.comm.group(|| several.iter().try_for_each(one))?,
+            self.flights.lock().start(requests, timeout);
+            let queued = match &requests[..] {
+                [request] => one(request),
+                several => self.comm.group(|| several.iter().try_for_each(one)),
+            };
+            self.flights.lock().starting = None;
+            if queued.is_err() {
+                // The watch may have ended the call, for a reason that says more.
+                owner.check(|| owner.describe(&requests[0]))?;
             }
-            // The first operation waits here for the members, with whom NCCL connects.
-            let start = Instant::now();
-            let during = || owner.describe(&requests[0]);
-            let wait = Wait { deadline: start + timeout, ..owner.wait(&during, start) };
-            let settled = self.comm.settle("queueing an operation", || {
-                owner.check(during)?;
-                wait.check(|| owner.others())
-            });
-            if let Err(error) = &settled
-                && !matches!(error, Error::Device { .. })
-            {
-                // NCCL still waits for the members, and no event says for how long: CUDA-4.
-                watch::fail(owner, error.clone());
-            }
-            settled?;
+            queued?;
         }
         if capturing {
             // Nothing is under way before the graph is launched, and then nobody tells.
@@ -113,11 +129,9 @@ impl Part {
         // Not while the flights are locked: a device whose queue is full makes this wait, and the watch must see why.
         done.record(stream)?;
         let mut flights = self.flights.lock();
-        let position = flights.collectives;
+        let calls = flights.calls(requests, timeout);
         flights.collectives += requests.iter().filter(|request| !is_message(request)).count() as u64;
-        let since = Instant::now();
-        let peer_calls = peer_calls.into();
-        flights.queue.push_back(Flight { requests: requests.into(), position, peer_calls, since, timeout, done });
+        flights.queue.push_back(Flight { calls, peer_calls: peer_calls.into(), done });
         Ok(())
     }
 
@@ -126,12 +140,12 @@ impl Part {
         &self,
         color_and_key: Option<(usize, usize)>,
         check: impl FnMut() -> Result<()>,
-    ) -> Result<Option<Comm>> {
+    ) -> Result<Option<Parent>> {
         let _turn = self.turn.lock();
         self.comm.split(color_and_key, check)
     }
 
-    /// Forgets what is done; whether nothing is under way.
+    /// Forgets what is done; whether nothing is under way, nor being queued.
     pub(super) fn landed(&self) -> bool {
         const KEPT: usize = 64;
         let mut flights = self.flights.lock();
@@ -146,10 +160,10 @@ impl Part {
                 flights.events.push(flight.done);
             }
         }
-        flights.queue.is_empty()
+        flights.first().is_none()
     }
 
-    /// Ends what is under way, also under a thread that is inside an operation (NCL-2).
+    /// Ends what is under way, also under a thread that is inside an operation (NCL-4).
     pub(super) fn abort(&self) {
         if let Some(peers) = &self.peers {
             peers.abort();

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::{Cuda, Part};
 use crate::device::driver::relaxed;
-use crate::device::nccl::Comm;
+use crate::device::nccl::Parent;
 use crate::error::{Error, Result};
 
 /// How often a look is taken at what is under way.
@@ -48,7 +48,7 @@ impl Cuda {
         self: &Arc<Self>,
         side: Side,
         agree: impl Fn(i64) -> Result<bool>,
-    ) -> Result<Option<Comm>> {
+    ) -> Result<Option<Parent>> {
         let part = match &self.parts.read()[..] {
             [part] if side != Side::Refuses => Some(part.clone()),
             // A member with parts on several devices would have several communicators to divide.
@@ -68,7 +68,7 @@ impl Cuda {
                 Ok(seed)
             }
             Ok(seed) => {
-                seed.iter().for_each(Comm::abort);
+                seed.iter().for_each(Parent::abort);
                 all_well.map(|_| None)
             }
             Err(error) => {
@@ -94,7 +94,7 @@ impl Cuda {
         outcome
     }
 
-    fn split_part(self: &Arc<Self>, part: Arc<Part>, side: Side, start: Instant) -> Result<Option<Comm>> {
+    fn split_part(self: &Arc<Self>, part: Arc<Part>, side: Side, start: Instant) -> Result<Option<Parent>> {
         let during = || format!("making groups out of group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
         // Members that allocate memory for the new communicator may wait for their devices, and those for other members.
@@ -122,12 +122,12 @@ impl Cuda {
     }
 
     /// What the first part is to begin with (SPL-3).
-    pub(in crate::collectives) fn plant(&self, seed: Comm) {
+    pub(in crate::collectives) fn plant(&self, seed: Parent) {
         let mut planted = self.seed.lock();
-        planted.replace(seed).iter().for_each(Comm::abort);
+        planted.replace(seed).iter().for_each(Parent::abort);
         if self.closed.get().is_some() {
             // Nobody looks for it any more.
-            planted.take().iter().for_each(Comm::abort);
+            planted.take().iter().for_each(Parent::abort);
         }
     }
 }

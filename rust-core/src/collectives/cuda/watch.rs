@@ -96,7 +96,7 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
     for part in group.all_parts() {
         if let Some(error) = part.comm.async_error() {
             // The connection to a member that died is lost before the news of its death is here.
-            let first = part.flights.lock().queue.front().map(|flight| flight.requests[0].clone());
+            let first = part.flights.lock().first().map(|calls| calls.requests[0].clone());
             let error = match first {
                 Some(request) => group.explain(error, &|| group.describe(&request)),
                 None => error,
@@ -149,7 +149,7 @@ fn differing(group: &Cuda, part: &Part) -> Option<Error> {
         flights.queue.iter().find_map(|flight| {
             let reaches = |made: &&u32| (made.wrapping_sub(call) as i32) >= 0;
             let count = flight.peer_calls.iter().find(reaches)?;
-            let all = flight.requests.iter().zip(&flight.peer_calls).filter(|(_, made)| *made == count);
+            let all = flight.calls.requests.iter().zip(&flight.peer_calls).filter(|(_, made)| *made == count);
             Some(all.map(|(request, _)| group.describe(request)).collect::<Vec<_>>())
         })
     });
@@ -200,8 +200,8 @@ pub(super) fn departed(group: &Cuda) -> Option<Error> {
 /// A member left in good order, but not before this one began to wait for it.
 fn left(group: &Cuda, part: &Part) -> Option<Error> {
     let flights = part.flights.lock();
-    let flight = flights.queue.front()?;
-    if group.monitor.generation() == 0 || flight.since.elapsed() < LEFT_LIMIT {
+    let calls = flights.first()?;
+    if group.monitor.generation() == 0 || calls.since.elapsed() < LEFT_LIMIT {
         return None;
     }
     let left = |rank: &&usize| matches!(group.monitor.departure(**rank), Some(Departure::Left));
@@ -209,7 +209,7 @@ fn left(group: &Cuda, part: &Part) -> Option<Error> {
     if left.is_empty() {
         return None;
     }
-    group.monitor.check(&left, &group.describe(&flight.requests[0])).err()
+    group.monitor.check(&left, &group.describe(&calls.requests[0])).err()
 }
 
 /// Where the member that ends its part first says so.
@@ -231,8 +231,8 @@ pub(super) fn say_ended(group: &Cuda, reason: &Error) {
 fn ended(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
     let during = {
         let flights = part.flights.lock();
-        let flight = flights.queue.front().filter(|flight| flight.since.elapsed() >= ENDED_AFTER)?;
-        group.describe(&flight.requests[0])
+        let calls = flights.first().filter(|calls| calls.since.elapsed() >= ENDED_AFTER)?;
+        group.describe(&calls.requests[0])
     };
     let key = ended_key(group);
     if !notes.is_time(&key, ENDED_AFTER) {
@@ -289,15 +289,15 @@ impl Notes {
 fn stuck(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
     let (note, since, timeout, partners) = {
         let flights = part.flights.lock();
-        let flight = flights.queue.front()?;
-        if flight.since.elapsed() < flight.timeout / 2 {
+        let calls = flights.first()?;
+        if calls.since.elapsed() < calls.timeout / 2 {
             return None;
         }
-        let first = &flight.requests[0];
+        let first = &calls.requests[0];
         let collective = !is_message(first);
-        let partners = if collective { group.others() } else { partners(group, &flight.requests) };
-        let note = Note { position: flight.position, text: group.describe(first), collective };
-        (note, flight.since, flight.timeout, partners)
+        let partners = if collective { group.others() } else { partners(group, &calls.requests) };
+        let note = Note { position: calls.position, text: group.describe(first), collective };
+        (note, calls.since, calls.timeout, partners)
     };
     let store = group.store.get()?;
     let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, part.number);
@@ -368,7 +368,7 @@ mod tests {
         let error = compare(1, &mine, waited, &[same.clone(), (2, None), (3, None)]);
         assert_eq!(
             error.to_string(),
-            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3] before the timeout; \
+            "all_reduce(sum) of 10 float32 on CUDA tensors timed out after 30.0s: no sign of rank(s) [2, 3] before the timeout passed; \
              to wait longer, set `SMD_TIMEOUT_SECONDS`, or the process group's `timeout` where it has one"
         );
         let error = compare(1, &mine, waited, &[same, (2, Some(note(4, "broadcast of 3 int64")))]);

@@ -701,7 +701,7 @@ fn a_lost_rank_times_out() {
     assert!(
         error
             .to_string()
-            .contains("no sign of rank(s) [1] before the timeout; to wait longer, set `SMD_TIMEOUT_SECONDS`"),
+            .contains("no sign of rank(s) [1] before the timeout passed; to wait longer, set `SMD_TIMEOUT_SECONDS`"),
         "{error}"
     );
 }
