@@ -208,6 +208,12 @@ def test_replicas_reduce_their_gradients(pipeline):
     assert run_ranks(_replicas_body, 4, pipeline, launcher=Forked("torch"), timeout=290) == [True] * 4
 
 
+def _with_gradient(torch):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    return parameter
+
+
 def _features_body():
     import contextlib
     import copy
@@ -312,6 +318,19 @@ def _features_body():
     assert math.isclose(math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP))), 0.5 * expected, rel_tol=1e-5)
     largest = max(smp.allgather(max(float(p.grad.abs().max()) for p in model.local_parameters()), smp.PP_GROUP))
     assert math.isclose(smp.clip_grad_norm_(model.parameters(), 1e9, math.inf), largest)
+    # PyTorch's own function counts the gradients of all partitions, too, and refuses a part of them.
+    norm = smp.clip_grad_norm_(model.parameters(), 1e9)
+    assert math.isclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), norm, rel_tol=1e-6)
+    assert math.isclose(torch.nn.utils.clip_grad_norm_(list(model.local_parameters()), 0.5 * norm), norm, rel_tol=1e-6)
+    gradients = [p.grad for p in model.local_parameters()]
+    assert math.isclose(torch.nn.utils.get_total_norm(gradients), 0.5 * norm, rel_tol=1e-5)
+    assert math.isclose(torch.nn.utils.get_total_norm(gradients, math.inf), 0.5 * largest, rel_tol=1e-5)
+    with pytest.raises(exceptions.SMPUsageError, match="norm would lack what other partitions have"):
+        torch.nn.utils.clip_grad_norm_([*list(model.local_parameters()), _with_gradient(torch)], 1.0)
+    for p in model.parameters():
+        single = torch.nn.utils.clip_grad_norm_(p, 1e9)
+        assert math.isclose(single, 0.0 if p.grad is None else p.grad.norm(), rel_tol=1e-6)
+    assert math.isclose(torch.nn.utils.clip_grad_norm_([_with_gradient(torch)], 1e9), 2.0)
     assert model.module.module.module[0] is model.module[0]
     assert not hasattr(model.module.module.module, "module")
 

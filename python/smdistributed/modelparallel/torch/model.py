@@ -21,7 +21,7 @@ from smdistributed.modelparallel.exceptions import (
     SMPValidationError,
 )
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import communication, materialize, offloading, state_dicts
+from smdistributed.modelparallel.torch import communication, materialize, norms, offloading, state_dicts
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.executor import Microbatch
 from smdistributed.modelparallel.torch.gradients import GradientReducer, GradientSnapshot, warn_of_sums
@@ -236,6 +236,7 @@ class DistributedModel(nn.Module):
                 materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
         if groups.pipe is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
+            norms.follow_torch()
             self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)

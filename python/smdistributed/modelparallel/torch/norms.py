@@ -1,16 +1,23 @@
-"""Norms of gradients over all partitions."""
+"""Norms of gradients over all partitions.
+
+``torch.nn.utils.clip_grad_norm_`` sees the gradients of one partition. With the model divided, :func:`follow_torch` has it, and
+``get_total_norm``, count those of all partitions when they get all gradients of the model, and refuse a part of them, whose norm
+nobody else would add to. A single gradient is that of one parameter, which lies whole on its partition.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.nn.utils import clip_grad
 
 from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
@@ -34,6 +41,17 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, Absent)}
     gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
+    norm = _norm_over_partitions(gradients, norm_type)
+    if state.optimizer is not None:
+        state.optimizer._global_grad_norm = norm
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype if gradient.is_floating_point() else norm.dtype))
+    return norm
+
+
+def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm, in float64, of what the ranks of a pipeline have, all of which call this."""
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
     for gradient in gradients:
@@ -42,13 +60,60 @@ def clip_grad_norm_(
     if state.groups.pipe is not None:
         with errors.translated(CLASSES):
             dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, state.groups.pipe)
-    norm = total if infinite else total ** (1.0 / norm_type)
-    if state.optimizer is not None:
-        state.optimizer._global_grad_norm = norm
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype if gradient.is_floating_point() else total.dtype))
-    return norm
+    return total if infinite else total ** (1.0 / norm_type)
+
+
+def follow_torch() -> None:
+    """Has ``torch.nn.utils`` find norms over all partitions, for this process's life; see the text of the module."""
+    if not isinstance(clip_grad._get_total_norm, _TotalNorm):
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _TotalNorm(clip_grad._get_total_norm)
+
+
+class _TotalNorm:
+    """In the place of ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls."""
+
+    def __init__(self, original: Callable[..., torch.Tensor]) -> None:
+        self._original = original
+        functools.update_wrapper(self, original)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """As PyTorch's.
+
+        Raises:
+            SMPUsageError: The tensors are some of the gradients of a divided model.
+        """
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        model = state.model
+        if model is None or state.groups.pipe is None or len(state.groups.members["pp"]) == 1:
+            return self._original(tensors, norm_type, error_if_nonfinite, foreach)
+        missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
+        all_of_model = len(missing)
+        others = 0
+        for each in tensors:
+            if id(each) in missing:
+                missing.discard(id(each))
+            else:
+                others += 1
+        if missing == set() and not others:
+            norm = _norm_over_partitions(tensors, norm_type)
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it cannot be clipped"
+                )
+            return norm.to(tensors[0].dtype if tensors else torch.get_default_dtype())
+        if len(missing) == all_of_model or len(tensors) == 1:
+            return self._original(tensors, norm_type, error_if_nonfinite, foreach)
+        raise SMPUsageError(
+            f"torch.nn.utils gets {all_of_model - len(missing)} of the {all_of_model} gradients that this partition has, and {others} other "
+            "tensors: the norm would lack what other partitions have. Call `smp.clip_grad_norm_` on all ranks, with the same parameters"
+        )
 
 
 def _wide(gradient: torch.Tensor) -> torch.dtype | None:
