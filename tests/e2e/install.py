@@ -1,4 +1,4 @@
-"""`pip install .` into an environment of its own, and a look at what is there: run by `make test-install`.
+"""Installs the source distribution into an environment of its own, and looks at what is there: run by `make test-install`.
 
 Neither PyTorch nor TensorFlow is installed there, so this also shows what the package says without them.
 """
@@ -24,7 +24,9 @@ def main() -> None:
         venv = Path(folder) / "venv"
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         pip = [venv / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, "-c", options.constraints, ROOT], check=True)
+        subprocess.run([sys.executable, "-m", "maturin", "sdist", "--out", folder], cwd=ROOT, check=True)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        subprocess.run([*pip, "-c", options.constraints, archive], check=True)
 
         def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
             # Elsewhere, so that nothing of the checkout is found.

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ["rust-core/src", "cpp-shims", "python/src", "mpi-plugin", "torch_ext", "tf_ops"]
 
 
 def python(code, *options, path=None):
@@ -44,3 +49,24 @@ def test_the_core_is_built_for_every_python():
     from smdistributed import _core
 
     assert _core.__file__.endswith("_core.abi3.so")
+
+
+def test_the_package_knows_its_version():
+    from smdistributed import _core
+
+    done = python("import smdistributed; print(smdistributed.__version__); smdistributed.other")
+    assert done.stdout.strip() == _core.__version__
+    assert "AttributeError: module 'smdistributed' has no attribute 'other'" in done.stderr
+
+
+def test_the_source_distribution_has_what_the_crates_read(tmp_path):
+    pytest.importorskip("maturin", reason="the source distribution is made by maturin, which is not installed")
+    command = [sys.executable, "-m", "maturin", "sdist", "--out", tmp_path]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True)
+    sources = {name for name in listed.stdout.splitlines() if name.endswith((".rs", ".c", ".h", ".cc", ".cu", ".cuh"))}
+    assert sources - names == set()
+    assert not any(name.endswith(".so") for name in names)
