@@ -49,7 +49,18 @@ class Statements:
     # What statements are made of.
 
     def _add(self, text: str) -> None:
-        self._found.append(text)
+        self._found.append("\n".join(self._seeded(text.split("\n"))))
+
+    def _seeded(self, lines: list[str]) -> list[str]:
+        """With a seed before each call that draws: the numbers of others are not those of one process (`docs/modelparallel-torch.md`)."""
+        names = [name for name, kind in self._layers.items() if kind == "Drop"]
+        found: list[str] = []
+        for line in lines:
+            is_call = any(f"net.{name}(" in line for name in names)
+            if is_call and not (found and "manual_seed" in found[-1]):
+                found.append(f"{line[: len(line) - len(line.lstrip())]}torch.manual_seed({len(self._found)})")
+            found.append(line)
+        return found
 
     def _one(self, *texts: str) -> str:
         return self._choose.choice(texts)

@@ -90,7 +90,8 @@ class HeldTensors:
                 copies[id(leaf)] = leaf.clone()
             return copies[id(leaf)]
 
-        with torch._C.DisableTorchFunction():
+        # A copy that is made in inference mode could not be saved for a backward.
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             for task in self._tasks.pop(storage, ()):
                 task.replace_leaves(copied)
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")

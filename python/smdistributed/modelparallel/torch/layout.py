@@ -6,11 +6,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import nn
-
 from smdistributed import _core
 from smdistributed.modelparallel.torch import prices
-from smdistributed.modelparallel.torch.state_order import writes_parameter
+from smdistributed.modelparallel.torch.state_order import touched_modules, writes_parameter
 from smdistributed.modelparallel.torch.tasks import Task, Value
 
 
@@ -58,7 +56,9 @@ class Layout:
         #: Whether a module that changes its own state runs in several stages: then microbatches run one after the other, as
         #: each reads what the one before it left.
         self.runs_in_turn = False
-        self._stateful: dict[int, nn.Module] = {}
+        #: Tasks that call a module which changes its own state; and by task, the modules whose state it can read.
+        self._stateful: set[int] = set()
+        self._touched: list[frozenset[int]] = []
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
@@ -76,7 +76,8 @@ class Layout:
                     isinstance(source, Value) and source.storage.meta.requires_grad for source, _ in task.writes
                 )
             if task.module is not None and task.outcome is not None and task.outcome.changes_state:
-                self._stateful[len(self._tasks)] = task.module
+                self._stateful.add(len(self._tasks))
+            self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
@@ -98,11 +99,15 @@ class Layout:
         self._find_state()
 
     def _find_state(self) -> None:
-        stage_of: dict[int, int] = {}
-        for number, stage in enumerate(self.stages):
+        stages_of: dict[int, set[int]] = {}
+        if self._stateful:
+            for number, stage in enumerate(self.stages):
+                for task in stage.tasks:
+                    for module in self._touched[task]:
+                        stages_of.setdefault(module, set()).add(number)
+        for stage in self.stages:
             for task in stage.tasks:
-                module = self._stateful.get(task)
-                is_split = module is not None and stage_of.setdefault(id(module), number) != number
+                is_split = task in self._stateful and any(len(stages_of[part]) > 1 for part in self._touched[task])
                 if task in self._writers:
                     # A gradient needs the parameter as it was.
                     others = sum(other.rank == stage.rank for other in self.stages)

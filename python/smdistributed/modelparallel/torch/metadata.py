@@ -434,12 +434,13 @@ class preserved_attributes:  # noqa: N801 - a context
                     module.__dict__[name] = structure.transform(
                         value, lambda leaf: self._fake(Meta.of(leaf)) if type(leaf) is Handle else leaf
                     )
+        self._at_call = [dict(module.__dict__) for _, module in self._modules]
         return self
 
     def set_by_call(self) -> dict[tuple[str, str], Any]:
         """Attributes that the call has set, by the path of their module and their name."""
         found = {}
-        for (path, module), before in zip(self._modules, self._before, strict=True):
+        for (path, module), before in zip(self._modules, self._at_call, strict=True):
             for name, value in module.__dict__.items():
                 is_known = name in _MODULE_INTERNALS or value is before.get(name, self)
                 if not is_known and not (type(value) in structure.ATOMS and value == before.get(name, self)):

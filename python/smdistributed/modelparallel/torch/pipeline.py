@@ -110,7 +110,7 @@ class Pipeline:
         if value is None:
             self._relocated[id(parameter), known.meta.requires_grad] = known
             meta = known.meta._replace(requires_grad=parameter.requires_grad)
-            value = self._relocated[key] = Value(-1, known.rank, 0, meta, known.parameter)
+            value = self._relocated[key] = Value(-1, known.rank, 0, meta, known.parameter, known.owner)
         self.located[id(parameter)] = value
         return value
 
@@ -150,7 +150,9 @@ class Pipeline:
                 if value is None:
                     known = self.located.get(id(tensor))
                     meta = Meta.of(tensor)
-                    value = known if known is not None and known.meta == meta else Value(-1, rank, 0, meta, full)
+                    if known is None or known.meta != meta:
+                        known = Value(-1, rank, 0, meta, full, id(module))
+                    value = known
                     located[id(tensor)] = value
                 self.parameters[value.parameter or full] = tensor
         self.located = located
@@ -220,7 +222,11 @@ class Pipeline:
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
-        """Runs what a microbatch has recorded and not run."""
+        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state it may read."""
+        if any(each.order.changes_state for each in (*recording.earlier, recording)):
+            for earlier in recording.earlier:
+                if earlier.done < len(earlier.tasks):
+                    self._flush(earlier)
         active.recording = None
         try:
             self.agree([recording], recording.microbatch + 1)

@@ -61,10 +61,11 @@ _REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_g
 _GRADIENT = torch.Tensor.grad.__get__
 _GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
 _IS_LEAF = torch.Tensor.is_leaf.__get__
+_VERSION = torch.Tensor._version.__get__
 _GRAPH_READS = {
     _GRADIENT: "grad", _GRADIENT_FUNCTION: "grad_fn", _IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
 }  # fmt: skip
-_METADATA = METADATA - _GRAPH_READS.keys()
+_METADATA = METADATA - _GRAPH_READS.keys() - {_VERSION}
 #: Functions that replace the storage of a tensor.
 _STORAGE_WRITES = frozenset(
     {
@@ -90,17 +91,17 @@ active = Active()
 class Recording(TorchFunctionMode):
     """The tasks of one microbatch; a context around the body."""
 
-    def __init__(
-        self, pipeline: Pipeline, microbatch: int, before: list[Call] | None = None, held: HeldTensors | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, earlier: Sequence[Recording] = (), before: list[Call] | None = None) -> None:
         super().__init__()
-        self.pipeline, self.microbatch = pipeline, microbatch
+        self.pipeline, self.microbatch = pipeline, len(earlier)
+        #: Those of the microbatches before it in the same step.
+        self.earlier = tuple(earlier)
         #: Replicated tensors in tasks, of all microbatches of the step.
-        self.held = HeldTensors() if held is None else held
+        self.held = earlier[0].held if earlier else HeldTensors()
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
         self._storages = SharedStorages(self)
-        self._order = StateOrder()
+        self.order = StateOrder()
         #: By the number of the task: what it draws (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
@@ -144,6 +145,11 @@ class Recording(TorchFunctionMode):
         if func in _REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
             return self._set_requires_grad(
                 args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
+            )
+        if func == _VERSION and self.is_located(args[0]):
+            raise SMPUsageError(
+                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
+                "has returned"
             )
         if func in _GRAPH_READS:
             if self.is_located(args[0]):
@@ -250,7 +256,7 @@ class Recording(TorchFunctionMode):
         if call.before:
             self.tasks += call.before
         self.tasks.append(task)
-        self._order.note(task)
+        self.order.note(task)
         self.digest, self._levels, self._count = call.after
         if not call.plain:
             self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)])
@@ -329,7 +335,7 @@ class Recording(TorchFunctionMode):
         for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
         writes_state = any(base.parameter is not None for base in written)
-        task.level = level = self._order.level(task, level, writes_state, outcome)
+        task.level = level = self.order.level(task, level, writes_state, outcome)
         self._levels = max(self._levels, level)
 
     def _send_parameters(self, task: Task, rank: int) -> None:
@@ -339,7 +345,8 @@ class Recording(TorchFunctionMode):
         for value in task.inputs:
             if value.rank != rank and value.parameter is not None and id(value) not in sent:
                 read = Task("parameter", _itself, (value,), {}, [value])
-                read.rank, read.level, read.context = value.rank, self.base_level, Context(True, ())
+                read.rank, read.context = value.rank, Context(True, ())
+                read.level = self.order.level(read, self.base_level, False, None)
                 read.outcome = Outcome(structure.Slot(0), (value.meta,), (), (0,))
                 read.outputs = [self.new_value(value.rank, read.level, value.meta)]
                 read.digest = digest_of(("parameter", value.parameter, read.outputs[0].index))

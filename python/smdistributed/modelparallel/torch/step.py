@@ -141,12 +141,7 @@ class StepFunction:
                     pipeline.refresh()
                     pipeline.module_state.begin()
                     calls_are_recorded.enter_context(intercepted(pipeline))
-                recording = model.recording = Recording(
-                    pipeline,
-                    len(recordings),
-                    pipeline.calls.get(self),
-                    recordings[0].held if recordings else None,
-                )
+                recording = model.recording = Recording(pipeline, recordings, pipeline.calls.get(self))
                 recordings.append(recording)
                 stack.callback(model.end_recording)
                 stack.enter_context(recording)

@@ -26,15 +26,19 @@ class Value:
         level: How many changes of the partition lie before it.
         meta: All but its numbers.
         parameter: The path of the parameter or buffer that it is.
+        owner: The identity of the module that has it; a parameter of several modules has the first one.
         base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: Of a view, its place in the storage of ``base``, in elements.
     """
 
     _smp_leaf = True
-    __slots__ = ("base", "index", "level", "meta", "offset", "parameter", "rank")
+    __slots__ = ("base", "index", "level", "meta", "offset", "owner", "parameter", "rank")
 
-    def __init__(self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None) -> None:
+    def __init__(
+        self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None, owner: int | None = None
+    ) -> None:
         self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
+        self.owner = owner
         self.base: Value | None = None
         self.offset = 0
 
