@@ -29,15 +29,16 @@ class HeldTensors:
 
     def __init__(self) -> None:
         self.has_backward = False
-        self._tasks: dict[int, list[Task]] = {}
+        #: By the storage, the tasks that hold a tensor of it, with their microbatches.
+        self._tasks: dict[int, list[tuple[int, Task]]] = {}
         #: Handles of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[Handle], torch.Tensor]]] = {}
 
-    def add(self, task: Task, tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Notes the replicated tensors among the arguments of a task."""
         for tensor in tensors:
             if tensor.layout == torch.strided:
-                self._tasks.setdefault(_storage(tensor), []).append(task)
+                self._tasks.setdefault(_storage(tensor), []).append((microbatch, task))
 
     def add_view(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Notes that a located tensor shares its storage with a replicated one."""
@@ -50,7 +51,33 @@ class HeldTensors:
             if handle is not None:
                 handle.value = Lost(f"this tensor is a view of another one, and {reason}: use a copy of either")  # type: ignore[assignment]
 
-    def call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
+    def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
+        """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
+        found = []
+        for storage in {_storage(tensor) for tensor in tensors}:
+            for number, task in self._tasks.get(storage, ()):
+                # In one process, the backward of a microbatch before has been.
+                if number == microbatch:
+                    found += [
+                        (leaf, _version(leaf), task)
+                        for leaf in task.saved()
+                        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and _storage(leaf) == storage
+                    ]
+        return found
+
+    def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
+        """Checks that autograd's version counter sees what a task writes to a replicated tensor, if autograd has saved its numbers.
+
+        Raises:
+            SMPUsageError: it does not.
+        """
+        saved = self._saved([tensor], microbatch)
+        if not saved or tensor.is_inference():
+            return
+        torch.autograd.graph.increment_version(tensor)
+        _check_versions(saved, [tensor], name)
+
+    def call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
         """Calls a function of replicated tensors, which may write to them.
 
         Raises:
@@ -60,9 +87,14 @@ class HeldTensors:
         if not held:
             return func(*args, **kwargs)
         if _may_write(func, args, kwargs):
+            saved = self._saved(held, microbatch)
             for tensor in held:
                 self._release(tensor, func)
-            return func(*args, **kwargs)
+            versions = [_version(tensor) for tensor in held]
+            result = func(*args, **kwargs)
+            written = [tensor for tensor, version in zip(held, versions, strict=True) if _version(tensor) != version]
+            _check_versions(saved, written, getattr(func, "__name__", str(func)))
+            return result
         versions = [_version(tensor) for tensor in held]
         result = func(*args, **kwargs)
         if versions != [_version(tensor) for tensor in held]:
@@ -92,7 +124,7 @@ class HeldTensors:
 
         # A copy that is made in inference mode could not be saved for a backward.
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            for task in self._tasks.pop(storage, ()):
+            for _, task in self._tasks.pop(storage, ()):
                 task.replace_leaves(copied)
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
 
@@ -128,6 +160,24 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def unversioned_write(name: str, saver: Task) -> SMPUsageError:
+    """The error of a write that autograd's version counter does not see."""
+    return SMPUsageError(
+        f"`{name}` changes a tensor in place through `.data`, and autograd has saved its numbers for the backward of `{saver.name}`, whose gradient "
+        "would be another one: change a copy"
+    )
+
+
+def _check_versions(
+    saved: Sequence[tuple[torch.Tensor, int, Task]], written: Sequence[torch.Tensor], name: str
+) -> None:
+    """Checks that the versions of saved tensors have changed where something was written to them."""
+    ranges = [StorageRange.of(tensor) for tensor in written]
+    for tensor, version, task in saved:
+        if _version(tensor) == version and any(each.overlaps(tensor) for each in ranges):
+            raise unversioned_write(name, task)
 
 
 def _may_write(func: Any, args: Any, kwargs: Any) -> bool:

@@ -62,6 +62,10 @@ class Layout:
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
+        #: By task, the values that it takes and makes and that require gradients.
+        self._gradients: list[tuple[list[int], list[int]]] = []
+        #: Values on which a loss depends.
+        self._live: set[int] = set()
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
@@ -79,12 +83,14 @@ class Layout:
                 self._stateful.add(len(self._tasks))
             self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
+            self._gradients.append((_trained(task.inputs), _trained(task.outputs)))
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
         """The values of a task that was added before anybody knew them; returns its stage."""
         self.values += outputs
+        self._gradients[task][1].extend(_trained(outputs))
         return self._core.adopt(task, _makes(outputs))
 
     def stage_of(self, value: int) -> int:
@@ -94,8 +100,13 @@ class Layout:
     def finish(self, seeds: Iterable[int], returned: Iterable[int]) -> None:
         """Says what is needed after the forwards."""
         self.returned = sorted(set(returned))
-        self._core.finish(list(seeds), self.returned)
+        seeds = list(seeds)
+        self._core.finish(seeds, self.returned)
         self._look()
+        self._live = set(seeds)
+        for inputs, outputs in reversed(self._gradients):
+            if not self._live.isdisjoint(outputs):
+                self._live.update(inputs)
         self._find_state()
 
     def _find_state(self) -> None:
@@ -128,8 +139,9 @@ class Layout:
         return sorted(set(pairs))
 
     def gradients(self, maker: int, taker: int) -> list[int]:
-        """Values of an edge whose gradients come back."""
-        return self.stages[maker].returning[taker]
+        """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on which no
+        loss depends: their gradients stay `None`, as in one process."""
+        return [value for value in self.stages[maker].returning[taker] if value in self._live]
 
     def plan(
         self,
@@ -163,6 +175,10 @@ def _row(task: Task) -> tuple:
         task.rank, task.level, takes, makes, (price.forward, price.input, price.weight),
         (price.kept_bytes, price.waiting_bytes),
     )  # fmt: skip
+
+
+def _trained(values: Sequence[Value]) -> list[int]:
+    return [value.index for value in values if value.parameter is None and value.meta.requires_grad]
 
 
 def _makes(values: Sequence[Value]) -> list[tuple[int, bool]]:

@@ -50,6 +50,8 @@ class Outcome:
         effects: Whether the call leaves something in the containers that it gets, or returns objects.
         unread: Places, among the tensors that went in, of those in containers that it never reads.
         observed: Whether this was seen with made-up numbers.
+        saved: Places of tensors that autograd saves for the backward: of one that went in, its place; of one that comes out, -1 minus its place.
+        unversioned: Of ``mutated``, the places of tensors that are changed through ``.data``, past autograd's version counter.
     """
 
     template: Any
@@ -65,6 +67,8 @@ class Outcome:
     effects: bool = False
     unread: tuple[int, ...] = ()
     observed: bool = False
+    saved: tuple[int, ...] = ()
+    unversioned: tuple[int, ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_simple: bool = field(init=False, compare=False, default=False)
     #: How many of the tensors are the result's, and not those of attributes.
@@ -282,6 +286,11 @@ class Outcomes:
             for place, leaf in enumerate(leaves)
             if leaf._version != versions[place] or counter.storage(leaf) in counter.written
         )
+        unversioned = tuple(place for place in mutated if leaves[place]._version == versions[place])
+        saved = (
+            *(place for place, leaf in enumerate(leaves) if counter.is_saved(leaf)),
+            *(-1 - place for place, output in enumerate(outputs) if counter.is_saved(output)),
+        )
         unread = counter.untouched({place: leaves[place] for place in held}, outputs)
         for each in (*leaves, *outputs):
             counter.outside(each)
@@ -300,6 +309,8 @@ class Outcomes:
             self._changes_attributes or counter.writes_parameters(),
             effects,
             unread,
+            saved=saved,
+            unversioned=unversioned,
         )
 
     def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:

@@ -170,6 +170,10 @@ class Counter(TorchDispatchMode):
         """Whether a parameter or buffer is written to."""
         return not self.written.isdisjoint(self._parameters)
 
+    def is_saved(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd has saved a tensor of this storage for the backward."""
+        return self._key(tensor) in self._saved
+
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares the storage of a parameter."""
         return self._key(tensor) in self._parameters

@@ -62,6 +62,7 @@ _GRADIENT = torch.Tensor.grad.__get__
 _GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
 _IS_LEAF = torch.Tensor.is_leaf.__get__
 _VERSION = torch.Tensor._version.__get__
+_DATA = torch.Tensor.data.__get__
 _GRAPH_READS = {
     _GRADIENT: "grad", _GRADIENT_FUNCTION: "grad_fn", _IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
 }  # fmt: skip
@@ -186,7 +187,7 @@ class Recording(TorchFunctionMode):
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
-            return self.held.call(func, args, kwargs, encoder.leaves)
+            return self.held.call(func, args, kwargs, encoder.leaves, self.microbatch)
         if func in _STORAGE_WRITES:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a `smp.step` function, "
@@ -259,7 +260,7 @@ class Recording(TorchFunctionMode):
         self.order.note(task)
         self.digest, self._levels, self._count = call.after
         if not call.plain:
-            self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)])
+            self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
         outcome = task.outcome
         if outcome.draws:
             self._draw(task, outcome.draws)
@@ -305,7 +306,7 @@ class Recording(TorchFunctionMode):
         self.tasks.append(task)
         if outcome is None or outcome.draws:
             self._draw(task, None if outcome is None else outcome.draws)
-        self.held.add(task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)])
+        self.held.add(task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch)
         if outcome is None:
             # Nobody can tell what comes out but the one who does it: now, and he tells the others.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
@@ -383,7 +384,9 @@ class Recording(TorchFunctionMode):
             other = task.outputs[-1 - place] if place < 0 else encoder.leaves[place]
             if isinstance(other, Value):
                 value.base, value.offset = other.storage, other.offset + shared.offset
+                value.versioned = other.versioned and task.call != _DATA
         if outcome.mutated:
+            self._storages.check_unversioned(task, encoder.leaves)
             self._storages.add_writes(task, encoder.leaves)
 
     def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.modelparallel.torch.handle import Handle, Lost, Meta
+from smdistributed.modelparallel.torch.held import unversioned_write
 from smdistributed.modelparallel.torch.metadata import Outcome, SharedStorage
 from smdistributed.modelparallel.torch.tasks import Task, Value, Write
 
@@ -42,6 +43,7 @@ class SharedStorages:
             if trains and not meta.requires_grad:
                 meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
             value = self._recording.new_value(task.rank, task.level, meta)
+            value.versioned = not isinstance(source, Value) or source.versioned
             task.outputs.append(value)
             task.writes.append(Write(source if place is None else place, value))
             if isinstance(source, Value) and source.parameter is None and source.index not in taken:
@@ -61,6 +63,38 @@ class SharedStorages:
                 if value is not base:
                     view = new(value)
                     view.base, view.offset = new_base, value.offset
+
+    def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
+        """Checks that a task does not write through ``.data`` to what autograd has saved before.
+
+        In one process the backward would take the changed numbers. On partitions it would take them only where the operation that
+        saved the tensor runs in the same stage as the write.
+
+        Raises:
+            SMPUsageError: it does.
+        """
+        for place in task.outcome.mutated:
+            leaf = leaves[place]
+            if not isinstance(leaf, Value):
+                self._recording.held.check_unversioned(self._recording.microbatch, leaf, task.name)
+            elif (place in task.outcome.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
+                saver = self._saver(leaf.storage, task)
+                if saver is not None:
+                    raise unversioned_write(task.name, saver)
+
+    def _saver(self, storage: Value, before: Task) -> Task | None:
+        """The last task before another one for whose backward autograd saves a tensor of a storage."""
+        savers: dict[Value, Task] = {}
+        for task in self._recording.tasks:
+            if task is before:
+                continue
+            for value in task.saved():
+                if isinstance(value, Value):
+                    savers[value.storage] = task
+            for source, result in task.writes:
+                if isinstance(source, Value) and source.storage in savers:
+                    savers.setdefault(result.storage, savers[source.storage])
+        return savers.get(storage)
 
     def written(self, outcome: Outcome, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:
         """Values that change when a call on ``rank`` writes in place, by their bases; ``leaves`` are its arguments.

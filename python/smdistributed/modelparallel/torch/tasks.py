@@ -29,10 +29,11 @@ class Value:
         owner: The identity of the module that has it; a parameter of several modules has the first one.
         base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: Of a view, its place in the storage of ``base``, in elements.
+        versioned: Whether autograd's version counter sees what is written to it; it does not see it through ``.data``.
     """
 
     _smp_leaf = True
-    __slots__ = ("base", "index", "level", "meta", "offset", "owner", "parameter", "rank")
+    __slots__ = ("base", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
 
     def __init__(
         self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None, owner: int | None = None
@@ -41,6 +42,7 @@ class Value:
         self.owner = owner
         self.base: Value | None = None
         self.offset = 0
+        self.versioned = True
 
     @property
     def storage(self) -> Value:
@@ -148,6 +150,27 @@ class Task:
             self.args, self.kwargs = object_state.snapshot(self.args, self.kwargs, leaf)
         else:
             self.args, self.kwargs = structure.transform((self.args, self.kwargs), leaf)
+
+    def leaves(self) -> list[Any]:
+        """Each value and each tensor of the arguments, in their order."""
+        found: list[Any] = []
+
+        def note(leaf: Any) -> Any:
+            found.append(leaf)
+            return leaf
+
+        if self.follows:
+            object_state.snapshot(self.args, self.kwargs, note)
+        else:
+            structure.transform((self.args, self.kwargs), note)
+        return found
+
+    def saved(self) -> list[Any]:
+        """Values and replicated tensors that autograd saves for the backward of the task."""
+        if self.outcome is None or not self.outcome.saved:
+            return []
+        leaves = self.leaves()
+        return [self.outputs[-1 - place] if place < 0 else leaves[place] for place in self.outcome.saved]
 
     def __str__(self) -> str:
         takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)
