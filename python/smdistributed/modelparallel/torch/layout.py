@@ -83,7 +83,8 @@ class Layout:
                 self._stateful.add(len(self._tasks))
             self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
-            self._gradients.append((_trained(task.inputs), _trained(task.outputs)))
+            # Without gradients a view of a tensor that requires one does so too, and no gradient goes through it.
+            self._gradients.append((_trained(task.inputs) if task.context.grad else [], _trained(task.outputs)))
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
 
