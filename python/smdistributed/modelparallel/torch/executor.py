@@ -80,13 +80,21 @@ class Microbatch:
     @property
     def runs_in_turn(self) -> bool:
         """Whether the next microbatch begins when this one has ended, instead of beside it."""
-        return self.layout.runs_in_turn
+        return self.layout.runs_in_turn or self.recording.kept.needs_earlier
 
     def keep(self, exports: Mapping[int, torch.Tensor]) -> None:
         """Keeps what the body returns."""
         for value in self.layout.returned:
             if value in exports:
                 self.results[value] = exports[value].detach() if self._detach else exports[value]
+
+    def made(self, value: int) -> torch.Tensor | None:
+        """The numbers of a value of a stage that has run here while the step was recorded; ``None``: it has not."""
+        for run in self.runs.values():
+            tensor = run.exports.get(value)
+            if isinstance(tensor, torch.Tensor):
+                return tensor.detach()
+        return None
 
     def taken(self, number: int) -> None:
         """One more stage has what it takes of this one. After the last, nobody needs the numbers."""
@@ -146,7 +154,7 @@ class Executor:
                 elif wanted:
                     leaves[value] = leaf.requires_grad_()
                 env[value] = leaf
-        tasks = mb.recording.tasks
+        tasks, kept_values = mb.recording.tasks, mb.recording.kept.by_value
         if layout.written:
             self._own_inputs(layout, stage, tasks, env)
             snapshots: dict[int, torch.Tensor] | None = {}
@@ -171,10 +179,14 @@ class Executor:
                     draw.stop()
                 if snapshots is not None:
                     for value in task.outputs:
-                        if value.storage_key in layout.written and (self._early or value.index in stage.exports):
+                        is_wanted = self._early or value.index in stage.exports or value.index in kept_values
+                        if value.storage_key in layout.written and is_wanted:
                             snapshots[value.index] = env[value.index].clone()
         if snapshots:
             env |= snapshots
+        for index, kept_tensor in kept_values.items():
+            if kept_tensor.tensor is None and index in env:
+                kept_tensor.tensor = env[index].detach()
         # Of a stage that runs early, nobody knows yet what is needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if not trains:

@@ -222,8 +222,8 @@ class Pipeline:
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
-        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state it may read."""
-        if any(each.order.changes_state for each in (*recording.earlier, recording)):
+        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may read."""
+        if recording.kept.needs_earlier or any(each.order.changes_state for each in (*recording.earlier, recording)):
             for earlier in recording.earlier:
                 if earlier.done < len(earlier.tasks):
                     self._flush(earlier)
@@ -301,6 +301,8 @@ class Pipeline:
     ) -> list[Microbatch]:
         """Executes what was recorded. ``done`` hears of stages whose parameters' gradients are complete."""
         self.agree(recordings, 0)
+        for recording in recordings:
+            recording.kept.keep_living()
         microbatches = [
             self._laid_out(recording, values) for recording, values in zip(recordings, returned, strict=True)
         ]

@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.fallbacks import call_site
 from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
 from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
+from smdistributed.modelparallel.torch.kept import KeptTensors
 from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
 from smdistributed.modelparallel.torch.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.randomness import Draw
@@ -67,6 +68,7 @@ _GRAPH_READS = {
     _GRADIENT: "grad", _GRADIENT_FUNCTION: "grad_fn", _IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
 }  # fmt: skip
 _METADATA = METADATA - _GRAPH_READS.keys() - {_VERSION}
+_DETACHES = frozenset({torch.Tensor.detach, torch.detach, _DATA})
 #: Functions that replace the storage of a tensor.
 _STORAGE_WRITES = frozenset(
     {
@@ -101,7 +103,8 @@ class Recording(TorchFunctionMode):
         self.held = earlier[0].held if earlier else HeldTensors()
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
-        self._storages = SharedStorages(self)
+        self.storages = SharedStorages(self)
+        self.kept = KeptTensors(self)
         self.order = StateOrder()
         #: By the number of the task: what it draws (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
@@ -169,10 +172,17 @@ class Recording(TorchFunctionMode):
         """A call of a function that PyTorch does not offer to function modes."""
         return self._operation(func, args, kwargs)
 
+    def _handle(self, value: Value) -> Handle:
+        handle = Handle(value, self)
+        self.kept.watch(handle)
+        return handle
+
     def is_located(self, tensor: Any) -> bool:
         return type(tensor) is Handle or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _DETACHES and type(args[0]) is Handle and args[0].recording is not self and args[0].requires_grad:
+            return self._handle(self.kept.take(args[0], detached=True))
         if func in masks.SELECTIONS:
             selection = masks.with_indices(self, func, args, kwargs)
             if selection is not None:
@@ -181,7 +191,7 @@ class Recording(TorchFunctionMode):
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
             task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
-            if task is not None and self._storages.writes_alike(task, tensors):
+            if task is not None and self.storages.writes_alike(task, tensors):
                 return self._again(call, task, tensors)
         encoder = Encoder(self.located, self)
         new_args = encoder.encode(args)
@@ -240,7 +250,7 @@ class Recording(TorchFunctionMode):
             containers: list[Any] = []
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
             again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
-            if again is not None and self._storages.writes_alike(again, tensors):
+            if again is not None and self.storages.writes_alike(again, tensors):
                 return self._again(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
         new_args, new_kwargs = encoder.encode_call(args, kwargs)
@@ -265,7 +275,7 @@ class Recording(TorchFunctionMode):
         if outcome.draws:
             self._draw(task, outcome.draws)
         if outcome.is_simple:
-            return Handle(task.outputs[0], self)
+            return self._handle(task.outputs[0])
         return self._values(task, tensors, containers)
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
@@ -331,8 +341,10 @@ class Recording(TorchFunctionMode):
             self._send_parameters(task, rank)
         level = self.base_level
         written = (
-            self._storages.written(outcome, encoder.leaves, rank) if outcome is not None and outcome.mutated else {}
+            self.storages.written(outcome, encoder.leaves, rank) if outcome is not None and outcome.mutated else {}
         )
+        for base in written:
+            self.kept.check_write(base)
         for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
         writes_state = any(base.parameter is not None for base in written)
@@ -347,15 +359,21 @@ class Recording(TorchFunctionMode):
             if value.rank != rank and value.parameter is not None and id(value) not in sent:
                 read = Task("parameter", _itself, (value,), {}, [value])
                 read.rank, read.context = value.rank, Context(True, ())
-                read.level = self.order.level(read, self.base_level, False, None)
                 read.outcome = Outcome(structure.Slot(0), (value.meta,), (), (0,))
-                read.outputs = [self.new_value(value.rank, read.level, value.meta)]
-                read.digest = digest_of(("parameter", value.parameter, read.outputs[0].index))
-                self.digest = _chain(self.digest, read.digest)
-                self.tasks.append(read)
-                sent[id(value)] = read.outputs[0]
+                sent[id(value)] = self.add_source(read, ("parameter", value.parameter))
         task.replace_leaves(lambda leaf: sent.get(id(leaf), leaf))
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
+
+    def add_source(self, task: Task, key: Any) -> Value:
+        """Adds a task that takes no values of this microbatch and makes one; ``key`` identifies it on all ranks."""
+        task.level = self.order.level(task, self.base_level, False, None)
+        self._levels = max(self._levels, task.level)
+        value = self.new_value(task.rank, task.level, task.outcome.metas[0])
+        task.outputs = [value]
+        task.digest = digest_of((*key, value.index))
+        self.digest = _chain(self.digest, task.digest)
+        self.tasks.append(task)
+        return value
 
     def new_value(self, rank: int, level: int, meta: Meta) -> Value:
         value = Value(self._count, rank, level, meta)
@@ -386,8 +404,8 @@ class Recording(TorchFunctionMode):
                 value.base, value.offset = other.storage, other.offset + shared.offset
                 value.versioned = other.versioned and task.call != _DATA
         if outcome.mutated:
-            self._storages.check_unversioned(task, encoder.leaves)
-            self._storages.add_writes(task, encoder.leaves)
+            self.storages.check_unversioned(task, encoder.leaves)
+            self.storages.add_writes(task, encoder.leaves)
 
     def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
         if task.outcome is None:
@@ -409,14 +427,14 @@ class Recording(TorchFunctionMode):
         """What the body gets of a task that was called with these tensors, some of them in these containers."""
         outcome = task.outcome
         if task.writes:
-            self._storages.follow_writes(task, tensors)
+            self.storages.follow_writes(task, tensors)
         results: list[torch.Tensor] = []
         for place, value in zip(outcome.aliases, task.outputs, strict=False):
             changed = place is not None and place in outcome.mutated
-            results.append(tensors[place] if changed else Handle(value, self))
+            results.append(tensors[place] if changed else self._handle(value))
         for result, shared in zip(results, outcome.storages, strict=False):
             if shared is not None:
-                self._storages.add_view(result, shared, tensors, results)
+                self.storages.add_view(result, shared, tensors, results)
         if outcome.effects:
             found = outcome.template.apply(list(containers), results, tensors)
         else:
@@ -499,12 +517,18 @@ class Recording(TorchFunctionMode):
                     f"`model.backward` of {tensor.value.meta}: without `grad_tensors` it takes one number, such as a loss"
                 )
             if isinstance(gradient, Handle):
-                gradient = self.fetch(gradient.value)
+                gradient = self.fetch(self.own(gradient))
             self.own(tensor)
             self.seeds.append((tensor.value, gradient))
             self.backward_modules = self.pipeline.module_state.current
             self.held.has_backward = True
             self.digest = _chain(self.digest, digest_of(("backward", tensor.value.index)))
+
+    def returned(self, handle: Handle, detach: bool) -> Value:
+        """The value of a handle that the body returns."""
+        value = self.own(handle) if handle.recording is self else self.kept.take(handle, detached=detach)
+        self.kept.returns(value)
+        return value
 
     def fetch(self, value: Value) -> torch.Tensor:
         """The numbers, on every rank."""
@@ -524,17 +548,10 @@ class Recording(TorchFunctionMode):
         """The value of a handle.
 
         Raises:
-            SMPUsageError: it belongs to another microbatch, or cannot be followed any more.
+            SMPUsageError: it belongs to another microbatch and has a graph there, or cannot be followed any more.
         """
         if handle.recording is not self:
-            raise SMPUsageError(
-                f"a tensor of microbatch {handle.recording.microbatch} is used in microbatch {self.microbatch}: microbatches "
-                "run independently of each other, so return the tensor from the `smp.step` function and combine the "
-                "microbatches' values in its `StepOutput`"
-                if handle.recording.held is self.held
-                else "a tensor of an earlier `smp.step` call is used in this one: return it from the function, and take it "
-                "from the `StepOutput`"
-            )
+            return self.kept.take(handle)
         if type(handle.value) is Lost:
             raise SMPUsageError(handle.value.reason)
         return handle.value

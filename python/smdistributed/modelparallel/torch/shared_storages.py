@@ -113,6 +113,11 @@ class SharedStorages:
             found[base] = list(dict.fromkeys(values))
         return found
 
+    def has_others(self, handle: Handle, storage: Value) -> bool:
+        """Whether the body has something else than this handle in a storage."""
+        others = [each for each in self._handles_of(storage) if each is not handle]
+        return bool(others) or storage in self._replicated_bases or storage.parameter is not None
+
     def _handles_of(self, base: Value) -> list[Handle]:
         """Living handles of values that share a storage with others."""
         found: dict[int, Handle] = {}

@@ -104,11 +104,14 @@ class StepFunction:
     def _run_pipeline(self, model: DistributedModel, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         recordings: list[Recording] = []
         outputs = []
+        returned: list[list[Value]] = []
         # Classes are changed once for all microbatches: Python forgets what it knows of their methods each time.
         with contextlib.ExitStack() as calls_are_recorded, model.randomness.shared():
             for args, kwargs in calls:
                 model.begin_microbatch(len(calls))
-                outputs.append(self._record(model, args, kwargs, recordings, calls_are_recorded))
+                output, values = self._record(model, args, kwargs, recordings, calls_are_recorded)
+                outputs.append(output)
+                returned.append(values)
         if model.pipeline is not None:
             model.pipeline.module_state.end_of_bodies()
         pipeline = model.pipeline
@@ -116,12 +119,14 @@ class StepFunction:
             # The body has not called the model; in a join, the other replicas ask for a round all the same.
             model.reduces()
             return outputs
-        returned = [[leaf.value for leaf in structure.tensors_of(output) if type(leaf) is Handle] for output in outputs]
         for values in returned:
             _refuse_parameters(values)
         microbatches = model.execute(recordings, returned)
         tensors = pipeline.results(microbatches, self._detach)
-        return [_real(output, found, self._detach) for output, found in zip(outputs, tensors, strict=True)]
+        return [
+            _real(output, values, found, self._detach)
+            for output, values, found in zip(outputs, returned, tensors, strict=True)
+        ]
 
     def _record(
         self,
@@ -130,7 +135,8 @@ class StepFunction:
         kwargs: Any,
         recordings: list[Recording],
         calls_are_recorded: contextlib.ExitStack,
-    ) -> Any:
+    ) -> tuple[Any, list[Value]]:
+        """What the body of a microbatch returned, and the values of the remote tensors in it."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> None:
@@ -156,9 +162,16 @@ class StepFunction:
             output = self._function(*args, **kwargs)
             if model.pipeline is not None:
                 model.pipeline.module_state.check_contents()
+            values = []
+            if recordings:
+                values = [
+                    recordings[-1].returned(leaf, self._detach)
+                    for leaf in structure.tensors_of(output)
+                    if type(leaf) is Handle
+                ]
         if model.pipeline is not None and recordings:
             model.pipeline.calls[self] = recordings[-1].calls if recordings[-1].begun is None else []
-        return output
+        return output, values
 
 
 class _OfAnObject:
@@ -181,10 +194,12 @@ def _refuse_parameters(values: Sequence[Value]) -> None:
             raise SMPUsageError(f"a `smp.step` function returned the parameter `{value.parameter}` itself")
 
 
-def _real(output: Any, found: Mapping[int, torch.Tensor], detach: bool) -> Any:
+def _real(output: Any, values: Sequence[Value], found: Mapping[int, torch.Tensor], detach: bool) -> Any:
+    left = iter(values)
+
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is Handle:
-            return found[tensor.value.index]
+            return found[next(left).index]
         return tensor.detach() if detach else tensor
 
     return structure.transform(output, leaf)
