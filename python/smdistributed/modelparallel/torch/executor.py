@@ -189,6 +189,11 @@ class Executor:
                 kept_tensor.tensor = env[index].detach()
         # Of a stage that runs early, nobody knows yet what is needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
+        if layout.without_graph:
+            # Autograd takes them for leaves that are views, where no backward can begin.
+            exports = {
+                value: tensor.detach() if value in layout.without_graph else tensor for value, tensor in exports.items()
+            }
         if not trains:
             exports = {value: tensor.detach() for value, tensor in exports.items()}
         mb.keep(exports)

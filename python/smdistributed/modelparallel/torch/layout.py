@@ -62,8 +62,10 @@ class Layout:
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
-        #: By task, the values that it takes and makes and that require gradients.
-        self._gradients: list[tuple[list[int], list[int]]] = []
+        #: By task, which values get gradients of which: (values that it takes, values that it makes).
+        self._gradients: list[list[tuple[list[int], list[int]]]] = []
+        #: Values that require gradients and have no graph: views that were taken without gradients.
+        self.without_graph: set[int] = set()
         #: Values on which a loss depends.
         self._live: set[int] = set()
         self._core = _core.PipelineLayout()
@@ -83,15 +85,20 @@ class Layout:
                 self._stateful.add(len(self._tasks))
             self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
-            # Without gradients a view of a tensor that requires one does so too, and no gradient goes through it.
-            self._gradients.append((_trained(task.inputs) if task.context.grad else [], _trained(task.outputs)))
+            self._gradients.append(_gradients(task))
+            if not task.context.grad:
+                linked = {result for _, results in self._gradients[-1] for result in results}
+                self.without_graph.update(set(_trained(task.outputs)) - linked)
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
         """The values of a task that was added before anybody knew them; returns its stage."""
         self.values += outputs
-        self._gradients[task][1].extend(_trained(outputs))
+        if not self._gradients[task]:
+            self.without_graph.update(_trained(outputs))
+        for _, results in self._gradients[task]:
+            results.extend(_trained(outputs))
         return self._core.adopt(task, _makes(outputs))
 
     def stage_of(self, value: int) -> int:
@@ -105,9 +112,11 @@ class Layout:
         self._core.finish(seeds, self.returned)
         self._look()
         self._live = set(seeds)
-        for inputs, outputs in reversed(self._gradients):
-            if not self._live.isdisjoint(outputs):
-                self._live.update(inputs)
+        for links in reversed(self._gradients):
+            for inputs, outputs in links:
+                if not self._live.isdisjoint(outputs):
+                    self._live.update(inputs)
+        self._live -= self.without_graph
         self._find_state()
 
     def _find_state(self) -> None:
@@ -176,6 +185,23 @@ def _row(task: Task) -> tuple:
         task.rank, task.level, takes, makes, (price.forward, price.input, price.weight),
         (price.kept_bytes, price.waiting_bytes),
     )  # fmt: skip
+
+
+def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
+    """Which values of a task get gradients of which."""
+    if task.context.grad:
+        return [(_trained(task.inputs), _trained(task.outputs))]
+    # Without gradients, what is returned as it is and what is changed in place keeps the graph that it has.
+    pairs: list[tuple[object, Value]] = list(task.writes)
+    aliases = () if task.outcome is None else task.outcome.aliases
+    if any(place is not None for place in aliases):
+        leaves = task.leaves()
+        pairs += [(leaves[at], value) for at, value in zip(aliases, task.outputs, strict=False) if at is not None]
+    return [
+        (_trained([source]), _trained([result]))
+        for source, result in pairs
+        if isinstance(source, Value) and source.parameter is None
+    ]
 
 
 def _trained(values: Sequence[Value]) -> list[int]:

@@ -199,7 +199,8 @@ class Pipeline:
         if task.rank == self.rank:
             _, tensors = self._unknown
             exports = mb.runs[number].exports
-            exports.update({value.index: tensor for value, tensor in zip(task.outputs, tensors, strict=True)})
+            for value, tensor in zip(task.outputs, tensors, strict=True):
+                exports[value.index] = tensor.detach() if value.index in mb.layout.without_graph else tensor
             self._unknown = None
 
     def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
