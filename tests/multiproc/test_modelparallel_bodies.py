@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from parity.step_bodies import DEFECTS, run_all
-from support.step_bodies import draw
+from support.step_bodies import Program, draw
 
 #: Seeds by numbers of partitions.
 SEEDS = {
@@ -21,3 +23,116 @@ def test_random_bodies_are_those_of_one_process_or_raise(partitions):
     assert sorted(ends) == sorted(SEEDS[partitions])
     wrong = [f"seed {seed}: {kind}: {story}" for seed, (kind, story) in ends.items() if kind in (*DEFECTS, "invalid")]
     assert not wrong, "\n".join(wrong)
+
+
+def _program(partitions: int, layers: dict[str, str], places: dict[str, int], body: list[str], **parts: Any) -> Program:
+    given = {"schedule": "interleaved", "dtype": "float64", "prepare": [], "forward": [], "result": "loss, h", **parts}
+    return Program(seed=1, partitions=partitions, layers=layers, places=places, body=body, **given)
+
+
+_TWO = {"begin": 0, "a": 1}
+#: What bodies did otherwise than one process, or could not do.
+EQUAL = {
+    "a call reads the buffer that a later stage writes": _program(
+        2, {"a": "Momentum"}, _TWO, ["net.a.eval()", "h = net.a(y)"], forward=["f1 = net.a(h)", "h = h + f1"]
+    ),
+    "the body reads a buffer that a call in a later stage writes": _program(
+        2, {"a": "Momentum"}, _TWO, ["t1 = net.a(h)", "h = h + t1 + net.a.running"]
+    ),
+    "a part of a module is called after the whole": _program(
+        2, {"a": "Mode"}, _TWO, ["t1 = net.a(h)", "h = net.a.linear(h) + t1"]
+    ),
+    "statistics of early microbatches keep their order": _program(
+        2, {"a": "Norm"}, _TWO, ["h = h * h.mean().item()", "h = net.a(h)"], forward=["h = net.a(h)"]
+    ),
+    "an attribute that another module's forward has set": _program(
+        2, {"a": "Last"}, {"begin": 0, "a": 0}, ["h = net.a(h)", "h = net.a(h)"]
+    ),
+    "versions of arguments": _program(2, {"a": "Mode"}, _TWO, ["y.add_(1)", "h = net.a(y * (1 + x._version + y._version))"]),
+    "an argument that tasks hold changes in inference mode": _program(
+        2, {"a": "Mode"}, _TWO, ["t1 = net.a(y)", "with torch.inference_mode():\n    y.clamp_(min=0)", "h = net.a(y)"]
+    ),
+    "a view without gradients passes none on": _program(
+        2,
+        {"a": "Mode"},
+        _TWO,
+        ["with torch.no_grad():\n    t1 = h[0]", "h = net.a(y) + t1.mean()"],
+        forward=["f1 = net.a(h)"],
+    ),
+    "a write without gradients keeps the graph": _program(
+        2, {"a": "Mlp"}, {"begin": 1, "a": 0}, ["with torch.no_grad():\n    h.mul_(2)", "h = net.a(h)"], schedule="zero_bubble"
+    ),
+    "a view without gradients of what changes later": _program(
+        3,
+        {"a": "Mlp", "b": "Cut"},
+        {"begin": 2, "a": 1, "b": 1},
+        ["with torch.no_grad():\n    t1 = h.t()", "if h.sum() > 0:\n    h = h * 2", "h = h + t1.mean()"],
+        forward=["f1 = F.pad(net.b(h), (1, 1))", "h = net.a(h)", "F.relu(f1[:, :2], inplace=True)"],
+    ),
+    "a tensor of the microbatch before, and of the step before": _program(
+        2, {"a": "Mode"}, _TWO, ["h = net.a(h if keep.last is None else h + keep.last)", "keep.last = h.detach()"]
+    ),
+    "a running sum, and a number": _program(
+        2,
+        {"a": "Mode"},
+        _TWO,
+        ["h = net.a(h)", "keep.count = keep.count * 0.5 + h.detach().mean()", "h = h * (keep.count.item() + keep.count)"],
+        schedule="zero_bubble",
+    ),
+    "a running sum that changes in place": _program(
+        2,
+        {"a": "Norm"},
+        _TWO,
+        ["keep.last = h.detach().clone() if keep.last is None else keep.last.mul_(0.5).add_(h.detach())", "h = net.a(h) + keep.last"],
+    ),
+    "a tensor of the microbatch before is detached here": _program(
+        3,
+        {"a": "Mode", "b": "Last"},
+        {"begin": 2, "a": 0, "b": 1},
+        ["keep.seen.append(h)", "h = net.a(h) + net.b(x) + sum(each.detach() for each in keep.seen[:2])"],
+        result="{'loss': loss, 'values': [keep.seen[0], h]}",
+    ),
+}  # fmt: skip
+#: What raises, and the text.
+REFUSED = {
+    "a write through `.data` to what a module has saved": (
+        _program(2, {"a": "Norm"}, _TWO, ["t1 = net.a(h)", "h.data.mul_(2)", "h = h + t1"]),
+        "through `.data`, and autograd has saved its numbers for the backward of `a`",
+    ),
+    "a write through `.data` to a saved argument": (
+        _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data[x > 0] = 0.5", "h = h + t1"]),
+        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+    ),
+    "a write of a partition's numbers through `.data`": (
+        _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data.copy_(h)", "h = h + t1"]),
+        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+    ),
+    "the version of a tensor on a partition": (
+        _program(2, {"a": "Mode"}, _TWO, ["h = net.a(h) * h._version"]),
+        "`_version` of a tensor on a partition",
+    ),
+    "a tensor of the microbatch before changes that was returned": (
+        _program(
+            2, {"a": "Mode"}, _TWO, ["keep.last = h.detach() if keep.last is None else keep.last.add_(1)"], result="loss, keep.last"
+        ),
+        "a tensor of an earlier microbatch or step is changed in place",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("partitions", [2, 3])
+def test_bodies_that_were_otherwise_are_those_of_one_process(partitions):
+    names = [name for name, program in EQUAL.items() if program.partitions == partitions]
+    ends = run_all({number: EQUAL[name] for number, name in enumerate(names)}, partitions)
+    wrong = [f"{name}: {': '.join(ends[number])}" for number, name in enumerate(names) if ends[number][0] != "equal"]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(240)
+def test_bodies_that_cannot_be_those_of_one_process_raise():
+    ends = run_all({number: program for number, (program, _) in enumerate(REFUSED.values())}, 2)
+    for number, (name, (_, text)) in enumerate(REFUSED.items()):
+        kind, story = ends[number]
+        assert kind == "raises", f"{name}: {kind}: {story}"
+        assert text in story, name

@@ -307,7 +307,7 @@ def _lost_view(model, backward, x, y):
 
 
 REFUSED = [
-    ("_kept", "plain", "a tensor of microbatch 0 is used in microbatch 1"),
+    ("_kept", "plain", "a tensor of microbatch 0 that requires a gradient is used in microbatch 1"),
     ("_reads_gradient", "plain", "`grad` of a tensor on a partition"),
     ("_retains", "plain", "`retain_grad` of a tensor on a partition"),
     ("_replaces_module", "plain", "`b.linear` is a parameter, a buffer or a module"),
