@@ -23,12 +23,13 @@ def _model(kind="plain"):
             super().__init__()
             self.linear = nn.Linear(6, 6)
             self.scale = 1.0
+            self.options = {"shift": 0.0}
             self.aux = 0.0
 
         def forward(self, x):
             if kind == "inplace":
                 x.mul_(1.5)
-            out = self.linear(x) * self.scale
+            out = self.linear(x) * self.scale + self.options["shift"]
             if kind == "aux":
                 self.aux = out.square().mean()
             return out if self.training else out + 1
@@ -82,6 +83,16 @@ def _attributes(model, backward, x, y):
     loss = _loss(out, y)
     backward(loss)
     core.b.scale = core.a.scale = 1.0
+    return loss, out
+
+
+def _contents(model, backward, x, y):
+    """The content of an attribute changes before the first call."""
+    core = getattr(model, "module", model)
+    core.b.options["shift"] = 0.5
+    out = model(x)
+    loss = _loss(out, y)
+    backward(loss)
     return loss, out
 
 
@@ -255,6 +266,7 @@ def _run(cases, partitions, schedule):
 CASES = [
     ("_modes", "plain"),
     ("_attributes", "plain"),
+    ("_contents", "plain"),
     ("_freezes", "plain"),
     ("_refilled", "plain"),
     ("_views", "shift"),

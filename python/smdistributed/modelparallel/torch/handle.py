@@ -133,7 +133,8 @@ class Handle(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         raise SMPUsageError(
             f"`{getattr(func, '__name__', func)}` of a tensor that was made inside of a `smp.step` function, after that "
-            "function has ended: return the tensor from the function, and take it from the `StepOutput`"
+            "function has ended: return the tensor from the function, and take it from the `StepOutput`; if the function has set it as an attribute "
+            "of a module, pass it to the module instead"
         )
 
     @classmethod

@@ -76,10 +76,21 @@ class ModuleState:
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self._modules = modules
         #: Lists, dictionaries and plain objects in attributes, as (where, object, description of its content).
-        self._contents: list[tuple[str, Any, Any]] = []
+        self._contents: list[tuple[str, Any, Any]] | None = None
 
     def begin(self) -> None:
         """Starts a step: nothing has changed."""
+        self._contents = None
+        self.current = self._applied = UNCHANGED
+        self._before.clear()
+        self._outputs.clear()
+        if len(self._known) > _LIMIT:
+            self._known = {(): UNCHANGED}
+
+    def note_contents(self) -> None:
+        """The body is about to call a module: what it changes in objects before the first call of a step counts for all calls."""
+        if self._contents is not None:
+            return
         found: dict[int, tuple[str, Any, Any]] = {}
         for module in self._modules:
             path = self._paths[id(module)]
@@ -92,11 +103,6 @@ class ModuleState:
                 ):
                     found[id(value)] = (f"{path}.{name}" if path else name, value, _content(value, 3))
         self._contents = list(found.values())
-        self.current = self._applied = UNCHANGED
-        self._before.clear()
-        self._outputs.clear()
-        if len(self._known) > _LIMIT:
-            self._known = {(): UNCHANGED}
 
     def check_contents(self) -> None:
         """Checks that the body has not changed objects in attributes, whose earlier content tasks would miss.
@@ -104,11 +110,11 @@ class ModuleState:
         Raises:
             SMPUsageError: it has.
         """
-        for where, value, content in self._contents:
+        for where, value, content in self._contents or ():
             if _differs(content, _content(value, 3)):
                 raise SMPUsageError(
                     f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read after "
-                    "that: change it before the step, or assign a changed copy to the attribute"
+                    "that: change it before the first call of the step, or assign a changed copy to the attribute"
                 )
 
     def follows(self, owner: Any) -> bool:

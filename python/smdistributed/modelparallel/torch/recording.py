@@ -244,6 +244,7 @@ class Recording(TorchFunctionMode):
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """A call of a module that is wholly on one partition; ``call`` is what is done there instead, if given."""
+        self.pipeline.module_state.note_contents()
         what = call or module
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
