@@ -383,8 +383,6 @@ def _placed(layout: _Layout, segment: _Segment, memory: Sequence[torch.Tensor]) 
     else:
         tensor = torch.empty(0, dtype=layout.dtype, device=whole.device)
         tensor.set_(whole.untyped_storage(), layout.offset // layout.dtype.itemsize, layout.shape, layout.stride)
-    # How it got here is no change: `_version` is that of a new tensor, as it is on the first rank.
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
     return _flipped(tensor, layout.is_conj, layout.is_neg).requires_grad_(layout.requires_grad)
 
 

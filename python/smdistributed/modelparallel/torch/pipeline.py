@@ -214,6 +214,14 @@ class Pipeline:
             tensor = mb.runs[mb.layout.stage_of(value.index)].exports[value.index]
         return self._broadcast(tensor, value)
 
+    def of_first(self, recording: Recording, value: Any) -> Any:
+        """What the body has on the first rank of the pipeline."""
+        active.recording = None
+        try:
+            return communication.allgather(value, CommGroup.PP_GROUP)[0]
+        finally:
+            active.recording = recording
+
     def _broadcast(self, tensor: torch.Tensor | None, value: Value) -> torch.Tensor:
         meta = value.meta
         whole = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)

@@ -150,11 +150,8 @@ class Recording(TorchFunctionMode):
             return self._set_requires_grad(
                 args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             )
-        if func == _VERSION and self.is_located(args[0]):
-            raise SMPUsageError(
-                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
-                "has returned"
-            )
+        if func == _VERSION:
+            return self._version_of(args[0])
         if func in _GRAPH_READS:
             if self.is_located(args[0]):
                 answer = self._graph(func, args[0])
@@ -472,6 +469,21 @@ class Recording(TorchFunctionMode):
 
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)
+
+    def _version_of(self, tensor: torch.Tensor) -> int:
+        """How often a replicated tensor has changed. The first rank answers: what it was passed has been sent to the others.
+
+        Raises:
+            SMPUsageError: it is on a partition.
+        """
+        if self.is_located(tensor):
+            raise SMPUsageError(
+                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
+                "has returned"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            version = int(tensor._version)
+        return self.pipeline.of_first(self, version)
 
     def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
         """The body freezes or unfreezes a parameter."""
