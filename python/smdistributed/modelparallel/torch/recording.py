@@ -144,14 +144,14 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if active.recording is not self:
             return func(*args, **kwargs)
+        if func == _VERSION:
+            return self._version_of(args[0])
         if func is torch.Tensor.__iter__ and self.is_located(args[0]):
             return iter(self._operation(torch.unbind, args, {}))
         if func in _REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
             return self._set_requires_grad(
                 args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             )
-        if func == _VERSION:
-            return self._version_of(args[0])
         if func in _GRAPH_READS:
             if self.is_located(args[0]):
                 answer = self._graph(func, args[0])
