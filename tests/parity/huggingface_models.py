@@ -1,6 +1,11 @@
 """The table of Hugging Face's models on several partitions beside one process, and docs/models.md, which it writes.
 
-    python tests/parity/huggingface_models.py [--partitions 2 3 4] [--models llama bert ..] [--no-page]
+    python tests/parity/huggingface_models.py [--partitions 2 3 4] [--models llama bert ..] [--no-page] [--row-seconds 600]
+
+Many processes can share the rows; each appends its own to a file of JSON lines, and the page is made of all the files:
+
+    python tests/parity/huggingface_models.py --shard 0/8 --out rows-0.jsonl    # and 1/8 to 7/8 beside it
+    python tests/parity/huggingface_models.py --page-from rows-*.jsonl
 
 Each row is an architecture as small as its configuration allows, with its defaults: two steps of four microbatches with each schedule,
 in float64 and, where a model has no float64, in float32. Losses, logits, gradients and parameters differ by at most 1e-10
@@ -10,9 +15,12 @@ in float64 and, where a model has no float64, in float32. Losses, logits, gradie
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,45 +59,118 @@ def _body(name, dtype, partitions, schedules):
     return run_rows(name, dtype, partitions, schedules)
 
 
-def _row(name: str, dtype: str, partitions: int) -> tuple[str, bool]:
-    """A line of the table, and whether all is as it should be."""
+def _cases(models: Iterable[str], partitions: Iterable[int]) -> list[tuple[str, str, int]]:
+    """The rows of the table, in its order: model, type and number of partitions."""
+    cases = []
+    for name in models:
+        types = ["float32"] if name in FLOAT32_ONLY else ["float64", "float32"] if routes(name) else ["float64"]
+        cases += [(name, dtype, count) for dtype in types for count in partitions]
+    return cases
+
+
+def _row(name: str, dtype: str, partitions: int, seconds: float) -> dict[str, Any]:
+    """Runs a row.
+
+    Returns:
+        The row, with `good` if all is as it should be. `difference` is missing if a rank raised or ran out of time.
+    """
+    start = time.monotonic()
+    row: dict[str, Any] = {"model": name, "type": dtype, "partitions": partitions}
     try:
-        ranks = run_ranks(_body, partitions, name, dtype, partitions, SCHEDULES, launcher=Forked("torch"), timeout=600)
+        ranks = run_ranks(
+            _body, partitions, name, dtype, partitions, SCHEDULES, launcher=Forked("torch"), timeout=seconds
+        )
     except RanksFailedError as error:
         lines = [line for line in str(error).splitlines() if line.startswith("rank ")]
-        reason = REFUSED.get(name)
-        return f"| {name} | {dtype} | {partitions} | raises | {reason or (lines or ['?'])[0]} |", reason is not None
-    rows = [row for rank in ranks for row in rank]
-    worst = max(row["difference"] for row in rows)
-    left = sorted({f"`{what}`: {why}" for row in rows for what, why in row["synchronous"]})
-    good = worst <= TOLERANCES[dtype] and all(row["partitions"] == list(range(partitions)) for row in rows)
-    return f"| {name} | {dtype} | {partitions} | {worst:.1e} | {'; '.join(left)} |", good
+        row |= {"left": REFUSED.get(name) or (lines or ["?"])[0], "good": name in REFUSED}
+    else:
+        rows = [row for rank in ranks for row in rank]
+        worst = max(rows, key=lambda row: row["difference"])
+        left = sorted({f"`{what}`: {why}" for row in rows for what, why in row["synchronous"]})
+        is_spread = all(row["partitions"] == list(range(partitions)) for row in rows)
+        good = worst["difference"] <= TOLERANCES[dtype] and is_spread
+        row |= {"difference": worst["difference"], "where": worst["where"], "left": "; ".join(left), "good": good}
+    return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A line of the page."""
+    difference = f"{row['difference']:.1e}" if "difference" in row else "raises"
+    return f"| {row['model']} | {row['type']} | {row['partitions']} | {difference} | {row['left'].replace('|', chr(92) + '|')} |"
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"`{text}` is not I/N with 0 <= I < N")
+    return int(index), int(count)
+
+
+def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of these files, in the order of the table. Of a row that is there more than once, the last one counts."""
+    found = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            found[row["model"], row["type"], row["partitions"]] = row
+    places = {name: place for place, name in enumerate(ARCHITECTURES)}
+    order = sorted(found, key=lambda case: (places.get(case[0], len(places)), case[1] != "float64", case[2]))
+    return [found[case] for case in order]
+
+
+def _write_page(rows: list[dict[str, Any]]) -> None:
+    counts = ", ".join(str(count) for count in sorted({row["partitions"] for row in rows}))
+    schedules = ", ".join(f"`{each}`" for each in SCHEDULES)
+    lines = "\n".join(map(_line, rows))
+    PAGE.write_text(_INTRODUCTION.format(schedules=schedules, partitions=counts) + lines + "\n")
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--partitions", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--models", nargs="+", default=list(ARCHITECTURES))
-    parser.add_argument("--no-page", action="store_true")
+    parser.add_argument(
+        "--models", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES), metavar="MODEL"
+    )
+    parser.add_argument("--no-page", action="store_true", help="leave docs/models.md as it is")
+    parser.add_argument("--row-seconds", type=float, default=600, help="time limit of a row")
+    parser.add_argument("--shard", type=_shard, metavar="I/N", help="run each Nth row, beginning with row I")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append each row to this file, as a line of JSON")
+    parser.add_argument(
+        "--page-from", type=Path, nargs="+", metavar="FILE", help="write the page from such files; run nothing"
+    )
     arguments = parser.parse_args()
-    lines, bad = [], []
-    for name in arguments.models:
-        types = ["float32"] if name in FLOAT32_ONLY else ["float64", "float32"] if routes(name) else ["float64"]
-        for dtype in types:
-            for partitions in arguments.partitions:
-                start = time.monotonic()
-                line, good = _row(name, dtype, partitions)
-                print(line, f"{time.monotonic() - start:.0f} s", "" if good else "FAILED", flush=True)
-                lines.append(line)
-                if not good:
-                    bad.append(line)
-    if not arguments.no_page:
-        counts = ", ".join(map(str, arguments.partitions))
-        schedules = ", ".join(f"`{each}`" for each in SCHEDULES)
-        PAGE.write_text(_INTRODUCTION.format(schedules=schedules, partitions=counts) + "\n".join(lines) + "\n")
-    print(f"{len(lines)} rows, {len(bad)} failed")
+    if arguments.page_from:
+        rows = _read(arguments.page_from)
+        missing = [
+            case for case in _cases(ARCHITECTURES, arguments.partitions) if case not in {_case(row) for row in rows}
+        ]
+        if missing:
+            print(f"{len(missing)} rows are missing: {', '.join(' '.join(map(str, case)) for case in missing)}")
+        _write_page(rows)
+        bad = [row for row in rows if not row["good"]]
+        print(*(f"{_line(row)} FAILED" for row in bad), f"{len(rows)} rows, {len(bad)} failed", sep="\n")
+        return bool(bad or missing)
+    index, count = arguments.shard or (0, 1)
+    rows = []
+    for case in _cases(arguments.models, arguments.partitions)[index::count]:
+        row = _row(*case, arguments.row_seconds)
+        rows.append(row)
+        print(
+            _line(row), f"{row['seconds']:.0f} s", "" if row["good"] else f"FAILED {row.get('where', '')}", flush=True
+        )
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    if not arguments.no_page and not arguments.shard:
+        _write_page(rows)
+    bad = [row for row in rows if not row["good"]]
+    print(f"{len(rows)} rows, {len(bad)} failed")
     return bool(bad)
+
+
+def _case(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["model"], row["type"], row["partitions"]
 
 
 if __name__ == "__main__":
