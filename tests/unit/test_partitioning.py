@@ -272,6 +272,48 @@ def test_without_a_trace_parameters_decide():
     assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
 
 
+def _bart():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=64, **sizes, **heads))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return model, (), {"input_ids": tokens, "labels": tokens}
+
+
+class _Unused(nn.Module):
+    """The forward uses the shared weight under one of its names; the other module stands among those of another partition."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.part = nn.Module()
+        self.part.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.part.embedding = nn.Embedding(50, 16)
+        self.part.embedding.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.part.layers(self.layers(self.embedding(tokens)))
+
+
+def _unused():
+    return _Unused(), (torch.zeros(2, 8, dtype=torch.long),), {}
+
+
+@pytest.mark.parametrize("skip_tracing", [False, True])
+@pytest.mark.parametrize("partitions", [2, 3, 4])
+@pytest.mark.parametrize("model", [_t5, _bart, _unused])
+def test_modules_that_share_a_parameter_lie_together(model, partitions, skip_tracing):
+    module, args, kwargs = model()
+    found = partitioning.auto_partition(module, args, kwargs, _config(partitions, skip_tracing=skip_tracing), {})
+    assert set(found.values()) == set(range(partitions))
+    tree = cost_trace.structure(module)
+    assert tree.ties
+    for tie in tree.ties:
+        assert len({found[tree.modules[at].path] for at in tie}) == 1
+
+
 def test_by_hand_and_by_file(tmp_path):
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     file = str(tmp_path / "partition.json")

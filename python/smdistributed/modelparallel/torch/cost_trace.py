@@ -46,6 +46,11 @@ class ModuleCost:
     first_run: int | None = None
     follows: int | None = None
 
+    @property
+    def costs_something(self) -> bool:
+        """Whether it counts in any column."""
+        return bool(self.parameter_bytes or self.state_bytes or self.activation_bytes or self.time)
+
 
 @dataclass
 class Trace:
@@ -56,6 +61,20 @@ class Trace:
     values: list[tuple[int, list[int], int]] = field(default_factory=list)
     tasks: list[tuple[int, int, int]] = field(default_factory=list)
     ties: list[list[int]] = field(default_factory=list)
+
+    def place_ties(self) -> None:
+        """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core only places
+        those that cost something. So it is without a forward, where the shared parameter counts for the first module alone, and
+        where a forward uses the parameter under one of its names only."""
+        has_place = {at for maker, takers, _ in self.values for at in (maker, *takers)} | {
+            at for _, at, _ in self.tasks
+        }
+        for tie in self.ties:
+            first = next((at for at in tie if self.modules[at].costs_something or at in has_place), None)
+            for at in tie:
+                module = self.modules[at]
+                if first is not None and not module.costs_something and at not in has_place:
+                    module.follows = first
 
 
 class TraceError(RuntimeError):

@@ -79,6 +79,7 @@ def _automatic(
                 f"the model could not be traced, so that its partition goes by parameters alone: {error}", stacklevel=2
             )
     tree = tree or cost_trace.structure(module)
+    tree.place_ties()
     assignment, table, _ = _core.partition_modules(
         tree.modules,
         tree.values,
