@@ -15,7 +15,7 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import communication
+from smdistributed.modelparallel.torch import communication, task_order
 from smdistributed.modelparallel.torch.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.groups import TorchGroups
@@ -86,6 +86,8 @@ class Pipeline:
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._layouts: dict[Any, Layout] = {}
+        #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in it.
+        self._orders: dict[Any, list[tuple[list[int], int]]] = {}
         #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
@@ -285,21 +287,60 @@ class Pipeline:
         return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
-        """Compares what the ranks have recorded.
+        """Compares what the ranks have recorded. Ranks that made the same calls in different orders take over that of the first one
+        (SAME-1).
 
         Raises:
             SMPMismatchError: the same on all ranks; it shows the first task that differs.
         """
+        key = (phase, tuple(recording.digest for recording in recordings))
+        known = self._orders.get(key)
+        if known is not None:
+            for recording, (order, digest) in zip(recordings, known, strict=True):
+                task_order.reorder(recording, order)
+                recording.digest = digest
+        if self._are_alike(recordings, phase):
+            return
+        contents = [task_order.content_digests(self, recording) for recording in recordings]
+        everybody = communication.allgather((phase, contents), CommGroup.PP_GROUP)
+        is_reordered = False
+        if all(other[0] == phase and len(other[1]) == len(contents) for other in everybody):
+            found = [
+                [task_order.places(own, first) for own, first in zip(other[1], everybody[0][1], strict=True)]
+                for other in everybody
+            ]
+            is_reordered = not any(None in orders for orders in found)
+            if is_reordered:
+                orders = []
+                for recording, order in zip(recordings, found[self.rank], strict=True):
+                    assert order is not None
+                    task_order.reorder(recording, order)
+                    recording.digest = task_order.digest(self, recording)
+                    orders.append((order, recording.digest))
+                if self._are_alike(recordings, phase):
+                    if len(self._orders) > _LIMIT:
+                        self._orders.clear()
+                    if known is None:
+                        self._orders[key] = orders
+                    return
+        texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
+        story = communication.allgather((phase, texts), CommGroup.PP_GROUP)
+        text = _difference(story)
+        if not is_reordered and all(_same_calls(other[1], everybody[0][1]) for other in everybody):
+            text += (
+                ". The ranks make the same calls in different orders, and some of these draw random numbers or change something: "
+                "Python orders sets of strings differently in each process, so iterate over a list, or over `sorted(..)`"
+            )
+        raise SMPMismatchError(text)
+
+    def _are_alike(self, recordings: Sequence[Recording], phase: int) -> bool:
+        """Whether all ranks have the same recordings."""
         counts = sum(len(recording.tasks) for recording in recordings)
         digest = 0
         for recording in recordings:
             digest = (digest * 31 + recording.digest) & 0x7FFF_FFFF_FFFF_FFFF
         everybody = self.transfers.compare([phase, counts, digest])
-        if all(other == everybody[0] for other in everybody):
-            return
-        texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
-        story = communication.allgather((phase, texts), CommGroup.PP_GROUP)
-        raise SMPMismatchError(_difference(story))
+        return all(other == everybody[0] for other in everybody)
 
     def run(
         self,
@@ -460,6 +501,14 @@ def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
                 f"{_phase(other)}"
             )
     return "the ranks of the pipeline run different steps: their tasks have the same names and different arguments"
+
+
+def _same_calls(own: Sequence[Any], first: Sequence[Any]) -> bool:
+    """Whether recordings have the same tasks, whatever their order."""
+    return len(own) == len(first) and all(
+        sorted(digest for digest, _ in mine) == sorted(digest for digest, _ in theirs)
+        for mine, theirs in zip(own, first, strict=True)
+    )
 
 
 def _phase(story: tuple[int, list[list[str]]]) -> str:

@@ -368,6 +368,7 @@ class Recording(TorchFunctionMode):
         self._levels = max(self._levels, task.level)
         value = self.new_value(task.rank, task.level, task.outcome.metas[0])
         task.outputs = [value]
+        task.signature = key
         task.digest = digest_of((*key, value.index))
         self.digest = _chain(self.digest, task.digest)
         self.tasks.append(task)
@@ -380,7 +381,7 @@ class Recording(TorchFunctionMode):
 
     def _run_now(self, task: Task, encoder: Encoder) -> Outcome:
         """Runs all tasks so far, this one included, whose outcome nobody knows yet."""
-        task.digest = digest_of((task.name, task.rank, encoder.stable()))
+        task.signature = task.digest = digest_of((task.name, task.rank, encoder.stable()))
         self.digest = _chain(self.digest, task.digest)
         number = len(self.tasks) - 1
         outcome = self.pipeline.run_unknown(self, task)
@@ -408,7 +409,7 @@ class Recording(TorchFunctionMode):
     def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
         if task.outcome is None:
             self._finish(task, encoder, outcome)
-            key = (
+            key = task.signature = (
                 task.name,
                 task.rank,
                 encoder.stable(),

@@ -125,16 +125,18 @@ class Task:
         outcome: What comes out, ``None`` until it is known.
         follows: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
         digest: The same on ranks that record the same.
+        signature: What is called, without its inputs; the same on ranks that record the same.
     """
 
     __slots__ = (
         "args", "call", "context", "digest", "follows", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
-        "simple", "writes",
+        "signature", "simple", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
         self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
         self.rank = self.level = self.digest = 0
+        self.signature: Any = None
         self.module: nn.Module | None = None
         self.follows = False
         self.outputs: list[Value] = []

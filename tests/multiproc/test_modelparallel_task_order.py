@@ -1,0 +1,139 @@
+"""Ranks that make the same calls in different orders, as a loop over a set of strings does, beside one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import Forked, run_ranks
+
+FORKED = Forked("torch")
+
+
+def _model(dropout=0.0):
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Model(nn.Module):
+        """Branches in an order that is the rank's own; each is called twice."""
+
+        def __init__(self):
+            super().__init__()
+            self.branches = nn.ModuleDict(
+                {name: nn.Sequential(nn.Linear(6, 6), nn.Dropout(dropout)) for name in ("full", "local", "none")}
+            )
+            self.head = nn.Linear(6, 6)
+            self.order = list(self.branches)
+            for place, part in enumerate((*self.branches.values(), self.head)):
+                smp.set_partition(part, place % smp.pp_size())
+
+        def forward(self, x):
+            first = {name: self.branches[name](x) for name in self.order}
+            second = {name: self.branches[name](first[name] + place) for place, name in enumerate(sorted(first))}
+            again = {name: self.branches[name](first["full"] * 2) for name in self.order}
+            return self.head(
+                sum((second[name] + again[name]) * (place + 1) for place, name in enumerate(sorted(again)))
+            )
+
+    torch.manual_seed(3)
+    return Model()
+
+
+def _order_body(asks, schedule):
+    import copy
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.set_default_dtype(torch.float64)
+    smp.init(
+        {"partitions": 2, "microbatches": 4, "pipeline": schedule, "auto_partition": False, "default_partition": 0}
+    )
+    model = _model()
+    alone = copy.deepcopy(model)
+    model = smp.DistributedModel(model)
+    orders = [["full", "local", "none"], ["none", "full", "local"]]
+
+    def body(model, backward, x):
+        out = model(x)
+        if asks and float(out.detach().sum()) == 0.0:
+            raise AssertionError("made up")
+        loss = (model(out) + out).square().mean()
+        backward(loss)
+        return loss, out
+
+    @smp.step
+    def step(model, x):
+        return body(model, model.backward, x)
+
+    worst = 0.0
+    # The order of a rank changes, and in the last step all ranks have one.
+    for number, shift in enumerate((0, 0, 1, 1, None)):
+        model.module.order = orders[0 if shift is None else (smp.pp_rank() + shift) % 2]
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+        outputs = step(model, x)
+        for place, piece in enumerate(x.chunk(4)):
+            expected = body(alone, lambda loss: (loss / 4).backward(), piece)
+            for ours, theirs in zip(outputs, expected, strict=True):
+                worst = max(worst, (ours[place] - theirs).abs().max().item())
+        reference = dict(alone.named_parameters())
+        for path, parameter in model.local_named_parameters():
+            worst = max(worst, (parameter.grad - reference[path].grad).abs().max().item())
+            parameter.grad = None
+        alone.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("schedule", ["simple", "interleaved", "zero_bubble"])
+def test_calls_in_the_order_of_each_rank_equal_one_process(schedule, asks):
+    for worst in run_ranks(_order_body, 2, asks, schedule, launcher=FORKED, timeout=60):
+        assert worst < 1e-12
+
+
+def _random_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.exceptions import SMPMismatchError
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    model = smp.DistributedModel(_model(dropout=0.5))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    model.module.order = [["full", "local", "none"], ["none", "full", "local"]][smp.pp_rank()]
+    try:
+        step(model, torch.randn(4, 6))
+    except SMPMismatchError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_draws_in_different_orders_raise_and_say_how_to_order_them():
+    texts = run_ranks(_random_body, 2, launcher=FORKED, timeout=60)
+    assert texts[0] == texts[1]
+    assert "run different steps" in texts[0]
+    assert "in different orders" in texts[0]
+    assert "sorted(..)" in texts[0]
+
+
+def test_the_order_of_the_first_rank_is_found():
+    pytest.importorskip("torch")
+    from smdistributed.modelparallel.torch.task_order import places
+
+    free, kept = [(number, False) for number in range(4)], [(number, True) for number in range(4)]
+    assert places(free[::-1], free) == [3, 2, 1, 0]
+    # Equal tasks keep their order; a task that keeps its place divides the others.
+    assert places([free[1], free[0], free[1]], [free[0], free[1], free[1]]) == [1, 0, 2]
+    assert places([free[1], free[0], kept[2], free[3]], [free[0], free[1], kept[2], free[3]]) == [1, 0, 2, 3]
+    assert places([free[0], kept[2], free[1]], [free[1], kept[2], free[0]]) is None
+    assert places([free[0], kept[2]], [kept[2], free[0]]) is None
+    assert places(free, free[:3]) is None
+    assert places([], []) == []
