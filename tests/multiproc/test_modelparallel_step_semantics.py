@@ -247,6 +247,22 @@ def _nested(model, backward, x, y):
     return {"loss": loss, "pieces": pieces, "h": h}
 
 
+def _sizes(model, backward, x, y):
+    """Sizes that were computed with tensors, which other microbatches have other ones of."""
+    import torch
+
+    core = getattr(model, "module", model)
+    h = core.a(x)
+    count = torch.div(h.size(1), 2, rounding_mode="trunc") - torch.tensor(int(x.sum() > y.sum()))
+    room = h.new_zeros((h.size(0), count + 1, 6))
+    room[:, :count] = h[:, None]
+    picked = room.narrow(1, count - 1, 1).squeeze(1) + h[torch.tensor(0)]
+    filled = h.detach().index_fill(1, torch.tensor(1), torch.tensor(2))
+    loss = _loss(core.b(picked) + room.sum(1).view(-1, count.clamp(max=2) * 3).reshape(h.shape), y) + filled.sum()
+    backward(loss)
+    return loss, picked
+
+
 def _run(cases, partitions, schedule):
     import traceback
     import warnings
@@ -276,6 +292,7 @@ CASES = [
     ("_functions", "plain"),
     ("_auxiliary", "aux"),
     ("_nested", "shift"),
+    ("_sizes", "plain"),
 ]
 
 

@@ -29,10 +29,12 @@ class Encoder:
         unknown: Whether it met something that cannot be described.
         containers: Of the call of a module: lists, dictionaries and objects that it may change (``object_state.py``).
         held: Places, among all tensors, of those that are in such containers.
+        may_read: Whether the call is an operation that gets integers instead of tensors if it reads their numbers.
     """
 
     __slots__ = (
-        "_depth", "_key", "_known", "_located", "_recording", "containers", "held", "inputs", "leaves", "tensors", "unknown",
+        "_depth", "_key", "_known", "_located", "_recording", "containers", "held", "inputs", "leaves", "may_read", "tensors",
+        "unknown",
     )  # fmt: skip
 
     def __init__(self, located: Mapping[int, Any], recording: Recording | None = None) -> None:
@@ -47,7 +49,7 @@ class Encoder:
         self.inputs: list[Value] = []
         self.leaves: list[Any] = []
         self.tensors: list[Any] = []
-        self.unknown = False
+        self.unknown = self.may_read = False
 
     def key(self) -> Any:
         """Equal for calls of which the same comes out."""

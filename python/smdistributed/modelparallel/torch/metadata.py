@@ -99,6 +99,10 @@ class UnknownOutcomeError(Exception):
     """It takes the numbers themselves to tell what comes out; the text says why."""
 
 
+class ReadsNumbersError(Exception):
+    """An operation reads the number of a replicated tensor, such as a size that was computed with tensors."""
+
+
 #: What comes out has a shape that follows from numbers.
 _SHAPES = (DynamicOutputShapeException,)
 _NUMBERS = (DataDependentOutputException, *_SHAPES)
@@ -173,6 +177,7 @@ class Outcomes:
         meta_of: Callable[[Any], Meta],
         is_module: bool = False,
         held: Sequence[int] = (),
+        has_numbers: bool = False,
     ) -> Outcome:
         """Finds out.
 
@@ -182,8 +187,10 @@ class Outcomes:
             meta_of: Says all of a leaf but its numbers.
             is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
             held: Places, among the leaves, of those that are in such containers.
+            has_numbers: Whether there are tensors among the leaves that all ranks can pass as integers instead.
 
         Raises:
+            ReadsNumbersError: With ``has_numbers``, the call looks at numbers.
             UnknownOutcomeError: What comes out follows from numbers.
             Exception: The call itself fails, whatever the numbers are.
         """
@@ -195,6 +202,8 @@ class Outcomes:
         except UnknownOutcomeError:
             raise
         except _NUMBERS as error:
+            if has_numbers:
+                raise ReadsNumbersError from error
             found, reason = error, "it looks at numbers"
         except _UNSUPPORTED as error:
             found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"

@@ -91,6 +91,8 @@ class Pipeline:
         #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
+        #: Operations that read the numbers of replicated tensors (REC-7), and whether they take integers instead.
+        self.number_readers: dict[Any, bool] = {}
         #: Whether what the body returns leaves autograd's graph.
         self.detach = True
 

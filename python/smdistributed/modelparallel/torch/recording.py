@@ -9,6 +9,8 @@
 - REC-5: a replicated tensor that a task holds never changes: before the body writes to its storage, tasks get a copy.
 - REC-6: a tensor that cannot be followed (of another microbatch, or a view whose storage changed on another partition)
   raises when it is used.
+- REC-7: an operation that reads the number of a replicated tensor, such as a size that was computed with tensors, is recorded with
+  that number: what comes out follows from it, and signatures do not have the numbers of tensors.
 - REC-4: ranks record the same tasks, since all that Python sees is the same on all of them: numbers that the body
   asks for (``.item()``, ``if loss > x``) are computed where they are and told to everybody.
 """
@@ -33,7 +35,7 @@ from smdistributed.modelparallel.torch.fallbacks import call_site
 from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
 from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
 from smdistributed.modelparallel.torch.kept import KeptTensors
-from smdistributed.modelparallel.torch.metadata import Outcome, UnknownOutcomeError
+from smdistributed.modelparallel.torch.metadata import Outcome, ReadsNumbersError, UnknownOutcomeError
 from smdistributed.modelparallel.torch.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.randomness import Draw
 from smdistributed.modelparallel.torch.replay import Call, Replay
@@ -184,6 +186,9 @@ class Recording(TorchFunctionMode):
             selection = masks.with_indices(self, func, args, kwargs)
             if selection is not None:
                 func, args, kwargs = torch.Tensor.__getitem__, selection, {}
+        number_readers = self.pipeline.number_readers
+        if number_readers and number_readers.get(func):
+            args, kwargs = structure.transform((args, kwargs), self._number)
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
@@ -220,13 +225,31 @@ class Recording(TorchFunctionMode):
             )
         if name in ("__get__", "__set__"):
             name = f"{getattr(func.__self__, '__name__', '')}.{name}"
-        result = self._function(name, func, new_args, new_kwargs, encoder)
+        encoder.may_read = func not in number_readers
+        try:
+            result = self._function(name, func, new_args, new_kwargs, encoder)
+        except ReadsNumbersError:
+            return self._with_numbers(func, args, kwargs)
         if func is torch.Tensor.requires_grad_ and type(args[0]) is Handle:
             # The same numbers, and the tensor that the body holds says so.
             args[0].value = result.value
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return result
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that reads numbers of replicated tensors (REC-7)."""
+        self.pipeline.number_readers[func] = True
+        try:
+            return self._operation(func, args, kwargs)
+        except TypeError:
+            # It takes a tensor in one of these places, and nothing was recorded.
+            self.pipeline.number_readers[func] = False
+            return self._operation(func, args, kwargs)
+
+    def _number(self, leaf: Any) -> Any:
+        """An integer instead of a replicated tensor that holds one (REC-7)."""
+        return int(leaf) if not self.is_located(leaf) and _is_integer(leaf) else leaf
 
     def call_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function that is one task, where its operands are."""
@@ -297,7 +320,8 @@ class Recording(TorchFunctionMode):
             try:
                 call = outcomes.module(task.module, task.call) if task.module is not None else task.call
                 is_module = task.module is not None
-                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.held)
+                has_numbers = encoder.may_read and any(map(_is_integer, encoder.leaves))
+                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.held, has_numbers)
                 outcomes.keep(key, outcome)
             except UnknownOutcomeError as error:
                 reason = str(error)
@@ -587,6 +611,16 @@ def _meta_of_leaf(leaf: Any) -> Meta:
 def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     """As the method; a tensor that no backward reaches has no gradient that the hook could see."""
     return tensor.register_hook(hook) if tensor.requires_grad else None
+
+
+def _is_integer(leaf: Any) -> bool:
+    """Whether it is a replicated tensor that Python code may pass as an integer, as a size."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() == 0
+        and leaf.dtype is not torch.bool
+        and not (leaf.is_floating_point() or leaf.is_complex())
+    )
 
 
 def _itself(value: Any) -> Any:
