@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,26 +91,44 @@ def run_model(
     return {"difference": worst.difference, "where": worst.where, "synchronous": synchronous, "partitions": used}
 
 
+@contextlib.contextmanager
+def float32_is_float64() -> Iterator[None]:
+    """What a model casts to float32 is cast to float64 inside."""
+    names = {"float32": torch.float64, "float": torch.float64}
+    before = {name: getattr(torch, name) for name in names} | {"cast": torch.Tensor.float}
+    try:
+        for name, dtype in names.items():
+            setattr(torch, name, dtype)
+        torch.Tensor.float = torch.Tensor.double
+        yield
+    finally:
+        torch.Tensor.float = before.pop("cast")
+        for name, dtype in before.items():
+            setattr(torch, name, dtype)
+
+
 def run_rows(
     name: str, dtype: str, partitions: int, schedules: list[str], steps: int = 2, skip_tracing: bool = True
 ) -> list[dict[str, Any]]:
     """One architecture with each of these schedules."""
     torch.set_default_dtype(getattr(torch, dtype))
     rows = []
+    is_widened = dtype == "float64" and name in huggingface.FLOAT32_INSIDE
     for schedule in schedules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(7)
             model = huggingface.make(name)
-        rows.append(
-            run_model(
-                model,
-                lambda number: huggingface.batch(name, number),
-                schedule,
-                partitions,
-                steps,
-                # A cut by costs may leave a partition of so small a model empty; parameters are spread in any case.
-                skip_tracing=skip_tracing,
+        with float32_is_float64() if is_widened else contextlib.nullcontext():
+            rows.append(
+                run_model(
+                    model,
+                    lambda number: huggingface.batch(name, number),
+                    schedule,
+                    partitions,
+                    steps,
+                    # A cut by costs may leave a partition of so small a model empty; parameters are spread in any case.
+                    skip_tracing=skip_tracing,
+                )
             )
-        )
     return rows
