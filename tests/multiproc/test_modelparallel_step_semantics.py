@@ -51,6 +51,10 @@ def _model(kind="plain"):
             self.register_buffer("count", torch.zeros(3))
             for place, part in enumerate((self.a, self.b)):
                 smp.set_partition(part, place % smp.pp_size())
+            if kind == "returns":
+                self.same, self.act = nn.Identity(), nn.Hardswish(inplace=True)
+                for part in (self.same, self.act):
+                    smp.set_partition(part, 1 % smp.pp_size())
 
         def forward(self, x):
             return self.b(torch.tanh(self.a(x)))
@@ -263,6 +267,16 @@ def _sizes(model, backward, x, y):
     return loss, picked
 
 
+def _returned_argument(model, backward, x, y):
+    """A module writes in place to what a module before it returned, which is its argument, from another partition."""
+    core = getattr(model, "module", model)
+    h = core.act(core.same(core.a(x)))
+    g = core.act(core.same(core.a(y).t())).t()
+    loss = _loss(core.b(h), y) + g.square().mean()
+    backward(loss)
+    return loss, h, g
+
+
 def _run(cases, partitions, schedule):
     import traceback
     import warnings
@@ -293,6 +307,7 @@ CASES = [
     ("_auxiliary", "aux"),
     ("_nested", "shift"),
     ("_sizes", "plain"),
+    ("_returned_argument", "returns"),
 ]
 
 

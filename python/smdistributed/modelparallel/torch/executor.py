@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -228,6 +229,11 @@ class Executor:
                         own[source.parameter] = self._parameters[source.parameter]
                     elif source.index in env:
                         own[source.index] = env[source.index] = env[source.index].clone()
+                    else:
+                        # The stage itself makes a view of an input from another partition, and writes to that.
+                        for index in itertools.chain(*stage.takes.values()):
+                            if index not in own and layout.values[index].storage_key == source.storage_key:
+                                own[index] = env[index] = env[index].clone()
         if not own:
             return
         for values in stage.takes.values():
