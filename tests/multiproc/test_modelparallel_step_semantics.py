@@ -30,6 +30,8 @@ def _model(kind="plain"):
             if kind == "inplace":
                 x.mul_(1.5)
             out = self.linear(x) * self.scale + self.options["shift"]
+            if kind == "shared":
+                out = out + self.table.shift
             if kind == "aux":
                 self.aux = out.square().mean()
             return out if self.training else out + 1
@@ -51,13 +53,26 @@ def _model(kind="plain"):
             self.register_buffer("count", torch.zeros(3))
             for place, part in enumerate((self.a, self.b)):
                 smp.set_partition(part, place % smp.pp_size())
+            if kind == "shared":
+                for part in (self.a, self.b):
+                    # One module object with several parents, as adapters share their projections.
+                    part.table = part.linear.table = nn.Module()
+                    part.table.shift = nn.Buffer(torch.ones(6))
+            if kind == "buffers":
+                self.positions = nn.Buffer(torch.arange(6, dtype=torch.float32))
             if kind == "returns":
                 self.same, self.act = nn.Identity(), nn.Hardswish(inplace=True)
                 for part in (self.same, self.act):
                     smp.set_partition(part, 1 % smp.pp_size())
 
         def forward(self, x):
-            return self.b(torch.tanh(self.a(x)))
+            if kind != "buffers":
+                return self.b(torch.tanh(self.a(x)))
+            self.positions = self.positions.to(device=x.device, dtype=x.dtype)
+            self.positions = self.positions.to(x.dtype)
+            out = self.b(torch.tanh(self.a(x)) + self.positions / 3) + self.count.sum()
+            self.count = self.count * 0.5 + out.detach().mean()
+            return out
 
     return Model
 
@@ -277,6 +292,32 @@ def _returned_argument(model, backward, x, y):
     return loss, h, g
 
 
+def _buffers(model, backward, x, y):
+    """A spread forward replaces buffers: by a cast of itself, and by a running mean."""
+    out = model(x) + model(y)
+    backward(_loss(out, y))
+    return out
+
+
+def _module_of_several_parents(model, backward, x, y):
+    """A module object has several parents."""
+    out = model(x)
+    backward(_loss(out, y))
+    return out
+
+
+def _written_buffers(model, backward, x, y):
+    """A buffer is written several times, with numbers of other partitions in between; the next microbatch reads it."""
+    core = getattr(model, "module", model)
+    out = 0
+    for _ in range(2):
+        out = out + model(x) + core.count.sum()
+        core.count.mul_(0.5).add_(out.detach().mean())
+    core.count[1:].add_(out.detach().mean())
+    backward(_loss(out + core.count.sum(), y))
+    return out
+
+
 def _run(cases, partitions, schedule):
     import traceback
     import warnings
@@ -308,6 +349,9 @@ CASES = [
     ("_nested", "shift"),
     ("_sizes", "plain"),
     ("_returned_argument", "returns"),
+    ("_buffers", "buffers"),
+    ("_module_of_several_parents", "shared"),
+    ("_written_buffers", "plain"),
 ]
 
 

@@ -147,8 +147,13 @@ class Executor:
             else:
                 tensors = mb.arrived.pop((maker, number))
             for value, tensor in zip(values, tensors, strict=True):
+                home, wants_gradient = layout.values[value].home, layout.values[value].meta.requires_grad
+                if home is not None and not wants_gradient and layout.stages[maker].rank == self._rank:
+                    # A buffer changes where it is, and stages that write to it run in the order of the body.
+                    env[value] = self._parameters[home]
+                    continue
                 leaf = tensor.detach()
-                wanted = trains and layout.values[value].meta.requires_grad
+                wanted = trains and wants_gradient
                 if wanted and offloader is not None:
                     leaves[value] = entrance = Entrance(leaf)
                     leaf = entrance.enter(leaf)
@@ -225,7 +230,9 @@ class Executor:
                 if not isinstance(source, Value):
                     continue
                 if source.base is None or source.storage.rank != self._rank:
-                    if source.parameter is not None:
+                    if source.home is not None and source.rank == self._rank and not source.meta.requires_grad:
+                        own[source.storage_key] = self._parameters[source.home]
+                    elif source.parameter is not None:
                         own[source.parameter] = self._parameters[source.parameter]
                     elif source.index in env:
                         own[source.index] = env[source.index] = env[source.index].clone()

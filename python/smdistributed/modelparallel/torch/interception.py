@@ -165,8 +165,15 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
 
     @functools.wraps(original)
     def change(self: nn.Module, name: str, *value: Any) -> None:
-        if active.recording is None or not state.follows(self):
-            original(self, name, *value)
+        recording = active.recording
+        if recording is None or not state.follows(self):
+            is_buffer = (
+                recording is not None and name in self.__dict__.get("_buffers", ()) and id(self) in pipeline.paths
+            )
+            if is_buffer and value and isinstance(value[0], torch.Tensor) and recording.is_located(value[0]):
+                recording.set_buffer(self, name, value[0])
+            else:
+                original(self, name, *value)
             return
         before = self.__dict__.get(name)
         if value and before is value[0] and name in self.__dict__:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from smdistributed.modelparallel.torch import object_state, structure, trial
 from smdistributed.modelparallel.torch.generators import HostGenerators
 from smdistributed.modelparallel.torch.handle import Handle, Meta
+from smdistributed.modelparallel.torch.placement import own_tensors
 from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
 
 #: Signatures that are remembered; a step that never repeats one must not fill the memory.
@@ -342,16 +343,16 @@ class Outcomes:
             # A tensor that has several names is one tensor here, too.
             made: dict[int, torch.Tensor] = {}
             tensors = {}
-            for name, tensor in (
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            ):
-                if id(tensor) not in made:
-                    made[id(tensor)] = self._counter.parameter(self._state(tensor))
-                tensors[name if caller is module else f"module.{name}"] = made[id(tensor)]
+            # Each entry of a table once: of a module with several parents, `functional_call` would restore a second name to the fake tensor.
+            for path, part in module.named_modules():
+                for _, name, tensor in own_tensors(part):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = self._counter.parameter(self._state(tensor))
+                    full = f"{path}.{name}" if path else name
+                    tensors[full if caller is module else f"module.{full}"] = made[id(tensor)]
             stand_in = self.fake if self._numbers is None else self._numbers.tensor
             with preserved_attributes(module, stand_in) as attributes:
-                result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=True)
+                result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
                 self._look_at_attributes(module, attributes)
                 return result
 

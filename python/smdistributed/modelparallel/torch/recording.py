@@ -11,6 +11,8 @@
   raises when it is used.
 - REC-7: an operation that reads the number of a replicated tensor, such as a size that was computed with tensors, is recorded with
   that number: what comes out follows from it, and signatures do not have the numbers of tensors.
+- REC-8: a buffer of a spread module that its forward sets to a tensor of the same form gets the numbers of that in place. A buffer that it
+  sets to a cast of itself stays, and each microbatch makes the cast.
 - REC-4: ranks record the same tasks, since all that Python sees is the same on all of them: numbers that the body
   asks for (``.item()``, ``if loss > x``) are computed where they are and told to everybody.
 """
@@ -81,6 +83,10 @@ _STORAGE_WRITES = frozenset(
         torch.Tensor.grad.__set__,
     }
 )
+#: Functions that return the same numbers in another type, or on another device.
+_CASTS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type", "float", "double", "half", "bfloat16", "contiguous")
+)
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -125,6 +131,8 @@ class Recording(TorchFunctionMode):
         self._stale: list[StorageRange] = []
         self._count = 0
         self._levels = 0
+        #: Buffers that the body has replaced by casts of them: their modules, names, and they.
+        self._cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         #: What was called, for the microbatches after this one.
         self.calls: list[Call] = []
         self._replay = Replay(before, self.located, self) if before else None
@@ -135,6 +143,9 @@ class Recording(TorchFunctionMode):
 
     def __exit__(self, *problem: Any) -> None:
         active.recording = None
+        for module, name, buffer in reversed(self._cast_buffers):
+            module._buffers[name] = buffer
+        self._cast_buffers.clear()
         super().__exit__(*problem)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -469,6 +480,38 @@ class Recording(TorchFunctionMode):
             owner = task.module.get_submodule(path) if path else task.module
             self.pipeline.module_state.put(owner, name, value)
         return result
+
+    def set_buffer(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """The forward of a spread module assigns a located tensor to one of its buffers (REC-8).
+
+        Raises:
+            SMPUsageError: The buffer would have another form, or a graph.
+        """
+        buffer = module._buffers[name]
+        assert buffer is not None
+        known, new = (
+            each.value if type(each) is Handle else self.located[id(each)] for each in (buffer, tensor)
+        )  # fmt: skip
+        is_same_memory = new.storage is known.storage and new.offset == known.offset
+        if is_same_memory and new.meta == known.meta:
+            return
+        maker = next((task for task in reversed(self.tasks) if new in task.outputs), None)
+        if maker is not None and maker.call in _CASTS and maker.inputs == [known]:
+            self._cast_buffers.append((module, name, buffer))
+            module._buffers[name] = tensor
+            return
+        path = f"{self.pipeline.paths[id(module)]}.{name}".removeprefix(".")
+        if type(buffer) is Handle or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
+            raise SMPUsageError(
+                f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, by {new.meta}: "
+                "give the buffer this form before the first step"
+            )
+        if new.meta.requires_grad:
+            raise SMPUsageError(
+                f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a graph, which the next "
+                "microbatch cannot go back through: assign `tensor.detach()`"
+            )
+        self.operation(torch.Tensor.copy_, (buffer, tensor), {})
 
     def move(self, tensor: torch.Tensor, value: Value | Lost) -> None:
         """From now on, a tensor of the body is another value."""

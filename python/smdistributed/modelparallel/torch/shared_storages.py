@@ -59,6 +59,7 @@ class SharedStorages:
                 new(values[0])
                 continue
             new_base = new(base)
+            new_base.home = base.home
             for value in values:
                 if value is not base:
                     view = new(value)

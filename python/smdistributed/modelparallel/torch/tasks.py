@@ -30,10 +30,11 @@ class Value:
         base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: Of a view, its place in the storage of ``base``, in elements.
         versioned: Whether autograd's version counter sees what is written to it; it does not see it through ``.data``.
+        home: The path of the parameter or buffer whose memory it is: of such a value itself, and after writes to it in place.
     """
 
     _smp_leaf = True
-    __slots__ = ("base", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
+    __slots__ = ("base", "home", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
 
     def __init__(
         self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None, owner: int | None = None
@@ -43,6 +44,7 @@ class Value:
         self.base: Value | None = None
         self.offset = 0
         self.versioned = True
+        self.home = parameter
 
     @property
     def storage(self) -> Value:
