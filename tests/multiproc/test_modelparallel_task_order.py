@@ -86,10 +86,11 @@ def _order_body(asks, schedule):
     return worst
 
 
+@pytest.mark.timeout(130)
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("schedule", ["simple", "interleaved", "zero_bubble"])
 def test_calls_in_the_order_of_each_rank_equal_one_process(schedule, asks):
-    for worst in run_ranks(_order_body, 2, asks, schedule, launcher=FORKED, timeout=60):
+    for worst in run_ranks(_order_body, 2, asks, schedule, launcher=FORKED, timeout=120):
         assert worst < 1e-12
 
 
@@ -116,8 +117,9 @@ def _random_body():
     return "nothing was raised"
 
 
+@pytest.mark.timeout(130)
 def test_draws_in_different_orders_raise_and_say_how_to_order_them():
-    texts = run_ranks(_random_body, 2, launcher=FORKED, timeout=60)
+    texts = run_ranks(_random_body, 2, launcher=FORKED, timeout=120)
     assert texts[0] == texts[1]
     assert "run different steps" in texts[0]
     assert "in different orders" in texts[0]
