@@ -306,7 +306,6 @@ FLOAT32_INSIDE = {
 }
 #: Models that keep tensors of one microbatch in a module for the next one: these raise, with the reason for the table.
 REFUSED = {
-    "ctrl": "its forward replaces a buffer, `pos_encoding`, by a tensor of the microbatch",
     "recurrent-gemma": "its layers keep recurrent states, and their graph, in attributes for the next forward",
 }
 
