@@ -56,7 +56,9 @@ def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int,
     digests: list[int] = []
     for number, task in enumerate(tasks):
         digests.append(digest_of((takers[number], inputs(task, digests))))
-    keeps = [number < recording.done or _keeps_its_place(task) for number, task in enumerate(tasks)]
+    # What later microbatches and steps take of this one, they know by its number.
+    is_taken_from = bool(recording.kept.by_value)
+    keeps = [is_taken_from or number < recording.done or _keeps_its_place(task) for number, task in enumerate(tasks)]
     return list(zip(digests, keeps, strict=True))
 
 
