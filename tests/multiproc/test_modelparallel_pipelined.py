@@ -378,6 +378,11 @@ def _masks_body():
             loss = x[mask].square().mean() + x.unsqueeze(1)[:, None, ..., mask[0]].sum()
             loss = loss + x.masked_select(mask[:, :1]).mean() + torch.masked_select(x[0], mask).square().sum()
             lengths = mask.sum(1)
+            loss = (
+                loss
+                + x.repeat_interleave(lengths, 0).square().mean()
+                + torch.repeat_interleave(x, repeats=lengths, dim=0)[-1].sum()
+            )
             targets = torch.ones(int(lengths.sum()), dtype=torch.int64)
             steps = torch.full((x.shape[0],), 20)
             scores = x.log_softmax(1).expand(20, *x.shape)

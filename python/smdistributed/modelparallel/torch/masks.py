@@ -1,8 +1,10 @@
-"""Selections by a boolean mask that all ranks have: as many elements come out as the mask says, so every rank knows the shape.
+"""Selections by a boolean mask, and repetitions by counts, that all ranks have: as many elements come out as these say, so every
+rank knows the shape.
 
 - MSK-1: ``x[mask]`` is recorded as ``x[mask.nonzero(as_tuple=True)]``, which is the same selection. The shapes of the indices tell
   what comes out, so signatures and microbatches that are alike are found by shapes, as they are for any other operation. A mask
   on a partition has a shape that follows from numbers there, and leaves the pipeline.
+- MSK-2: ``repeat_interleave`` is recorded with its ``output_size``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,21 @@ _GETITEM = torch.Tensor.__getitem__
 _MASKED_SELECT = frozenset({torch.masked_select, torch.Tensor.masked_select})
 #: Operations whose results have as many elements as a mask says.
 SELECTIONS = frozenset({_GETITEM, *_MASKED_SELECT})
+#: Operations whose results have as many elements as counts say.
+REPETITIONS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
+
+
+def with_output_size(recording: Recording, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keyword arguments of a repetition, with the size that follows from replicated counts (MSK-2)."""
+    if kwargs.get("output_size") is not None:
+        return kwargs
+    # ``repeat_interleave(repeats)`` is a form of its own.
+    repeats = kwargs.get("repeats", args[min(len(args), 2) - 1] if args else None)
+    if not isinstance(repeats, torch.Tensor) or recording.is_located(repeats) or repeats.dim() != 1:
+        return kwargs
+    if repeats.is_floating_point() or repeats.is_complex() or repeats.numel() < 2:
+        return kwargs
+    return {**kwargs, "output_size": int(repeats.sum())}
 
 
 def with_indices(recording: Recording, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:

@@ -197,6 +197,8 @@ class Recording(TorchFunctionMode):
             selection = masks.with_indices(self, func, args, kwargs)
             if selection is not None:
                 func, args, kwargs = torch.Tensor.__getitem__, selection, {}
+        elif func in masks.REPETITIONS:
+            kwargs = masks.with_output_size(self, args, kwargs)
         number_readers = self.pipeline.number_readers
         if number_readers and number_readers.get(func):
             args, kwargs = structure.transform((args, kwargs), self._number)
