@@ -82,7 +82,7 @@ def cases(size):
                     yield Case(collective, dtype, op, factors, members)
             yield Case(collective, "bool", "Sum", FACTORS[0], members)
         for collective in MOVING:
-            for dtype in (*types, "bool"):
+            for dtype in (*types, "bool", "uint16"):
                 yield Case(collective, dtype, None, None, members)
         for collective in ("allgather", "alltoall", "reducescatter"):
             yield Case(f"{collective}{SCALAR}", "float32", None, None, members)
@@ -95,6 +95,8 @@ def cases(size):
 
 class Torch:
     """Calls of PyTorch's module."""
+
+    refuses_uint16 = True
 
     def __init__(self):
         import torch
@@ -121,6 +123,8 @@ class Torch:
 
 class TensorFlow:
     """As `Torch`, for TensorFlow's module, eagerly or in a function."""
+
+    refuses_uint16 = False
 
     def __init__(self, in_graph):
         import tensorflow as tf
@@ -183,6 +187,8 @@ class Table:
             return ValueError, "does not exist, or has not been registered"
         if collective.endswith(SCALAR):
             return (framework.internal, framework.argument, ValueError), ""
+        if case.dtype == "uint16" and framework.refuses_uint16:
+            return ValueError, "is not supported"
         if is_reduction and case.dtype == "bool":
             return ValueError, "not supported"
         if case.op == "Adasum" and "allreduce" in collective:
@@ -241,7 +247,7 @@ class Table:
         else:
             # Products of all ranks, with their factors, are numbers of the type.
             most = {"Product": 1 if case.dtype.endswith("int8") else 3}.get(case.op, 12)
-            low, high = (0, 2) if case.dtype == "bool" else (0 if case.dtype == "uint8" else -most, most + 1)
+            low, high = (0, 2) if case.dtype == "bool" else (0 if case.dtype[0] == "u" else -most, most + 1)
             arrays = [generator.integers(low, high, shape) for shape in shapes]
         return [self.framework.make(array, case.dtype) for array in arrays]
 
@@ -257,7 +263,7 @@ class Table:
         for what in (SCALAR, UNKNOWN, UNREGISTERED, BOTH):
             collective = collective.removesuffix(what)
         if collective == "barrier":
-            return framework.run(lambda: hvd.barrier(process_set=members))
+            return framework.run(lambda: (hvd.barrier(process_set=members), None)[1])
         function = getattr(hvd, collective)
         tensors = self.given(number, case, self.rank)
         options = {"process_set": members}

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import object_state, offloading, structure
-from smdistributed.modelparallel.torch.handle import Meta
+from smdistributed.modelparallel.torch.handle import Meta, version_of
 from smdistributed.modelparallel.torch.layout import Layout, Stage
 from smdistributed.modelparallel.torch.metadata import Outcome, described_result
 from smdistributed.modelparallel.torch.module_state import ModuleState
@@ -290,10 +290,10 @@ class Executor:
         else:
             args, kwargs = structure.transform((task.args, task.kwargs), leaf)
         if task.outcome is None:
-            versions = {place: tensor._version for place, tensor in replicated.items()}
+            versions = {place: version_of(tensor) for place, tensor in replicated.items()}
             result = task.call(*args, **kwargs)
             template, outputs, effects = described_result(result, watch)
-            mutated = tuple(place for place, version in versions.items() if replicated[place]._version != version)
+            mutated = tuple(place for place, version in versions.items() if version_of(replicated[place]) != version)
             outcome = Outcome(template, tuple(map(Meta.of, outputs)), mutated, (None,) * len(outputs), effects=effects)
             self.unknown = outcome, [*outputs, *(replicated[place] for place in mutated)]
             return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch.handle import Handle, Lost
+from smdistributed.modelparallel.torch.handle import Handle, Lost, version_of
 from smdistributed.modelparallel.torch.unread import Unread
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HeldTensors:
                 # In one process, the backward of a microbatch before has been.
                 if number == microbatch:
                     found += [
-                        (leaf, _version(leaf), task)
+                        (leaf, version_of(leaf), task)
                         for leaf in task.saved()
                         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and _storage(leaf) == storage
                     ]
@@ -90,14 +90,14 @@ class HeldTensors:
             saved = self._saved(held, microbatch)
             for tensor in held:
                 self._release(tensor, func)
-            versions = [_version(tensor) for tensor in held]
+            versions = [version_of(tensor) for tensor in held]
             result = func(*args, **kwargs)
-            written = [tensor for tensor, version in zip(held, versions, strict=True) if _version(tensor) != version]
+            written = [tensor for tensor, version in zip(held, versions, strict=True) if version_of(tensor) != version]
             _check_versions(saved, written, getattr(func, "__name__", str(func)))
             return result
-        versions = [_version(tensor) for tensor in held]
+        versions = [version_of(tensor) for tensor in held]
         result = func(*args, **kwargs)
-        if versions != [_version(tensor) for tensor in held]:
+        if versions != [version_of(tensor) for tensor in held]:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` changed a tensor in place that a module was called with before, inside "
                 "of a `smp.step` function: change a copy"
@@ -158,10 +158,6 @@ def _storage(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:
     """The error of a write that autograd's version counter does not see."""
     return SMPUsageError(
@@ -176,7 +172,7 @@ def _check_versions(
     """Checks that the versions of saved tensors have changed where something was written to them."""
     ranges = [StorageRange.of(tensor) for tensor in written]
     for tensor, version, task in saved:
-        if _version(tensor) == version and any(each.overlaps(tensor) for each in ranges):
+        if version_of(tensor) == version and any(each.overlaps(tensor) for each in ranges):
             raise unversioned_write(name, task)
 
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from smdistributed.modelparallel.torch import object_state, structure, trial
 from smdistributed.modelparallel.torch.generators import HostGenerators
-from smdistributed.modelparallel.torch.handle import Handle, Meta
+from smdistributed.modelparallel.torch.handle import Handle, Meta, version_of
 from smdistributed.modelparallel.torch.placement import own_tensors
 from smdistributed.modelparallel.torch.prices import UNKNOWN, Counter, Price
 
@@ -281,7 +281,7 @@ class Outcomes:
             watch = object_state.Watch(copier.copies)
         else:
             own_args, own_kwargs = structure.transform((args, kwargs), tensor)
-        versions = [leaf._version for leaf in leaves]
+        versions = [version_of(leaf) for leaf in leaves]
         with host, counter:
             result = call(*own_args, **own_kwargs)
         if counter.mistrusted and self._numbers is None:
@@ -294,9 +294,9 @@ class Outcomes:
         mutated = tuple(
             place
             for place, leaf in enumerate(leaves)
-            if leaf._version != versions[place] or counter.storage(leaf) in counter.written
+            if version_of(leaf) != versions[place] or counter.storage(leaf) in counter.written
         )
-        unversioned = tuple(place for place in mutated if leaves[place]._version == versions[place])
+        unversioned = tuple(place for place in mutated if version_of(leaves[place]) == versions[place])
         saved = (
             *(place for place, leaf in enumerate(leaves) if counter.is_saved(leaf)),
             *(-1 - place for place, output in enumerate(outputs) if counter.is_saved(output)),

@@ -34,7 +34,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import masks, structure
 from smdistributed.modelparallel.torch.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.fallbacks import call_site
-from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta
+from smdistributed.modelparallel.torch.handle import METADATA, GraphNode, Handle, Lost, Meta, version_of
 from smdistributed.modelparallel.torch.held import HeldTensors, StorageRange
 from smdistributed.modelparallel.torch.kept import KeptTensors
 from smdistributed.modelparallel.torch.metadata import Outcome, ReadsNumbersError, UnknownOutcomeError
@@ -551,9 +551,7 @@ class Recording(TorchFunctionMode):
                 "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
                 "has returned"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            version = int(tensor._version)
-        return self.pipeline.of_first(self, version)
+        return self.pipeline.of_first(self, version_of(tensor))
 
     def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
         """The body freezes or unfreezes a parameter."""
