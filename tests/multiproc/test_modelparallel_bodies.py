@@ -103,6 +103,10 @@ REFUSED = {
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data[x > 0] = 0.5", "h = h + t1"]),
         "through `.data`, and autograd has saved its numbers for the backward of `begin`",
     ),
+    "other numbers for a saved argument": (
+        _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data = y", "h = h + t1"]),
+        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+    ),
     "a write of a partition's numbers through `.data`": (
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data.copy_(h)", "h = h + t1"]),
         "through `.data`, and autograd has saved its numbers for the backward of `begin`",

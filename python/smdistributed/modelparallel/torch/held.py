@@ -88,6 +88,10 @@ class HeldTensors:
             return func(*args, **kwargs)
         if _may_write(func, args, kwargs):
             saved = self._saved(held, microbatch)
+            if func == _SET_DATA:
+                for tensor, _, task in saved:
+                    if tensor is args[0]:
+                        raise unversioned_write("data.__set__", task)
             for tensor in held:
                 self._release(tensor, func)
             versions = [version_of(tensor) for tensor in held]
@@ -156,6 +160,10 @@ def _storage(tensor: torch.Tensor) -> int:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()._cdata
+
+
+#: Gives a tensor other numbers, also where autograd has saved it.
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:
