@@ -22,7 +22,7 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer format generated develop wheel \
-	clean torch-suite build-release build-tests packages-test packages-demo
+	clean docs torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,8 +68,12 @@ format: $(STAMPS)/lint ## Bring all sources into the form that `make check` want
 	$(BIN)/ruff format --quiet .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-generated: ## Write the generated files anew; their tests say when that is needed
+generated: $(STAMPS)/develop ## Write the generated files anew; their tests say when that is needed
 	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked $(CRATES) is_current
+	$(BIN)/python docs/generate.py
+
+docs: $(STAMPS)/docs ## Build the documentation in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Open MPI and gloo; training steps beside torch DDP
 	$(BIN)/python benches/collectives/compare.py
@@ -165,6 +169,11 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 
 $(STAMPS)/lint: constraints.txt | $(STAMPS)/venv
 	$(PIP) ruff clang-format
+	@touch $@
+
+# ruff formats the signatures of the reference.
+$(STAMPS)/docs: constraints.txt | $(STAMPS)/lint
+	$(PIP) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
 # Open MPI starts ranks in tests and is what benchmarks compare with. Where it cannot be installed these parts are skipped.

@@ -1,4 +1,4 @@
-//! Every knob, once: name, spellings, default, unit and meaning. The environment reference in `docs/environment.md`
+//! Every knob, once: name, spellings, default, unit and meaning. The environment reference in `docs/reference/environment.md`
 //! is generated from this list.
 
 use std::time::Duration;
@@ -251,12 +251,12 @@ mod tests {
     /// Freezes the list: a new knob is a decision, and shows in the reference.
     #[test]
     fn the_reference_is_current() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/environment.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/environment.md");
         if std::env::var_os("SMD_UPDATE_GENERATED").is_some() {
             std::fs::write(path, reference()).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap_or_default();
-        assert!(found == reference(), "`docs/environment.md` is not current: run `make generated`");
+        assert!(found == reference(), "`docs/reference/environment.md` is not current: run `make generated`");
     }
 
     #[test]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,24 +13,29 @@ from support import Forked, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "quickstart").glob("*.md")))
-_ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-_ENV["CUDA_VISIBLE_DEVICES"] = ""
+EXAMPLES = ROOT / "examples" / "rust-tch" / "src"
+_ENV = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+}
 
 
-def blocks():
-    """One test for each block: the page, the first line of the block, and its text."""
+def blocks(language):
+    """The blocks of all pages: the page, the line before the block, and its text."""
+    found = []
     for page in PAGES:
         text = page.read_text()
-        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            line = text.count("\n", 0, match.start(1)) + 1
-            yield pytest.param(page, line, match[1], id=f"{page.name}:{line}")
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            line = text.count("\n", 0, match.start(1))
+            found.append(pytest.param(page.name, line, match[1], id=f"{page.name}:{line + 1}"))
+    return found
 
 
-def block(source, name, line):
+def run(script):
     """Runs a block; returns what has to be equal on all ranks: the loss of a pipeline, else the model's parameters."""
-    namespace = {"__name__": "__main__"}
-    # The empty lines give tracebacks the line numbers of the page.
-    exec(compile("\n" * (line - 1) + source, name, "exec"), namespace)
+    namespace = runpy.run_path(script, run_name="__main__")
     if "smp" in namespace:
         return float(namespace["loss"])
     model, optimizer = namespace["model"], namespace.get("optimizer")
@@ -37,16 +43,25 @@ def block(source, name, line):
         assert int(optimizer.iterations) > 0, "the block applies no gradients"
     if hasattr(model, "parameters"):
         return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
-    return [variable.numpy().ravel().tolist() for variable in model.variables]
+    return [variable.numpy().ravel().tolist() for variable in model.trainable_variables]
 
 
-@pytest.mark.parametrize(("page", "line", "source"), list(blocks()))
+@pytest.mark.parametrize(("page", "line", "source"), blocks("python"))
 @pytest.mark.timeout(180)
 def test_blocks_run_on_two_ranks(page, line, source, tmp_path, monkeypatch):
-    """All ranks end with the same parameters, although each has data of its own."""
+    """All ranks end with the same parameters, although each trains on data of its own."""
     framework = "tensorflow" if re.search(r"\.tensorflow|horovod\.keras", source) else "torch"
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     monkeypatch.chdir(tmp_path)
-    first, second = run_ranks(block, 2, source, page.name, line, launcher=Forked(framework), env=_ENV, timeout=150)
+    script = tmp_path / page.replace(".md", ".py")
+    # The empty lines give tracebacks the line numbers of the page.
+    script.write_text("\n" * line + source)
+    first, second = run_ranks(run, 2, str(script), launcher=Forked(framework), env=_ENV, timeout=170)
     assert first == second
+
+
+@pytest.mark.parametrize(("page", "line", "source"), blocks("rust"))
+def test_rust_blocks_are_parts_of_the_example(page, line, source):
+    """`make example-tch` builds and runs the example."""
+    assert any(source in path.read_text() for path in EXAMPLES.glob("*.rs")), f"{page}:{line}"

@@ -1,4 +1,4 @@
-"""docs/horovod-conformance.md names what is there."""
+"""docs/contributing/horovod-conformance.md names what is there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def functions(path):
 
 
 def test_what_the_rows_name_exists():
-    page = (TESTS.parent / "docs" / "horovod-conformance.md").read_text()
+    page = (TESTS.parent / "docs" / "contributing" / "horovod-conformance.md").read_text()
     proofs = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(proofs) > 80
     missing = [f"{path}::{name}" for path, name in proofs if name not in functions(path)]
@@ -25,7 +25,7 @@ def test_what_the_rows_name_exists():
 
 
 def test_every_part_of_a_job_has_a_row():
-    page = (TESTS.parent / "docs" / "horovod-conformance.md").read_text()
+    page = (TESTS.parent / "docs" / "contributing" / "horovod-conformance.md").read_text()
     for path in ("torch", "tensorflow", "keras"):
         text = (TESTS / "multiproc" / f"test_horovod_{path}.py").read_text()
         parts = re.search(r"^PARTS = \((.*?)\)", text, re.DOTALL | re.MULTILINE)[1]
