@@ -1,6 +1,6 @@
 // Bodies of Horovod's ops: describe the tensors, ask for the collectives by name, complete.
 //
-// HVD-1: a call that this rank cannot make fails at once, and the others do not hear of it; what fails later fails on
+// - HVD-1: a call that this rank cannot make fails at once, and the others do not hear of it; what fails later fails on
 // all ranks. Either way the name is free again.
 
 #include <algorithm>

@@ -3,7 +3,7 @@
 // `group` is a communicator of the core, 0 the world; `root` is a rank inside it. Every member of a group calls the
 // same operations in the same order.
 //
-// TF-1: order. Operations are stateful, so nothing removes, merges or folds one. In a `tf.function`, TensorFlow chains
+// - TF-1: order. Operations are stateful, so nothing removes, merges or folds one. In a `tf.function`, TensorFlow chains
 // stateful operations that take no resource in the order in which the body names them, each waiting for the one before
 // it, and so it does with calls of functions, branches and loops, unless these take a resource such as a variable: they
 // are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which contain operations of

@@ -1,6 +1,6 @@
 //! Names that were agreed on before, by position, so that a bit says "ready for that again".
 //!
-//! - CCH-1: it changes with answers only, which all members get in one order: so it is the same on all.
+//! - NCH-1: it changes with answers only, which all members get in one order: so it is the same on all.
 
 use std::collections::HashMap;
 use std::sync::Arc;

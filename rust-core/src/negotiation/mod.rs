@@ -13,7 +13,7 @@
 //!   more than a few messages for whatever is ready together, whatever the numbers of ranks and tensors.
 //!
 //! - NEG-1: answers are numbered and reach every member in one order, and what a member does follows from them alone. So
-//!   all members run the same operations in the same order (COL-3), and keep the same cache (CCH-1).
+//!   all members run the same operations in the same order (COL-3), and keep the same cache (NCH-1).
 //! - NEG-2: a name is answered when every rank waits for it or has joined. What they ask for is compared; if it differs,
 //!   that name fails on every rank with the same text, and others go on.
 //! - NEG-3: of one name, a member has one call in negotiation; later ones come after it. So a member says "ready" once

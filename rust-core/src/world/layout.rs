@@ -12,9 +12,9 @@
 //!           pp 1:  6     7                         pp 1:  6      7
 //! ```
 //!
-//! - LAY-1: a group is all ranks that share the coordinates which the group does not span, in ascending order; the
+//! - TOPO-1: a group is all ranks that share the coordinates which the group does not span, in ascending order; the
 //!   rank inside a group is the position in it.
-//! - LAY-2: `size = pp * tp * rdp`, `dp = tp * rdp`, `mp = pp * tp`.
+//! - TOPO-2: `size = pp * tp * rdp`, `dp = tp * rdp`, `mp = pp * tp`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -194,7 +194,7 @@ impl Layout {
         found
     }
 
-    /// The members of the group of `kind` that `rank` is in, ascending (LAY-1).
+    /// The members of the group of `kind` that `rank` is in, ascending (TOPO-1).
     ///
     /// # Panics
     /// If there is no such rank.

@@ -4,13 +4,13 @@
 // In round r a block sends the other members' parts of chunk r, folds its own part of chunk r - 1 with what they sent
 // and sends them the result, and takes the results of chunk r - 2. So what crosses the link has a round's time for it.
 //
-// - PART-1: a round is a call of its own in the count of calls (CHK-1), and so is one more, in which the last parts are
+// - FOLD-1: a round is a call of its own in the count of calls (CHK-1), and so is one more, in which the last parts are
 //   folded and told of.
-// - PART-2: a block has four slots at every member. Whoever tells of round r has folded the chunks up to r - 1, and taken
+// - FOLD-2: a block has four slots at every member. Whoever tells of round r has folded the chunks up to r - 1, and taken
 //   those up to r - 3. A member that sends chunk r has heard of r - 2, or begins a launch and has heard of all rounds of
 //   the ones before: chunk r - 4 is folded. One that sends results of chunk r - 1 has heard of r - 1: those of r - 5 are
 //   taken.
-// - PART-3: a member tells of a second round once the first one's fingerprints agree (CHK-3).
+// - FOLD-3: a member tells of a second round once the first one's fingerprints agree (CHK-3).
 #define TYPE f32
 #include "chunk.cuh"
 
