@@ -127,7 +127,7 @@ void Reducer::enter(bool sync) {
   auto backward = std::make_shared<Backward>(c10::intrusive_ptr<Reducer>::reclaim_copy(this));
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   mode_ = Mode::Entered;
-  if (!device_buckets_) lend_on_this_thread(core_);
+  if (!device_buckets_) place_on_this_thread(core_);
 }
 
 void Reducer::begin() {
@@ -177,7 +177,7 @@ void Reducer::finish() {
   }
   // Nothing was accumulated (`torch.autograd.grad`), or nothing is to be reduced.
   if (mode_ != Mode::Reduced) return;
-  lend_on_this_thread(nullptr);
+  place_on_this_thread(nullptr);
   place_missing();
   complete();
 }
@@ -269,7 +269,7 @@ void Reducer::leave(bool finished) {
         has_rounds_ ? "its round of gradients ended with an exception" : "its backward ended with an exception",
         !buffers_.empty() || has_sparse_);
   }
-  if (!lends_) lend_on_this_thread(nullptr);
+  if (!places_) place_on_this_thread(nullptr);
   mode_ = Mode::Outside;
   must_sync_ = false;
   copy_back_.clear();

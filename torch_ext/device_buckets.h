@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lending.h"
+#include "placing_allocator.h"
 #include "smd/src/bridge.rs.h"
 
 namespace smd::torch_ext {

@@ -19,7 +19,7 @@
 #include "ballot.h"
 #include "comm_hook.h"
 #include "device_buckets.h"
-#include "lending.h"
+#include "placing_allocator.h"
 #include "smd/src/bridge.rs.h"
 #include "step_times.h"
 
@@ -155,7 +155,7 @@ class Reducer : public torch::CustomClassHolder {
   // The same in the backward of a round, or before.
   void on_part(std::size_t index, const torch::autograd::variable_list& incoming);
   // Until the backward that runs on this thread ends.
-  void lend_in_backward();
+  void place_in_backward();
   void start_round();
   // Places the gradients of these parameters in the round; what fails ends it.
   void place_part(const std::vector<std::size_t>& indices, const at::Tensor& incoming);
@@ -211,7 +211,7 @@ class Reducer : public torch::CustomClassHolder {
   // Why the round has ended before its caller does it.
   std::exception_ptr failure_;
   std::vector<at::Tensor> held_;
-  bool lends_ = false;
+  bool places_ = false;
   StepTimes times_;
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;

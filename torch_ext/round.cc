@@ -44,23 +44,23 @@ void Reducer::announce(int64_t index) {
   announced_.at(static_cast<std::size_t>(index)) = true;
 }
 
-void Reducer::lend_in_backward() {
-  if (device_buckets_ || std::exchange(lends_, true)) return;
+void Reducer::place_in_backward() {
+  if (device_buckets_ || std::exchange(places_, true)) return;
   // Autograd drops callbacks of a backward that fails, and calls the others.
   const auto end = [self = c10::intrusive_ptr<Reducer>::reclaim_copy(this)](const bool* raw) {
     delete raw;
     const std::lock_guard lock(self->mutex_);
-    self->lends_ = false;
-    lend_on_this_thread(nullptr);
+    self->places_ = false;
+    place_on_this_thread(nullptr);
   };
   auto backward = std::shared_ptr<const bool>(new bool(true), end);
   torch::autograd::Engine::get_default_engine().queue_callback(
       [backward = std::move(backward)]() mutable { backward.reset(); });
-  lend_on_this_thread(core_);
+  place_on_this_thread(core_);
 }
 
 void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& incoming) {
-  lend_in_backward();
+  place_in_backward();
   if (!announced_[index]) return;
   announced_[index] = false;
   // Who takes a gradient away takes no part in it.

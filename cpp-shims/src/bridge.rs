@@ -9,7 +9,7 @@ use crate::calls::{
     run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
-use crate::plan::{GradientPlan, find_plan, lend, lent_elsewhere};
+use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
 use crate::reducer::{Arena, Ballot, Making, Reducer, SlotLease, cast_ballot, new_reducer, start_reducer};
 
 /// Signatures shared with C++ (namespace `smd`).
@@ -448,12 +448,13 @@ mod ffi {
         unsafe fn is_slot(self: &Reducer, param: usize, ptr: *const u8) -> Result<bool>;
         /// A slot of a parameter, unless tensors hold all of them.
         fn take_slot(self: &Reducer, param: usize) -> Result<Box<SlotLease>>;
-        /// A backward begins on a thread whose allocator calls `lend`.
-        fn start_lending(self: &Reducer);
-        /// A slot for a tensor of `bytes` bytes that is likely to become a gradient.
-        fn lend(self: &Reducer, bytes: usize) -> Box<SlotLease>;
-        /// The last `lend` held nothing, and the tensor was made at `ptr`, which is not read.
-        unsafe fn lent_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
+        /// Starts the predictions of a backward on a thread whose allocator calls `place`.
+        fn start_placement(self: &Reducer);
+        /// Returns the slot for an allocation of `bytes` bytes that is predicted to become a gradient; an empty lease if
+        /// none is predicted.
+        fn place(self: &Reducer, bytes: usize) -> Box<SlotLease>;
+        /// Reports that the allocation of the last `place`, which returned an empty lease, lies at `ptr`. `ptr` is not read.
+        unsafe fn placed_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
         /// The gradient of a parameter was made at `ptr`, which is not read, and not in its slot.
         unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8) -> Result<()>;
         /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`. Returns the buckets that
@@ -546,10 +547,10 @@ mod ffi {
         /// Its name.
         fn param_name(self: &GradientPlan, param: usize) -> String;
         /// A slot for the gradient of a parameter that was made at `ptr`, which is not read; nothing if it was made in
-        /// one, or tensors hold all of them. `learn` says that whoever made it may be lent the slot the next time.
+        /// one, or tensors hold all of them. `learn` says that the operation which allocated it may get the slot the next time.
         unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
-        /// A gradient was made in its slot but must not be changed there.
-        fn lent_in_vain(self: &GradientPlan, param: usize);
+        /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was useless.
+        fn placed_in_vain(self: &GradientPlan, param: usize);
         /// A gradient is complete, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
         /// throws.
         ///
@@ -567,11 +568,12 @@ mod ffi {
         ) -> Result<()>;
         /// An execution ends, whatever became of its gradients.
         fn ended(self: &GradientPlan, execution: &Execution);
-        /// A slot for a tensor of `bytes` bytes that the operation `maker` is about to make, if that is likely to be a
-        /// gradient.
-        fn lend(bytes: usize, maker: usize) -> Box<SlotLease>;
-        /// The last `lend` to `maker` held nothing, and the tensor was made at `ptr`, which is not read.
-        unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8);
+        /// Returns the slot for an allocation of `bytes` bytes by operation `op` that is predicted to become a gradient; an
+        /// empty lease if none is predicted.
+        fn place_for_op(bytes: usize, op: usize) -> Box<SlotLease>;
+        /// Reports that the allocation of the last `place_for_op` of `op`, which returned an empty lease, lies at `ptr`.
+        /// `ptr` is not read.
+        unsafe fn placed_elsewhere_for_op(bytes: usize, op: usize, ptr: *const u8);
     }
 
     unsafe extern "C++" {

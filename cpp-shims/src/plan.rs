@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cxx::SharedPtr;
 use smd_core::reducer::arrival::{self, Arrival, Execution};
 use smd_core::reducer::blueprint::{self, Blueprint};
-use smd_core::reducer::makers::Gradient;
+use smd_core::reducer::op_placement::Gradient;
 use smd_core::reducer::{self, ParamSpec};
 use smd_core::session;
 use smd_core::{Error, Result};
@@ -57,19 +57,19 @@ pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
     })
 }
 
-pub fn lend(bytes: usize, maker: usize) -> Box<SlotLease> {
+pub fn place_for_op(bytes: usize, op: usize) -> Box<SlotLease> {
     guard_or(Box::new(SlotLease(None)), || {
         let session = session::current("the reduction of gradients").ok();
-        Box::new(SlotLease(session.and_then(|session| session.lend(bytes, maker))))
+        Box::new(SlotLease(session.and_then(|session| session.place(bytes, op))))
     })
 }
 
 /// # Safety
 /// See the bridge.
-pub unsafe fn lent_elsewhere(bytes: usize, maker: usize, ptr: *const u8) {
+pub unsafe fn placed_elsewhere_for_op(bytes: usize, op: usize, ptr: *const u8) {
     guard_or((), || {
         if let Ok(session) = session::current("the reduction of gradients") {
-            session.lent_elsewhere(bytes, maker, ptr);
+            session.placed_elsewhere(bytes, op, ptr);
         }
     });
 }
@@ -109,10 +109,10 @@ impl GradientPlan {
         })
     }
 
-    pub fn lent_in_vain(&self, param: usize) {
+    pub fn placed_in_vain(&self, param: usize) {
         guard_or((), || {
             if let (Ok(session), Ok(spec)) = (session::current("the reduction of gradients"), self.spec(param)) {
-                session.lent_in_vain(self.gradient(param), spec.bytes());
+                session.placed_in_vain(self.gradient(param), spec.bytes());
             }
         });
     }

@@ -211,16 +211,16 @@ impl Reducer {
         guard(|| Ok(Box::new(SlotLease(self.inner.take_slot(self.check(param)?)))))
     }
 
-    pub fn lend(&self, bytes: usize) -> Box<SlotLease> {
-        guard_or(Box::new(SlotLease(None)), || Box::new(SlotLease(self.inner.lend(bytes))))
+    pub fn place(&self, bytes: usize) -> Box<SlotLease> {
+        guard_or(Box::new(SlotLease(None)), || Box::new(SlotLease(self.inner.place(bytes))))
     }
 
-    pub fn start_lending(&self) {
-        guard_or((), || self.inner.start_lending());
+    pub fn start_placement(&self) {
+        guard_or((), || self.inner.start_placement());
     }
 
-    pub fn lent_elsewhere(&self, bytes: usize, ptr: *const u8) {
-        guard_or((), || self.inner.lent_elsewhere(bytes, ptr));
+    pub fn placed_elsewhere(&self, bytes: usize, ptr: *const u8) {
+        guard_or((), || self.inner.placed_elsewhere(bytes, ptr));
     }
 
     pub fn observe(&self, param: usize, ptr: *const u8) -> Result<(), Report> {

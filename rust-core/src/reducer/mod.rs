@@ -31,7 +31,7 @@
 //! - RED-8: a step whose members need not all take part is a *round*: it begins with a vote ([`ballot`]), before whose end
 //!   nothing is reduced. Whoever drives it says when it begins and when it ends; a backward may end in between.
 //!
-//! [`plan`], [`step`], [`history`], [`lending`] and [`makers`] are values without threads or memory; [`Reducer`] joins them to a
+//! [`plan`], [`step`], [`history`], [`gradient_placement`] and [`op_placement`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
 //! the operations of a graph, [`arrival`] does, with a reducer for each [`blueprint`].
 
@@ -45,10 +45,10 @@ pub mod ballot;
 pub mod blueprint;
 mod copy;
 pub mod fingerprint;
+pub mod gradient_placement;
 pub mod history;
 mod launcher;
-pub mod lending;
-pub mod makers;
+pub mod op_placement;
 pub mod plan;
 mod runner;
 mod sizes;

@@ -283,16 +283,16 @@ impl Reducer {
         state.layout.arena.as_ref()?.lease(param)
     }
 
-    /// A backward begins on a thread whose allocator calls [`Reducer::lend`].
-    pub fn start_lending(&self) {
-        self.state.lock().lending.start();
+    /// A backward begins on a thread whose allocator calls [`Reducer::place`].
+    pub fn start_placement(&self) {
+        self.state.lock().placement.start();
     }
 
-    /// Memory for a tensor of `bytes` bytes that is about to be made in a backward, if it is likely to become the
-    /// gradient of a parameter ([`super::lending`]). A caller that gets none says where it made the tensor
-    /// ([`Reducer::lent_elsewhere`]).
-    pub fn lend(&self, bytes: usize) -> Option<SlotLease> {
-        let State { active, lending, layout, options, .. } = &mut *self.state.lock();
+    /// Returns the slot for an allocation of `bytes` bytes in a backward, if it is predicted to become the gradient of a
+    /// parameter ([`super::gradient_placement`]). A caller that gets none reports where the tensor lies
+    /// ([`Reducer::placed_elsewhere`]).
+    pub fn place(&self, bytes: usize) -> Option<SlotLease> {
+        let State { active, placement, layout, options, .. } = &mut *self.state.lock();
         // What an abandoned step has under way is still written to its slots.
         if active.as_ref().is_some_and(|active| active.abandoned) {
             return None;
@@ -302,17 +302,17 @@ impl Reducer {
             return None;
         }
         let arena = layout.arena.as_ref()?;
-        lending.request(bytes, |param| arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
+        placement.request(bytes, |param| arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
     }
 
-    /// See [`Reducer::lend`].
-    pub fn lent_elsewhere(&self, bytes: usize, ptr: *const u8) {
-        self.state.lock().lending.granted_elsewhere(bytes, ptr as usize);
+    /// See [`Reducer::place`].
+    pub fn placed_elsewhere(&self, bytes: usize, ptr: *const u8) {
+        self.state.lock().placement.placed_elsewhere(bytes, ptr as usize);
     }
 
     /// Takes note that the gradient of `param` was made at `ptr`, which is not its slot.
     pub fn observe(&self, param: usize, ptr: *const u8) {
-        self.state.lock().lending.observe(param, self.params[param].bytes(), ptr as usize);
+        self.state.lock().placement.observe(param, self.params[param].bytes(), ptr as usize);
     }
 
     /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the

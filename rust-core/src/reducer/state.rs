@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::ballot::Vote;
 use super::copy::{self, Move};
+use super::gradient_placement::GradientPlacement;
 use super::history::History;
-use super::lending::Lending;
 use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, Slot, Step};
 use crate::buffer::DType;
 use crate::collectives::{Communicator, ReduceOp};
@@ -42,7 +42,7 @@ pub(super) struct State {
     pub(super) history: Option<History>,
     /// Parameters that any rank uses, of a static graph, once known.
     pub(super) used_always: Option<Vec<bool>>,
-    pub(super) lending: Lending,
+    pub(super) placement: GradientPlacement,
     pub(super) rebuilt: bool,
     pub(super) record: Record,
     /// What the others were not told of a step that was abandoned, as they waited for nothing more of it.
@@ -132,7 +132,7 @@ impl State {
             used_always: None,
             options,
             has_others,
-            lending: Lending::new(params.iter().map(ParamSpec::bytes)),
+            placement: GradientPlacement::new(params.iter().map(ParamSpec::bytes)),
             rebuilt: false,
             untold: None,
             record: Record::default(),

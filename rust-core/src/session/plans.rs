@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::negotiation::{Elsewhere, End};
 use crate::reducer::arrival::{Arrival, Arrivals};
 use crate::reducer::fingerprint::{self, Description};
-use crate::reducer::makers::{Gradient, Makers};
+use crate::reducer::op_placement::{Gradient, OpPlacement};
 use crate::reducer::{ParamSpec, Reducer, SlotLease, blueprint};
 
 /// A step without news for so long is one that waits.
@@ -27,7 +27,7 @@ const TELLING: Duration = Duration::from_secs(2);
 pub struct Plans {
     open: Mutex<HashMap<usize, Arc<Arrivals>>>,
     workshop: Mutex<Workshop>,
-    makers: Mutex<Makers>,
+    op_placement: Mutex<OpPlacement>,
 }
 
 /// Reducers to be made, one after the other.
@@ -109,35 +109,35 @@ impl Session {
         Ok(())
     }
 
-    /// Memory for a tensor of `bytes` bytes that operation `maker` of a graph is about to make, if that is likely to be a
-    /// gradient ([`crate::reducer::makers`]). A caller that gets none says where it made the tensor
-    /// ([`Session::lent_elsewhere`]).
-    pub fn lend(&self, bytes: usize, maker: usize) -> Option<SlotLease> {
-        let Gradient { plan, param } = self.plans.makers.lock().request(bytes, maker)?;
+    /// Returns the slot for an allocation of `bytes` bytes by operation `op` of a graph, if it is predicted to become a
+    /// gradient ([`crate::reducer::op_placement`]). A caller that gets none reports where the tensor lies
+    /// ([`Session::placed_elsewhere`]).
+    pub fn place(&self, bytes: usize, op: usize) -> Option<SlotLease> {
+        let Gradient { plan, param } = self.plans.op_placement.lock().request(bytes, op)?;
         self.find_arrivals(plan)?.take_slot(param)
     }
 
-    /// See [`Session::lend`].
-    pub fn lent_elsewhere(&self, bytes: usize, maker: usize, ptr: *const u8) {
-        self.plans.makers.lock().made_elsewhere(bytes, maker, ptr as usize);
+    /// See [`Session::place`].
+    pub fn placed_elsewhere(&self, bytes: usize, op: usize, ptr: *const u8) {
+        self.plans.op_placement.lock().placed_elsewhere(bytes, op, ptr as usize);
     }
 
     /// A slot for a gradient that was made at `ptr`, if it does not lie in one already and one is free. `learn` says
-    /// that whoever made it may be lent the slot the next time.
+    /// that the operation which allocated it may get the slot the next time.
     pub fn take_slot(&self, gradient: Gradient, bytes: usize, ptr: *const u8, learn: bool) -> Option<SlotLease> {
         let arrivals = self.find_arrivals(gradient.plan)?;
         if arrivals.is_slot(gradient.param, ptr) {
             return None;
         }
         if learn {
-            self.plans.makers.lock().observe(gradient, bytes, ptr as usize);
+            self.plans.op_placement.lock().observe(gradient, bytes, ptr as usize);
         }
         arrivals.take_slot(gradient.param)
     }
 
     /// A gradient was made in its slot but must not be changed there: others see it.
-    pub fn lent_in_vain(&self, gradient: Gradient, bytes: usize) {
-        self.plans.makers.lock().is_wrong(gradient, bytes);
+    pub fn placed_in_vain(&self, gradient: Gradient, bytes: usize) {
+        self.plans.op_placement.lock().reject(gradient, bytes);
     }
 
     fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<Arrivals>> {
@@ -257,7 +257,7 @@ impl Session {
             match &made {
                 // On devices, no memory of the core's is lent.
                 Ok(reducer) if reducer.arena().is_none() => {}
-                Ok(reducer) => self.plans.makers.lock().expect(reducer.params().iter().map(ParamSpec::bytes)),
+                Ok(reducer) => self.plans.op_placement.lock().expect(reducer.params().iter().map(ParamSpec::bytes)),
                 // The next gradient tries again.
                 Err(_) => drop(self.plans.open.lock().remove(&number)),
             }

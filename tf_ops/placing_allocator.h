@@ -1,4 +1,4 @@
-// Lets a gradient be made in the memory in which it is reduced.
+// Allocates gradients in the memory in which they are reduced.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace smd::tf_ops {
 
-// Makes CPU devices whose allocator lends slots to tensors that will be gradients, and that are TensorFlow's own in all
-// other respects. Devices that exist when this library is loaded stay as they are: then gradients are copied.
-class LendingDeviceFactory final : public tensorflow::DeviceFactory {
+// Makes CPU devices whose allocator places predicted gradients in their slots, and that are TensorFlow's own in all other
+// respects. Devices that exist when this library is loaded stay as they are: then gradients are copied.
+class PlacingDeviceFactory final : public tensorflow::DeviceFactory {
  public:
   absl::Status ListPhysicalDevices(std::vector<std::string>* devices) override;
   absl::Status CreateDevices(const tensorflow::SessionOptions& options, const std::string& name_prefix,

@@ -1,4 +1,4 @@
-// Slots of reducers as memory of tensors: what both frameworks' lending allocators keep.
+// Slots of reducers that serve as memory of tensors, for the placing allocators of both frameworks.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,11 @@
 
 namespace smd {
 
-// Copying a smaller gradient costs less than asking for its slot.
-constexpr std::size_t kLendBytes = 64 << 10;
+// Smallest allocation that is placed in a slot, in bytes. Copying a smaller gradient costs less than finding its slot.
+constexpr std::size_t kMinPlacedBytes = 64 << 10;
 
-// Slots that are lent, by address: that is all an allocator is told of memory that it gets back.
-class LentSlots {
+// Leases of slots that hold tensors, by address: an allocator learns only the address of memory that is freed.
+class PlacedSlots {
  public:
   // Keeps the lease; null if it holds nothing.
   void* keep(rust::Box<SlotLease> lease) {
@@ -33,9 +33,9 @@ class LentSlots {
     // Whoever gives back a slot has got it after it was counted.
     if (count_.load(std::memory_order_relaxed) == 0) return false;
     const std::lock_guard lock(mutex_);
-    const bool was_lent = leases_.erase(data) != 0;
+    const bool was_placed = leases_.erase(data) != 0;
     count_.store(leases_.size(), std::memory_order_relaxed);
-    return was_lent;
+    return was_placed;
   }
 
   bool has(const void* data) const {

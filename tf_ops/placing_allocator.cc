@@ -1,4 +1,4 @@
-#include "lending.h"
+#include "placing_allocator.h"
 
 #include <unistd.h>
 
@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
-#include "smd/lending.h"
+#include "smd/placed_slots.h"
 #include "smd/src/bridge.rs.h"
 #include "tensorflow/core/common_runtime/process_state.h"
 #include "tensorflow/core/common_runtime/threadpool_device.h"
@@ -28,17 +28,17 @@ constexpr int kPriority = 75;
 // and if something else becomes the gradient, that is copied.
 //
 // This saves a pass over all gradients per step (docs/performance.md).
-class LendingAllocator final : public tsl::AllocatorWrapper {
+class PlacingAllocator final : public tsl::AllocatorWrapper {
  public:
   using AllocatorWrapper::AllocatorWrapper;
 
   // One for each of TensorFlow's; they live as long as the process, as TensorFlow's do.
-  static LendingAllocator* over(tsl::Allocator* base) {
+  static PlacingAllocator* over(tsl::Allocator* base) {
     static auto* mutex = new std::mutex;
-    static auto* made = new std::unordered_map<tsl::Allocator*, LendingAllocator*>;
+    static auto* made = new std::unordered_map<tsl::Allocator*, PlacingAllocator*>;
     const std::lock_guard lock(*mutex);
     auto& allocator = (*made)[base];
-    if (allocator == nullptr) allocator = new LendingAllocator(base);
+    if (allocator == nullptr) allocator = new PlacingAllocator(base);
     return allocator;
   }
 
@@ -48,11 +48,11 @@ class LendingAllocator final : public tsl::AllocatorWrapper {
 
   void* AllocateRaw(std::size_t alignment, std::size_t num_bytes,
                     const tsl::AllocationAttributes& attributes) override {
-    const auto maker = num_bytes < kLendBytes || alignment > kAllocatorAlignment ? 0 : current_operation();
-    if (maker == 0) return wrapped()->AllocateRaw(alignment, num_bytes, attributes);
-    if (void* slot = slots_.keep(lend(num_bytes, maker))) return slot;
+    const auto op = num_bytes < kMinPlacedBytes || alignment > kAllocatorAlignment ? 0 : current_operation();
+    if (op == 0) return wrapped()->AllocateRaw(alignment, num_bytes, attributes);
+    if (void* slot = slots_.keep(place_for_op(num_bytes, op))) return slot;
     void* data = wrapped()->AllocateRaw(alignment, num_bytes, attributes);
-    lent_elsewhere(num_bytes, maker, static_cast<const std::uint8_t*>(data));
+    placed_elsewhere_for_op(num_bytes, op, static_cast<const std::uint8_t*>(data));
     return data;
   }
 
@@ -81,7 +81,7 @@ class LendingAllocator final : public tsl::AllocatorWrapper {
     return name.empty() ? 0 : reinterpret_cast<std::size_t>(name.data());
   }
 
-  LentSlots slots_;
+  PlacedSlots slots_;
 };
 
 // GPU builds have CPU devices that give GPUs memory which they can reach. Where there are GPUs, these stay, and so do
@@ -89,7 +89,7 @@ class LendingAllocator final : public tsl::AllocatorWrapper {
 bool registered = [] {
   const bool gpus = access("/proc/driver/nvidia/version", F_OK) == 0 || access("/dev/kfd", F_OK) == 0;
   if (!gpus) {
-    tensorflow::DeviceFactory::Register("CPU", std::make_unique<LendingDeviceFactory>(), kPriority,
+    tensorflow::DeviceFactory::Register("CPU", std::make_unique<PlacingDeviceFactory>(), kPriority,
                                         /*is_pluggable_device=*/false);
   }
   return !gpus;
@@ -97,12 +97,12 @@ bool registered = [] {
 
 }  // namespace
 
-absl::Status LendingDeviceFactory::ListPhysicalDevices(std::vector<std::string>* devices) {
+absl::Status PlacingDeviceFactory::ListPhysicalDevices(std::vector<std::string>* devices) {
   devices->push_back("/physical_device:CPU:0");
   return absl::OkStatus();
 }
 
-absl::Status LendingDeviceFactory::CreateDevices(const tensorflow::SessionOptions& options,
+absl::Status PlacingDeviceFactory::CreateDevices(const tensorflow::SessionOptions& options,
                                                  const std::string& name_prefix,
                                                  std::vector<std::unique_ptr<tensorflow::Device>>* devices) {
   const auto& counts = options.config.device_count();
@@ -118,7 +118,7 @@ absl::Status LendingDeviceFactory::CreateDevices(const tensorflow::SessionOption
     // The size is for information only, and TensorFlow's.
     devices->push_back(std::make_unique<tensorflow::ThreadPoolDevice>(
         options, absl::StrCat(name_prefix, "/device:CPU:", i), tensorflow::Bytes(256 << 20), locality,
-        LendingAllocator::over(tensorflow::ProcessState::singleton()->GetCPUAllocator(node))));
+        PlacingAllocator::over(tensorflow::ProcessState::singleton()->GetCPUAllocator(node))));
   }
   return absl::OkStatus();
 }

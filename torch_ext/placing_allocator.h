@@ -1,4 +1,4 @@
-// Lets a gradient be made in the memory in which it is reduced.
+// Allocates gradients in the memory in which they are reduced.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@ namespace smd::torch_ext {
 // A core reducer that several parts of the shim hold.
 using SharedReducer = std::shared_ptr<rust::Box<smd::Reducer>>;
 
-// From now on, tensors made on this thread may get slots of `reducer`; null ends this. Installs the allocator that
-// asks at its first use.
-void lend_on_this_thread(SharedReducer reducer);
+// Lets allocations of this thread be placed in slots of `reducer` from now on; null ends this. The first call installs the
+// allocator.
+void place_on_this_thread(SharedReducer reducer);
 
 }  // namespace smd::torch_ext

@@ -1,0 +1,179 @@
+//! Predicts which operation of a graph allocates which gradient, so that the gradient is written into its slot.
+//!
+//! An executor that runs several operations at once does not keep the order of allocations on which
+//! [`super::gradient_placement`] relies. But it says for which operation it allocates, and an operation of a graph makes the
+//! same tensor in every step.
+//!
+//! This type touches no memory. A wrong prediction costs one copy.
+
+use std::collections::HashMap;
+
+/// Wrong predictions for a gradient after which no more are made. The first observation counts as one.
+const PATIENCE: u8 = 4;
+/// How many allocations of one size are remembered, with the operations that made them.
+const MEMORY: usize = 1024;
+
+/// A gradient of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Gradient {
+    /// Number of its blueprint.
+    pub plan: usize,
+    /// Parameter in it.
+    pub param: usize,
+}
+
+/// The predictions for the gradients of a process.
+#[derive(Debug, Default)]
+pub struct OpPlacement {
+    /// By size in bytes; only sizes that a gradient has.
+    classes: HashMap<usize, Class>,
+    /// Wrong predictions.
+    wrong: HashMap<Gradient, u8>,
+}
+
+#[derive(Debug, Default)]
+struct Class {
+    /// By operation: the gradient that it makes.
+    makes: HashMap<usize, Gradient>,
+    /// By address that is not a slot: the operation that allocated it.
+    allocated: HashMap<usize, usize>,
+}
+
+impl OpPlacement {
+    /// Adds gradients of these sizes in bytes.
+    pub fn expect(&mut self, bytes: impl Iterator<Item = usize>) {
+        for bytes in bytes.filter(|&bytes| bytes > 0) {
+            self.classes.entry(bytes).or_default();
+        }
+    }
+
+    /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not get
+    /// that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
+    pub fn request(&self, bytes: usize, op: usize) -> Option<Gradient> {
+        self.classes.get(&bytes)?.makes.get(&op).copied()
+    }
+
+    /// Records that `bytes` bytes which operation `op` allocated lie at `address`, which is not a slot.
+    pub fn placed_elsewhere(&mut self, bytes: usize, op: usize, address: usize) {
+        let Some(class) = self.classes.get_mut(&bytes) else { return };
+        if class.allocated.len() >= MEMORY {
+            class.allocated.clear();
+        }
+        class.allocated.insert(address, op);
+    }
+
+    /// Records that a gradient of `bytes` bytes lies at `address` and not in its slot.
+    pub fn observe(&mut self, gradient: Gradient, bytes: usize, address: usize) {
+        let Some(class) = self.classes.get_mut(&bytes) else { return };
+        let op = class.allocated.get(&address).copied();
+        if op.is_some_and(|op| class.makes.get(&op) == Some(&gradient)) {
+            // The prediction was right; another tensor still held the slot.
+            return;
+        }
+        // Another trace of the function has other operations: what those make stays known.
+        let wrong = self.wrong.entry(gradient).or_default();
+        *wrong = wrong.saturating_add(1).min(PATIENCE);
+        if *wrong < PATIENCE
+            && let Some(op) = op
+        {
+            class.makes.insert(op, gradient);
+        }
+    }
+
+    /// Forgets the prediction for `gradient`: other operations read the tensor as well, so that it cannot be reduced in place,
+    /// or another operation made it. Returns whether new predictions will be made.
+    pub fn reject(&mut self, gradient: Gradient, bytes: usize) -> bool {
+        let wrong = self.wrong.entry(gradient).or_default();
+        *wrong = wrong.saturating_add(1).min(PATIENCE);
+        if let Some(class) = self.classes.get_mut(&bytes) {
+            class.makes.retain(|_, makes| *makes != gradient);
+        }
+        *wrong < PATIENCE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: usize = 1 << 20;
+    const SLOTS: usize = 0x1000;
+
+    fn gradient(param: usize) -> Gradient {
+        Gradient { plan: 3, param }
+    }
+
+    /// One step: operations make tensors, each of which becomes a gradient or does not. Returns what the operations were
+    /// taken to make.
+    fn step(placement: &mut OpPlacement, operations: &[(usize, Option<usize>)]) -> Vec<Option<usize>> {
+        let made: Vec<_> = operations.iter().map(|(op, _)| placement.request(BYTES, *op)).collect();
+        let mut addresses = Vec::new();
+        for (at, (op, _)) in operations.iter().enumerate() {
+            addresses.push(made[at].map_or(at, |gradient| SLOTS + gradient.param));
+            if made[at].is_none() {
+                placement.placed_elsewhere(BYTES, *op, at);
+            }
+        }
+        for (at, (_, becomes)) in operations.iter().enumerate() {
+            if let Some(param) = *becomes
+                && addresses[at] != SLOTS + param
+            {
+                placement.observe(gradient(param), BYTES, addresses[at]);
+            }
+        }
+        made.into_iter().map(|gradient| gradient.map(|gradient| gradient.param)).collect()
+    }
+
+    #[test]
+    fn after_one_step_gradients_are_made_in_their_slots_in_whatever_order() {
+        let mut placement = OpPlacement::default();
+        placement.expect([BYTES].into_iter());
+        assert_eq!(step(&mut placement, &[(70, Some(0)), (71, None), (72, Some(1))]), [None; 3]);
+        assert_eq!(step(&mut placement, &[(70, Some(0)), (71, None), (72, Some(1))]), [Some(0), None, Some(1)]);
+        assert_eq!(step(&mut placement, &[(72, Some(1)), (70, Some(0)), (71, None)]), [Some(1), Some(0), None]);
+        // A function that is traced anew has other operations.
+        step(&mut placement, &[(80, Some(0)), (82, Some(1))]);
+        assert_eq!(step(&mut placement, &[(80, Some(0)), (82, Some(1))]), [Some(0), Some(1)]);
+    }
+
+    #[test]
+    fn an_operation_that_makes_several_gradients_is_taken_to_make_one_and_the_others_are_given_up() {
+        let mut placement = OpPlacement::default();
+        placement.expect([BYTES].into_iter());
+        for _ in 0..PATIENCE {
+            step(&mut placement, &[(70, Some(0))]);
+            step(&mut placement, &[(70, Some(1))]);
+        }
+        assert_eq!(placement.wrong[&gradient(1)], PATIENCE);
+        step(&mut placement, &[(71, Some(1))]);
+        assert_eq!(step(&mut placement, &[(70, Some(0)), (71, Some(1))]), [Some(0), None]);
+    }
+
+    #[test]
+    fn a_slot_that_somebody_has_does_not_make_the_guess_wrong() {
+        let mut placement = OpPlacement::default();
+        placement.expect([BYTES].into_iter());
+        step(&mut placement, &[(70, Some(0))]);
+        for _ in 0..2 * PATIENCE {
+            placement.placed_elsewhere(BYTES, 70, 5);
+            placement.observe(gradient(0), BYTES, 5);
+        }
+        assert_eq!(placement.request(BYTES, 70), Some(gradient(0)));
+    }
+
+    #[test]
+    fn gradients_that_others_see_are_made_elsewhere_and_other_sizes_are_not_tracked() {
+        let mut placement = OpPlacement::default();
+        placement.expect([BYTES].into_iter());
+        step(&mut placement, &[(70, Some(0))]);
+        placement.reject(gradient(0), BYTES);
+        assert_eq!(placement.request(BYTES, 70), None);
+        placement.placed_elsewhere(BYTES + 1, 70, 9);
+        placement.observe(gradient(0), BYTES + 1, 9);
+        assert_eq!(placement.request(BYTES + 1, 70), None);
+        for address in 0..3 * MEMORY {
+            placement.placed_elsewhere(BYTES, 70, address);
+        }
+        assert!(placement.classes[&BYTES].allocated.len() <= MEMORY);
+    }
+}
