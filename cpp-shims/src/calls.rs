@@ -7,7 +7,7 @@ use std::time::Duration;
 use cxx::UniquePtr;
 use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Beside, Communicator, Done, MakeOutputs, ReduceOp, Request};
+use smd_core::collectives::{Communicator, Done, MakeOutputs, Overlap, ReduceOp, Request};
 use smd_core::device::{add, memory};
 use smd_core::negotiation::{self, Ask, Factors, Gradients, Name};
 use smd_core::session;
@@ -66,7 +66,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         }
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
-        communicator(first)?.run_on_device(&requests, timeout(first), Beside::Unknown)
+        communicator(first)?.run_on_device(&requests, timeout(first), Overlap::Unknown)
     })
 }
 

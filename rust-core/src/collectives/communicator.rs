@@ -35,7 +35,7 @@ use super::courier::Courier;
 use super::cuda::{self, Cuda, Flying, Side};
 use super::kernels::copy::Publisher;
 use super::window::Window;
-use super::{Beside, Group, ReduceOp, Request, algorithms, arrival, rows};
+use super::{Group, Overlap, ReduceOp, Request, algorithms, arrival, rows};
 use crate::buffer::{DType, Device, TensorView};
 use crate::config;
 use crate::device::nccl::Parent;
@@ -169,7 +169,7 @@ impl Communicator {
                 Err(Error::Unsupported("operations on rows of CUDA tensors are submitted, not run".into()))
             }
             _ if cuda::is_on_device(request) => {
-                self.shared.cuda.run(std::slice::from_ref(request), timeout, Beside::Unknown)
+                self.shared.cuda.run(std::slice::from_ref(request), timeout, Overlap::Unknown)
             }
             Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
@@ -201,8 +201,8 @@ impl Communicator {
     ///
     /// # Errors
     /// As [`Communicator::run`]; [`Error::InvalidArgument`] for tensors in CPU memory.
-    pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>, beside: Beside) -> Result<()> {
-        self.shared.cuda.run(requests, timeout, beside)
+    pub fn run_on_device(&self, requests: &[Request], timeout: Option<Duration>, overlap: Overlap) -> Result<()> {
+        self.shared.cuda.run(requests, timeout, overlap)
     }
 
     /// What ended the group's operations on CUDA tensors, if something did: those that were queued before it have no

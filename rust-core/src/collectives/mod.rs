@@ -42,7 +42,7 @@ pub use window::Window;
 
 /// What a device does while an operation runs on it, which says how much of the device the operation may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Beside {
+pub enum Overlap {
     /// A computation.
     Computation,
     /// Nothing: what comes next waits for the operation.

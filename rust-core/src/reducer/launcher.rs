@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Beside, Communicator, ReduceOp, Request};
+use crate::collectives::{Communicator, Overlap, ReduceOp, Request};
 use crate::device::pack::{Packer, Piece};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{Error, Result};
@@ -113,7 +113,7 @@ struct Job {
     targets: Vec<TensorView>,
     unpack: Option<Together>,
     /// What the device does meanwhile.
-    beside: Beside,
+    overlap: Overlap,
     /// Whether the caller is told when the device is done.
     held: bool,
 }
@@ -176,7 +176,7 @@ impl Launcher {
             let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
             Together { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
         });
-        let beside = if is_last { Beside::Nothing } else { Beside::Computation };
+        let beside = if is_last { Overlap::Nothing } else { Overlap::Computation };
         let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, beside, held: false };
         let capturing = stream.is_capturing()?;
         let mut state = shared.state.lock();
@@ -200,7 +200,7 @@ impl Launcher {
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(self.context(), stream) };
         let targets = together.iter().map(|together| together.flat).chain(apart).collect();
-        let (ready, beside) = (shared.mark(&stream)?, Beside::Computation);
+        let (ready, beside) = (shared.mark(&stream)?, Overlap::Computation);
         let job = Job { ready, pack: together.clone(), targets, unpack: together, beside, held: true };
         shared.queue(shared.state.lock(), job, landed)
     }

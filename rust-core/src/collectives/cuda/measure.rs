@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::p2p::{Peers, Tuning};
 use super::tune::{Sample, Way};
 use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Beside, ReduceOp, Request};
+use crate::collectives::{Overlap, ReduceOp, Request};
 use crate::device::nccl::Comm;
 use crate::device::{DeviceBuffer, Priority, Stream, memory};
 use crate::error::Result;
@@ -64,7 +64,7 @@ pub(super) fn measure(
             match peers {
                 Some(peers) if way == Way::Chunks => {
                     // SAFETY: as below.
-                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), Beside::Computation, &stream) }
+                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), Overlap::Computation, &stream) }
                         .map(drop)
                 }
                 // SAFETY: the views are of this device and live long enough, as above.

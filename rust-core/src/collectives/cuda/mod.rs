@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 
 use super::call::{self, Call};
-use super::{Beside, Request};
+use super::{Overlap, Request};
 use crate::buffer::Device;
 use crate::config;
 use crate::device::nccl::{self, Comm, Parent, UniqueId};
@@ -115,7 +115,12 @@ impl Cuda {
     }
 
     /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
-    pub(super) fn run(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>, beside: Beside) -> Result<()> {
+    pub(super) fn run(
+        self: &Arc<Self>,
+        requests: &[Request],
+        timeout: Option<Duration>,
+        overlap: Overlap,
+    ) -> Result<()> {
         let Some((first, stream)) = self.accept_all(requests)? else { return Ok(()) };
         if let Some(copies) = queue::to_oneself(requests, self.members.me)? {
             // SAFETY: the requests' promise for their views, all of which are on this device.
@@ -137,7 +142,7 @@ impl Cuda {
             None => self.make_part(context, &|| self.describe(first))?,
         };
         let timeout = timeout.unwrap_or(self.timeout);
-        part.queue(requests, &stream, beside, capturing, timeout, self)
+        part.queue(requests, &stream, overlap, capturing, timeout, self)
             .map_err(|error| self.explain(error, &|| self.describe(first)))
     }
 
@@ -180,7 +185,7 @@ impl Cuda {
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
         let flying = Flying::prepare(self, self.describe(first), context)?;
-        let queued = part.queue(&moved, own, Beside::Unknown, false, timeout, self);
+        let queued = part.queue(&moved, own, Overlap::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
         flying.depart(queued, own)
     }
@@ -354,7 +359,7 @@ impl Cuda {
         Ok(part)
     }
 
-    /// What part `number` has beside its communicator.
+    /// What part `number` has besides its communicator.
     fn equip(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
         let (context, me, size) = (comm.context(), self.members.me, self.members.size());
         let board = Board { owner: self, number, wait };

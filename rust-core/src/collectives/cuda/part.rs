@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::p2p::Peers;
 use super::{Cuda, is_message, queue};
-use crate::collectives::{Beside, Request};
+use crate::collectives::{Overlap, Request};
 use crate::device::nccl::{Comm, Parent};
 use crate::device::{Event, Stream};
 use crate::error::Result;
@@ -82,7 +82,7 @@ impl Part {
         &self,
         requests: &[Request],
         stream: &Stream,
-        beside: Beside,
+        overlap: Overlap,
         capturing: bool,
         timeout: Duration,
         owner: &Arc<Cuda>,
@@ -96,11 +96,11 @@ impl Part {
         let mut peer_calls = Vec::new();
         let requests: Arc<[Request]> = requests.into();
         let requests = &requests;
-        let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests, beside));
+        let chunked = self.peers.as_ref().filter(|peers| peers.accepts_chunks(requests, overlap));
         let all_accepted = |peers: &&Peers| requests.iter().all(|request| peers.accepts(request));
         if let Some(peers) = chunked {
             // SAFETY: as below.
-            let calls = unsafe { peers.queue_chunks(requests, beside, stream) }?;
+            let calls = unsafe { peers.queue_chunks(requests, overlap, stream) }?;
             peer_calls.resize(requests.len(), calls);
         } else if let Some(peers) = self.peers.as_ref().filter(all_accepted) {
             for request in requests.iter() {

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use super::ways::CHUNKS_ABOVE;
 use super::{ALL, HEADER_BYTES, Peers, PeersArgument, Turn, op_name};
 use crate::buffer::DType;
-use crate::collectives::{Beside, ReduceOp, Request};
+use crate::collectives::{Overlap, ReduceOp, Request};
 use crate::device::{Context, Grid, Kernel, Source, Stream};
 use crate::error::{Error, Result};
 
@@ -71,12 +71,12 @@ impl Layout {
 /// Most blocks of a launch, for which there are slots.
 const CHANNELS: usize = 64;
 
-/// Most blocks of a launch with this beside it. Half of them take up to a half longer alone, but leave more
+/// Most blocks of a launch for this overlap. Half of them take up to a half longer alone, but leave more
 /// multiprocessors to a computation.
-fn channels(beside: Beside) -> usize {
-    match beside {
-        Beside::Computation | Beside::Unknown => CHANNELS / 2,
-        Beside::Nothing => CHANNELS,
+fn channels(overlap: Overlap) -> usize {
+    match overlap {
+        Overlap::Computation | Overlap::Unknown => CHANNELS / 2,
+        Overlap::Nothing => CHANNELS,
     }
 }
 
@@ -127,32 +127,32 @@ fn operation(requests: &[Request]) -> Option<ReduceOp> {
 }
 
 /// The blocks for `chunks` chunks, and in how many rounds they make them.
-fn grid(chunks: usize, beside: Beside) -> (Grid, u32) {
-    let blocks = chunks.clamp(1, channels(beside));
+fn grid(chunks: usize, overlap: Overlap) -> (Grid, u32) {
+    let blocks = chunks.clamp(1, channels(overlap));
     (Grid { blocks: blocks as u32, threads: THREADS }, chunks.div_ceil(blocks) as u32)
 }
 
 impl Peers {
     /// Whether `requests` are for [`Peers::queue_chunks`]; the same on all members.
-    pub fn accepts_chunks(&self, requests: &[Request], beside: Beside) -> bool {
+    pub fn accepts_chunks(&self, requests: &[Request], overlap: Overlap) -> bool {
         let bytes = |request: &Request| match request {
             Request::AllReduce { input, .. } => input.bytes(),
             _ => 0,
         };
         MEMBERS.contains(&self.size)
             && operation(requests).is_some()
-            && requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(beside)
+            && requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(overlap)
     }
 
     /// Bytes of the smallest operation that goes in chunks. Between more than two members NCCL is faster for numbers that
     /// use all of their bits, so that only a reducer's buckets do, whose numbers mostly were bfloat16; and none where small
     /// messages were measured to be NCCL's, too.
-    fn least_in_chunks(&self, beside: Beside) -> usize {
-        match beside {
+    fn least_in_chunks(&self, overlap: Overlap) -> usize {
+        match overlap {
             _ if self.size == 2 => self.tuning().chunks_bytes,
             _ if self.tuning().peer_bytes == 0 => usize::MAX,
-            Beside::Unknown => usize::MAX,
-            Beside::Computation | Beside::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
+            Overlap::Unknown => usize::MAX,
+            Overlap::Computation | Overlap::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
         }
     }
 
@@ -164,14 +164,14 @@ impl Peers {
     ///
     /// # Safety
     /// As [`Peers::queue`].
-    pub unsafe fn queue_chunks(&self, requests: &[Request], beside: Beside, stream: &Stream) -> Result<u32> {
+    pub unsafe fn queue_chunks(&self, requests: &[Request], overlap: Overlap, stream: &Stream) -> Result<u32> {
         let op = operation(requests)
             .ok_or_else(|| Error::Internal("an operation that does not go in chunks was to go in them".into()))?;
         let mut turn = self.turn.lock();
         let tensors: Vec<Tensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
-            unsafe { self.launch_chunks(&mut turn, tensors, op, beside, stream)? };
+            unsafe { self.launch_chunks(&mut turn, tensors, op, overlap, stream)? };
         }
         Ok(turn.calls)
     }
@@ -183,13 +183,13 @@ impl Peers {
         turn: &mut Turn,
         tensors: &[Tensor],
         op: ReduceOp,
-        beside: Beside,
+        overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
         let layout = Layout::of(self.size)
             .ok_or_else(|| Error::Internal(format!("a group of {} was to go in chunks", self.size)))?;
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
-        let (grid, rounds) = grid(chunks, beside);
+        let (grid, rounds) = grid(chunks, overlap);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
         let call: Vec<u64> = [3, op as u64, ALL, u64::from(grid.blocks)].into_iter().chain(lengths).collect();
         let mut argument = ChunksArgument {
@@ -238,9 +238,9 @@ mod tests {
 
     #[test]
     fn rounds_have_room_for_every_chunk() {
-        for beside in [Beside::Computation, Beside::Nothing] {
+        for overlap in [Overlap::Computation, Overlap::Nothing] {
             for chunks in [1, 2, 31, 32, 33, 63, 64, 65, 800, 100_000] {
-                let (grid, rounds) = grid(chunks, beside);
+                let (grid, rounds) = grid(chunks, overlap);
                 let (blocks, rounds) = (grid.blocks as usize, rounds as usize);
                 assert!(
                     blocks <= CHANNELS && (chunks..chunks + blocks).contains(&(blocks * rounds)),
