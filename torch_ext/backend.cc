@@ -419,7 +419,7 @@ Backend::Works Backend::barrier(const c10d::BarrierOptions& options) {
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const auto timeout_ms = options.timeout == kUnsetTimeout ? timeout_ms_.load() : options.timeout.count();
   try {
-    roll_call(static_cast<std::uint64_t>(group_), static_cast<std::uint64_t>(timeout_ms), wait_all_ranks);
+    monitored_barrier(static_cast<std::uint64_t>(group_), static_cast<std::uint64_t>(timeout_ms), wait_all_ranks);
   } catch (const rust::Error& error) {
     // As in `GroupWork::wait`.
     if (report_code(error.what()) != "interrupted" || !raise_later()) throw_report(error.what());

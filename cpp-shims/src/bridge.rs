@@ -5,8 +5,8 @@ pub use ffi::*;
 use crate::attempt::{Attempt, begin_step};
 use crate::calls::{
     Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank,
-    group_ranks, group_size, process_set_group, process_set_ranks, process_set_root, raise_later, rank, roll_call, run,
-    run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
+    group_ranks, group_size, monitored_barrier, process_set_group, process_set_ranks, process_set_root, raise_later,
+    rank, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
@@ -368,8 +368,8 @@ mod ffi {
         /// `message` instead of waiting for this one (`smd_core::collectives::Communicator::fail_next`).
         fn fail_next(group: u64, message: &str) -> Result<()>;
 
-        /// `smd_core::collectives::Communicator::roll_call`.
-        fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
+        /// `smd_core::collectives::Communicator::monitored_barrier`.
+        fn monitored_barrier(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
 
         /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
         fn check_interrupt(during: &str) -> Result<()>;

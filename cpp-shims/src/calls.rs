@@ -343,10 +343,10 @@ pub fn raise_later() -> bool {
     guard_or(false, monitor::raise_later)
 }
 
-pub fn roll_call(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {
+pub fn monitored_barrier(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {
     guard(|| {
         let communicator = session::current("monitored_barrier")?.communicator(group)?;
-        communicator.roll_call(Some(Duration::from_millis(timeout_ms)), all)
+        communicator.monitored_barrier(Some(Duration::from_millis(timeout_ms)), all)
     })
 }
 

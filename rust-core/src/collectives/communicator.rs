@@ -31,9 +31,9 @@ use parking_lot::{Condvar, Mutex};
 
 use super::batch::{self, Phase, Step, Watch};
 use super::call::{Call, Kind};
-use super::courier::Courier;
 use super::cuda::{self, Cuda, Flying, Side};
 use super::kernels::copy::Publisher;
+use super::point_to_point::PointToPoint;
 use super::window::Window;
 use super::{Group, Overlap, ReduceOp, Request, algorithms, arrival, rows};
 use crate::buffer::{DType, Device, TensorView};
@@ -53,7 +53,7 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// See the module's text.
 pub struct Communicator {
     shared: Arc<Shared>,
-    courier: Courier,
+    point_to_point: PointToPoint,
 }
 
 /// What the worker thread shares with the callers.
@@ -104,7 +104,8 @@ impl Communicator {
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
         let spoiled = Arc::new(OnceLock::new());
-        let courier = Courier::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
+        let point_to_point =
+            PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
         let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
         let shared = Arc::new(Shared {
             id,
@@ -124,7 +125,7 @@ impl Communicator {
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
-        Arc::new(Self { shared, courier })
+        Arc::new(Self { shared, point_to_point })
     }
 
     /// Says where the members meet before their first operation on CUDA tensors.
@@ -171,7 +172,7 @@ impl Communicator {
             _ if cuda::is_on_device(request) => {
                 self.shared.cuda.run(std::slice::from_ref(request), timeout, Overlap::Unknown)
             }
-            Request::Send { .. } | Request::Recv { .. } => self.courier.run(request, timeout),
+            Request::Send { .. } | Request::Recv { .. } => self.point_to_point.run(request, timeout),
             _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
     }
@@ -191,7 +192,7 @@ impl Communicator {
                 self.shared.queue(Job::Run(request, timeout), done);
             }
             _ if cuda::is_on_device(&request) => self.shared.launch(vec![request], timeout, done),
-            Request::Send { .. } | Request::Recv { .. } => self.courier.submit(request, timeout, done),
+            Request::Send { .. } | Request::Recv { .. } => self.point_to_point.submit(request, timeout, done),
             _ => self.shared.queue(Job::Run(request, timeout), done),
         }
     }
@@ -326,8 +327,8 @@ impl Communicator {
     /// # Errors
     /// On the first member, [`Error::Timeout`] naming the first one that is missing, or `all` of them; on those who came,
     /// [`Error::Timeout`] that sends the reader there. The words are those of torch's `monitored_barrier`.
-    pub fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
-        self.courier.roll_call(timeout, all)
+    pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        self.point_to_point.monitored_barrier(timeout, all)
     }
 
     /// Memory of `bytes` bytes that every member contributes and, on one host, every member sees. Collective.
@@ -350,7 +351,7 @@ impl Communicator {
     /// Ends the worker thread; queued operations fail with [`Error::Closed`], and so does a running one that waits.
     pub fn close(&self, reason: &str) {
         let _ = self.shared.closed.set(reason.to_owned());
-        self.courier.wake();
+        self.point_to_point.wake();
         let deadline = Instant::now() + CLOSE_LIMIT;
         let mut turns = self.shared.turns.lock();
         self.shared.changed.notify_all();
@@ -361,7 +362,7 @@ impl Communicator {
             }
         }
         drop(turns);
-        self.courier.wait_ended(deadline);
+        self.point_to_point.wait_ended(deadline);
         self.shared.cuda.close();
     }
 }

@@ -520,7 +520,7 @@ impl Cuda {
     fn describe(&self, request: &Request) -> String {
         match Call::describe(request, self.members.me, self.members.size()) {
             Ok(Some(call)) => call.to_string(),
-            Ok(None) => super::courier::describe(request),
+            Ok(None) => super::point_to_point::describe(request),
             Err(_) => "an operation with arguments that do not fit".to_owned(),
         }
     }

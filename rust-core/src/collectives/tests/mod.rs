@@ -513,17 +513,17 @@ fn failing_members_are_named(make: Make) {
 }
 
 /// Those who came pass together; who did not come is named, and hears the next call.
-fn roll_calls(make: Make) {
+fn monitored_barriers(make: Make) {
     let job = job(make, 3, TIMEOUT);
     // Long enough for whoever comes at once, on a busy machine too.
     let short = Some(Duration::from_secs(1));
     on_all(&job, |me, communicator| {
         for round in 0..20 {
-            communicator.roll_call(None, round % 2 == 0).unwrap();
+            communicator.monitored_barrier(None, round % 2 == 0).unwrap();
         }
         communicator.run(&Request::Barrier).unwrap();
         for all in [false, true, false] {
-            let outcome = if me == 2 { Ok(()) } else { communicator.roll_call(short, all) };
+            let outcome = if me == 2 { Ok(()) } else { communicator.monitored_barrier(short, all) };
             communicator.run(&Request::Barrier).unwrap();
             match outcome {
                 Ok(()) => assert_eq!(me, 2),
@@ -534,8 +534,8 @@ fn roll_calls(make: Make) {
                 Err(error) => assert!(error.to_string().starts_with("Rank 1 successfully reached"), "{error}"),
             }
         }
-        communicator.roll_call(None, true).unwrap();
-        communicator.roll_call(None, true).unwrap();
+        communicator.monitored_barrier(None, true).unwrap();
+        communicator.monitored_barrier(None, true).unwrap();
     });
 }
 
@@ -664,8 +664,8 @@ macro_rules! contract {
                 super::failing_members_are_named(MAKE);
             }
             #[test]
-            fn roll_calls() {
-                super::roll_calls(MAKE);
+            fn monitored_barriers() {
+                super::monitored_barriers(MAKE);
             }
             #[test]
             fn departures_end_waits() {

@@ -16,16 +16,16 @@ use crate::error::{Error, Limit, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
-/// Marks the questions of roll calls, and the answers and verdicts; to these the number of the call is added, so that a
+/// Marks the questions of monitored barriers, and the answers and verdicts; to these the number of the call is added, so that a
 /// latecomer's answer does not count for the next call.
 const TAG_QUESTION: Tag = 3 << 40;
-const TAG_ROLL_CALL: Tag = 4 << 40;
+const TAG_BARRIER: Tag = 4 << 40;
 
-/// How long the first member of a failed roll call tells those who came.
-const BAD_NEWS: Duration = Duration::from_millis(200);
+/// How long the first member of a failed monitored barrier tells those who came.
+const FAILURE_NOTICE: Duration = Duration::from_millis(200);
 
 /// See the module's text.
-pub(super) struct Courier {
+pub(super) struct PointToPoint {
     shared: Arc<Shared>,
 }
 
@@ -39,8 +39,8 @@ struct Shared {
     spoiled: Arc<OnceLock<Error>>,
     state: Mutex<State>,
     changed: Condvar,
-    roll_calls: AtomicU32,
-    /// The question of a roll call that came while the one before it ended here.
+    barriers: AtomicU32,
+    /// The question of a monitored barrier that came while the one before it ended here.
     next_question: Mutex<Option<u32>>,
 }
 
@@ -60,7 +60,7 @@ struct Pending {
     done: Done,
 }
 
-impl Courier {
+impl PointToPoint {
     pub(super) fn new(
         id: u64,
         transport: Arc<dyn Transport>,
@@ -69,16 +69,16 @@ impl Courier {
         closed: Arc<OnceLock<String>>,
         spoiled: Arc<OnceLock<Error>>,
     ) -> Self {
-        let (state, changed, roll_calls, next_question) = Default::default();
+        let (state, changed, barriers, next_question) = Default::default();
         let shared =
-            Shared { id, transport, monitor, timeout, closed, spoiled, state, changed, roll_calls, next_question };
+            Shared { id, transport, monitor, timeout, closed, spoiled, state, changed, barriers, next_question };
         Self { shared: Arc::new(shared) }
     }
 
     /// Runs a message to its end on this thread.
     pub(super) fn run(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         let start = Instant::now();
-        let message = self.shared.post(request)?;
+        let message = self.shared.start(request)?;
         let partners = message.partners(self.shared.transport.members());
         let during = || describe(request);
         wait_all(&*self.shared.transport, &[message], &self.shared.wait(&during, start, timeout, &partners))
@@ -88,7 +88,7 @@ impl Courier {
     pub(super) fn submit(&self, request: Request, timeout: Option<Duration>, done: Done) {
         let shared = &self.shared;
         let start = Instant::now();
-        let message = match shared.post(&request) {
+        let message = match shared.start(&request) {
             Ok(message) => message,
             Err(error) => return done(Err(error)),
         };
@@ -97,7 +97,7 @@ impl Courier {
         let mut state = shared.state.lock();
         if state.thread.is_none() {
             let own = shared.clone();
-            let thread = std::thread::Builder::new().name(format!("smd-courier-{}", shared.id));
+            let thread = std::thread::Builder::new().name(format!("smd-p2p-{}", shared.id));
             match thread.spawn(move || own.work()) {
                 Ok(handle) => state.thread = Some(handle.thread().id()),
                 Err(error) => {
@@ -114,11 +114,11 @@ impl Courier {
         shared.transport.ring();
     }
 
-    /// See [`super::Communicator::roll_call`].
-    pub(super) fn roll_call(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+    /// See [`super::Communicator::monitored_barrier`].
+    pub(super) fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         match self.shared.transport.members().me {
-            0 => self.shared.call_roll(timeout, all),
-            _ => self.shared.answer_roll(timeout),
+            0 => self.shared.lead_barrier(timeout, all),
+            _ => self.shared.follow_barrier(timeout),
         }
     }
 
@@ -155,7 +155,7 @@ impl Shared {
         Wait { during, start, deadline, monitor, members, last_words, closed }
     }
 
-    fn post(&self, request: &Request) -> Result<Message> {
+    fn start(&self, request: &Request) -> Result<Message> {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
         }
@@ -191,14 +191,14 @@ impl Shared {
 
     /// The first member's part: asks everybody, with the number of the call, waits for the answers, and tells those who
     /// answered how it went.
-    fn call_roll(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+    fn lead_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         let transport = &*self.transport;
         let members = transport.members();
         let others = &members.ranks[1..];
         let (start, during) = (Instant::now(), || "monitored_barrier".to_owned());
         let wait = self.wait(&during, start, timeout, others);
-        let call = self.roll_calls.fetch_add(1, Ordering::Relaxed);
-        let tag = TAG_ROLL_CALL + Tag::from(call);
+        let call = self.barriers.fetch_add(1, Ordering::Relaxed);
+        let tag = TAG_BARRIER + Tag::from(call);
         let question = call.to_le_bytes();
         let mut here = vec![0u8; members.size()];
         let (asked, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
@@ -220,7 +220,7 @@ impl Shared {
             Ok(()) => wait_all(transport, &told, &wait),
             Err(Error::Timeout { waited, mut missing, limit, .. }) => {
                 // The failure is what counts; that it cannot be told adds nothing.
-                let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(BAD_NEWS), &[]));
+                let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
                 missing.truncate(if all { missing.len() } else { 1 });
                 let names = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 let ranks = if missing.len() == 1 { "Rank" } else { "Ranks" };
@@ -239,7 +239,7 @@ impl Shared {
 
     /// The other members' part: answers every question, since the first ones may be of calls that failed without this
     /// member, until a call is decided.
-    fn answer_roll(&self, timeout: Option<Duration>) -> Result<()> {
+    fn follow_barrier(&self, timeout: Option<Duration>) -> Result<()> {
         let transport = &*self.transport;
         let members = transport.members();
         let first = [members.ranks[0]];
@@ -273,7 +273,7 @@ impl Shared {
             }
             if let Some(call) = unanswered.take() {
                 answered.iter().for_each(|message| transport.cancel(message));
-                let tag = TAG_ROLL_CALL + Tag::from(call);
+                let tag = TAG_BARRIER + Tag::from(call);
                 // SAFETY: as above.
                 answered = unsafe {
                     vec![
