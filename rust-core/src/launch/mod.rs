@@ -4,13 +4,13 @@
 //!   smdrun ── fork, exec ──> rank 0 .. rank N-1     environment.rs, process.rs
 //!     ^  ^──── pipes <────── their output           output.rs
 //!     └─────── SIGCHLD, Ctrl-C                      supervisor.rs, signals.rs
-//!   warden <── pipe ── which groups to end          warden.rs
+//!   reaper <── pipe ── which groups to end          orphan_reaper.rs
 //!   rendezvous (a thread)  <── TCP ── ranks         crate::world::rendezvous
 //! ```
 //!
 //! - RUN-1: no rank outlives `smdrun`, nor does what a rank started. Each rank leads a process group that is ended as
 //!   one, what leaves that group is adopted by `smdrun` (child subreaper) and ended with the job, and if `smdrun` is
-//!   killed, ranks have a parent-death signal and the warden ends their groups.
+//!   killed, ranks have a parent-death signal and the orphan reaper ends their groups.
 //! - RUN-2: a rank is started by `execve` with its arguments as they are; no shell reads them.
 //! - RUN-3: when a rank fails, the others get the grace period, then SIGTERM, then SIGKILL. So do they after Ctrl-C.
 //! - RUN-4: the exit code is that of the rank that failed first, 128 + signal if a signal ended it. A rank that
@@ -22,6 +22,7 @@ mod checkpoint;
 mod distribution;
 pub mod elastic;
 mod environment;
+mod orphan_reaper;
 mod output;
 pub mod parameters;
 mod plan;
@@ -33,7 +34,6 @@ mod streams;
 mod supervisor;
 mod trace_report;
 mod training;
-mod warden;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -11,12 +11,12 @@ use rustix::process::Signal;
 
 use super::Plan;
 use super::environment::{self, Job};
+use super::orphan_reaper::OrphanReaper;
 use super::output::{Look, Piece, Printer, Sink, Style};
 use super::process::{self, Exit, Input, Process};
 use super::report::{self, End, Tail};
 use super::signals::{self, Signals};
 use super::streams::{self, Streams};
-use super::warden::Warden;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
 
@@ -34,7 +34,7 @@ const ORPHAN_TIME: Duration = Duration::from_secs(1);
 pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
-    let warden = Warden::start().map_err(|error| Error::io("starting the warden", error))?;
+    let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
     // The rendezvous says whom it turns away.
     crate::session::log::start(None);
     let secret = environment::random_hex(32)?;
@@ -43,7 +43,7 @@ pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
     job.set_rendezvous(SocketAddr::new(reach, server.address().port()).to_string(), secret);
     let children_before = process::children();
     process::adopt_orphans(true);
-    let result = Supervisor::start(plan, &job, server, warden, children_before).and_then(|mut supervisor| {
+    let result = Supervisor::start(plan, &job, server, reaper, children_before).and_then(|mut supervisor| {
         supervisor.watch(&signals)?;
         supervisor.end_orphans()?;
         supervisor.conclude()
@@ -72,7 +72,7 @@ struct Supervisor<'a> {
     plan: &'a Plan,
     /// Where the ranks meet, and hear of deaths.
     server: Server,
-    warden: Warden,
+    reaper: OrphanReaper,
     start: Instant,
     ranks: Vec<Rank>,
     tails: Vec<Tail>,
@@ -87,7 +87,13 @@ struct Supervisor<'a> {
 }
 
 impl<'a> Supervisor<'a> {
-    fn start(plan: &'a Plan, job: &Job, server: Server, warden: Warden, children_before: Vec<i32>) -> Result<Self> {
+    fn start(
+        plan: &'a Plan,
+        job: &Job,
+        server: Server,
+        reaper: OrphanReaper,
+        children_before: Vec<i32>,
+    ) -> Result<Self> {
         let start = Instant::now();
         // A terminal can have one reader only, and the ranks are not in its foreground.
         let input = !io::stdin().is_terminal();
@@ -97,7 +103,7 @@ impl<'a> Supervisor<'a> {
             // Those that run already end when `ranks` is dropped.
             let input = if input && rank == 0 { Input::Ours } else { Input::Nothing };
             let (process, pipes) = plan.start(job.host(rank), variables, input)?;
-            warden.add(process.pid());
+            reaper.add(process.pid());
             let folder = output_folder(plan, rank, job.num_ranks);
             if let Some(folder) = &folder {
                 streams::remove_files(folder);
@@ -109,7 +115,7 @@ impl<'a> Supervisor<'a> {
         Ok(Self {
             plan,
             server,
-            warden,
+            reaper,
             start,
             tails: (0..job.num_ranks).map(|_| Tail::default()).collect(),
             ranks,
@@ -318,7 +324,7 @@ impl<'a> Supervisor<'a> {
 
     /// Descendants that came to us when their parents ended.
     fn orphans(&self) -> Vec<i32> {
-        let ours = |pid: &i32| *pid == self.warden.pid() || self.ranks.iter().any(|rank| rank.process.pid() == *pid);
+        let ours = |pid: &i32| *pid == self.reaper.pid() || self.ranks.iter().any(|rank| rank.process.pid() == *pid);
         process::children().into_iter().filter(|pid| !self.children_before.contains(pid) && !ours(pid)).collect()
     }
 
@@ -348,9 +354,9 @@ impl<'a> Supervisor<'a> {
 impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
         for rank in self.ranks.drain(..) {
-            // The group is ended, and its leader reaped, with the value; the warden must have let go by then.
+            // The group is ended, and its leader reaped, with the value; the orphan reaper must have let go by then.
             rank.process.signal(Signal::KILL);
-            self.warden.remove(rank.process.pid());
+            self.reaper.remove(rank.process.pid());
         }
     }
 }

@@ -12,6 +12,7 @@ use rustix::process::Signal;
 
 use super::super::Plan;
 use super::super::environment::{self, Seat};
+use super::super::orphan_reaper::OrphanReaper;
 use super::super::output::{Piece, Printer, Sink};
 use super::super::process::{self, Exit, Input, Process};
 use super::super::remote::Ssh;
@@ -19,7 +20,6 @@ use super::super::report::Tail;
 use super::super::signals::{self, Signals};
 use super::super::streams::{self, Streams};
 use super::super::supervisor::{output_folder, style};
-use super::super::warden::Warden;
 use super::args::Args;
 use super::discovery::{Discovery, Script};
 use super::driver::{Action, Driver, Outcome, WorkerId};
@@ -52,7 +52,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     };
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
-    let warden = Warden::start().map_err(|error| Error::io("starting the warden", error))?;
+    let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
     crate::session::log::start(None);
     let plan = Plan {
         command: args.command.clone(),
@@ -80,7 +80,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
         discovery,
         server,
         secret,
-        warden,
+        reaper,
         workers: BTreeMap::new(),
         printer: Printer::new(
             (io::stdout(), style(&io::stdout(), 1, plan.look(Sink::Stdout))),
@@ -126,7 +126,7 @@ struct Supervisor {
     discovery: Discovery,
     server: Server,
     secret: String,
-    warden: Warden,
+    reaper: OrphanReaper,
     workers: BTreeMap<WorkerId, Running>,
     printer: Printer<Stdout, Stderr>,
     /// Those that workers were started for.
@@ -227,7 +227,7 @@ impl Supervisor {
     /// Ends what is left of a worker's group.
     fn release(&self, worker: Running) {
         worker.process.signal(Signal::KILL);
-        self.warden.remove(worker.process.pid());
+        self.reaper.remove(worker.process.pid());
     }
 
     fn next_deadline(&self) -> Option<Instant> {
@@ -304,7 +304,7 @@ impl Supervisor {
             streams::remove_files(folder);
         }
         let streams = Streams::new(pipes, folder.as_deref())?;
-        self.warden.add(process.pid());
+        self.reaper.add(process.pid());
         Ok(Running { process, streams, tail: Tail::default(), rank, deadline: None })
     }
 

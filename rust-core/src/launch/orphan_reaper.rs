@@ -1,24 +1,24 @@
-//! The warden: a tiny process that ends the ranks' process groups if `smdrun` is killed before it can (RUN-1).
+//! The orphan reaper: a tiny process that ends the ranks' process groups if `smdrun` is killed before it can (RUN-1).
 //!
-//! A rank itself has a parent-death signal, but what it started (data loaders, for one) has not. The warden holds the
+//! A rank itself has a parent-death signal, but what it started (data loaders, for one) has not. The orphan reaper holds the
 //! reading end of a pipe whose writing end only `smdrun` has. Over it come the process groups: a positive number
 //! adds one, a negative one removes it. The end of the pipe is the end of `smdrun`, however that came.
 
 use std::io::{self, PipeWriter, Write};
 use std::os::fd::AsRawFd;
 
-/// Groups that the warden can hold; the command line allows no more ranks.
+/// Groups that the orphan reaper can hold; the command line allows no more ranks.
 const MAX_GROUPS: usize = 4096;
 
-/// The connection to the warden. Dropping it ends the groups that are left.
+/// The connection to the orphan reaper. Dropping it ends the groups that are left.
 #[derive(Debug)]
-pub(super) struct Warden {
+pub(super) struct OrphanReaper {
     pipe: PipeWriter,
     pid: libc::pid_t,
 }
 
-impl Warden {
-    /// Starts the warden. Called while this process has one thread.
+impl OrphanReaper {
+    /// Starts the orphan reaper. Called while this process has one thread.
     pub fn start() -> io::Result<Self> {
         let (reader, pipe) = io::pipe()?;
         // SAFETY: the child makes only async-signal-safe calls, touches no memory but its own stack, and never
@@ -47,12 +47,12 @@ impl Warden {
     }
 
     fn tell(&self, number: i32) {
-        // A write of four bytes to a pipe is whole or nothing. If the warden is gone, its service is, too.
+        // A write of four bytes to a pipe is whole or nothing. If the orphan reaper is gone, its service is, too.
         let _ = (&self.pipe).write_all(&number.to_ne_bytes());
     }
 }
 
-/// The warden's life.
+/// The orphan reaper's life.
 ///
 /// # Safety
 /// Runs in a freshly forked child; `pipe` is a descriptor of it. Calls async-signal-safe functions only.
@@ -60,13 +60,13 @@ unsafe fn keep_watch(pipe: libc::c_int) -> ! {
     let mut groups = [0_i32; MAX_GROUPS];
     // SAFETY: system calls on numbers, and on buffers of this frame with their right sizes.
     unsafe {
-        // Signals for `smdrun`'s group or terminal are not for the warden.
+        // Signals for `smdrun`'s group or terminal are not for the orphan reaper.
         libc::setsid();
         // Whoever reads our output must see its end when the ranks and `smdrun` have ended; and the writing end of
         // the pipe must be `smdrun`'s alone.
         libc::dup2(pipe, 0);
         libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0);
-        libc::prctl(libc::PR_SET_NAME, c"smdrun-warden".as_ptr());
+        libc::prctl(libc::PR_SET_NAME, c"smdrun-reaper".as_ptr());
         loop {
             let mut number = [0_u8; 4];
             let read = libc::read(0, number.as_mut_ptr().cast(), number.len());
@@ -91,7 +91,7 @@ unsafe fn keep_watch(pipe: libc::c_int) -> ! {
     }
 }
 
-impl Drop for Warden {
+impl Drop for OrphanReaper {
     fn drop(&mut self) {
         // The pipe closes only after this body. A record that is too short is an end, too.
         let _ = (&self.pipe).write_all(&[0]);
@@ -116,11 +116,11 @@ mod tests {
     #[test]
     fn only_groups_under_watch_end_with_the_warden() {
         let (watched, released) = (sleeper(), sleeper());
-        let warden = Warden::start().expect("a process can be started");
-        warden.add(watched.pid());
-        warden.add(released.pid());
-        warden.remove(released.pid());
-        drop(warden);
+        let reaper = OrphanReaper::start().expect("a process can be started");
+        reaper.add(watched.pid());
+        reaper.add(released.pid());
+        reaper.remove(released.pid());
+        drop(reaper);
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
         while watched.exit().expect("it is our child").is_none() && std::time::Instant::now() < deadline {
             std::thread::sleep(std::time::Duration::from_millis(5));
