@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use cxx::SharedPtr;
 use smd_core::reducer::arrival::{self, Arrival, Execution};
-use smd_core::reducer::blueprint::{self, Blueprint};
 use smd_core::reducer::op_placement::Gradient;
+use smd_core::reducer::spec::{self, ReducerSpec};
 use smd_core::reducer::{self, ParamSpec};
 use smd_core::session;
 use smd_core::{Error, Result};
@@ -15,10 +15,10 @@ use crate::calls::tensor;
 use crate::guard::{Report, guard, guard_or};
 use crate::reducer::SlotLease;
 
-/// A blueprint; its reducer belongs to whatever session runs when gradients come.
+/// A spec; its reducer belongs to whatever session runs when gradients come.
 pub struct GradientPlan {
     number: usize,
-    blueprint: Arc<Blueprint>,
+    spec: Arc<ReducerSpec>,
 }
 
 // SAFETY: the header demands that all of it may be called on any thread.
@@ -53,7 +53,7 @@ pub fn find_plan(number: i64) -> Result<Box<GradientPlan>, Report> {
     guard(|| {
         let number = usize::try_from(number)
             .map_err(|_| Error::InvalidArgument(format!("{number} is not the number of a plan of gradients")))?;
-        Ok(Box::new(GradientPlan { number, blueprint: blueprint::get(number)? }))
+        Ok(Box::new(GradientPlan { number, spec: spec::get(number)? }))
     })
 }
 
@@ -76,7 +76,7 @@ pub unsafe fn placed_elsewhere_for_op(bytes: usize, op: usize, ptr: *const u8) {
 
 impl GradientPlan {
     pub fn share(&self) -> Result<Box<GradientPlan>, Report> {
-        guard(|| Ok(Box::new(GradientPlan { number: self.number, blueprint: Arc::clone(&self.blueprint) })))
+        guard(|| Ok(Box::new(GradientPlan { number: self.number, spec: Arc::clone(&self.spec) })))
     }
 
     pub fn param_bytes(&self, param: usize) -> Result<usize, Report> {
@@ -89,7 +89,7 @@ impl GradientPlan {
 
     /// BRG-4.
     fn spec(&self, param: usize) -> Result<&ParamSpec> {
-        let params = &self.blueprint.description.params;
+        let params = &self.spec.description.params;
         params.get(param).ok_or_else(|| {
             Error::InvalidArgument(format!("plan {} has {} parameters, and none {param}", self.number, params.len()))
         })

@@ -3,8 +3,8 @@
 use pyo3::prelude::*;
 use smd_core::Error;
 use smd_core::buffer::DType;
-use smd_core::reducer::blueprint::{self, Blueprint};
 use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::spec::{self, ReducerSpec};
 use smd_core::reducer::{Options, ParamSpec, Reduction, bucket_sizes};
 use smd_core::session;
 
@@ -47,7 +47,7 @@ pub fn plan_gradients(
                 (!ranks.iter().copied().eq(0..session.size())).then_some(ranks)
             }
         };
-        blueprint::draw(graph, Blueprint { description: Description { params, options }, ranks })
+        spec::register(graph, ReducerSpec { description: Description { params, options }, ranks })
     })
 }
 

@@ -33,7 +33,7 @@
 //!
 //! [`plan`], [`step`], [`history`], [`gradient_placement`] and [`op_placement`] are values without threads or memory; [`Reducer`] joins them to a
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
-//! the operations of a graph, [`arrival`] does, with a reducer for each [`blueprint`].
+//! the operations of a graph, [`arrival`] does, with a reducer for each [`spec`].
 
 use crate::buffer::DType;
 use crate::collectives::ReduceOp;
@@ -42,7 +42,6 @@ use crate::error::{Error, Result};
 mod arena;
 pub mod arrival;
 pub mod ballot;
-pub mod blueprint;
 mod copy;
 pub mod fingerprint;
 pub mod gradient_placement;
@@ -52,6 +51,7 @@ pub mod op_placement;
 pub mod plan;
 mod runner;
 mod sizes;
+pub mod spec;
 mod state;
 pub mod step;
 #[cfg(test)]

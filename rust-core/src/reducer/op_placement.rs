@@ -16,7 +16,7 @@ const MEMORY: usize = 1024;
 /// A gradient of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Gradient {
-    /// Number of its blueprint.
+    /// Number of its reducer spec.
     pub plan: usize,
     /// Parameter in it.
     pub param: usize,

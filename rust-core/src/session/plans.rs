@@ -13,7 +13,7 @@ use crate::negotiation::{Elsewhere, End};
 use crate::reducer::arrival::{Arrival, Arrivals};
 use crate::reducer::fingerprint::{self, Description};
 use crate::reducer::op_placement::{Gradient, OpPlacement};
-use crate::reducer::{ParamSpec, Reducer, SlotLease, blueprint};
+use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
 
 /// A step without news for so long is one that waits.
 const WAITS_AFTER: Duration = Duration::from_millis(500);
@@ -22,7 +22,7 @@ const RESTS_AFTER: Duration = Duration::from_secs(8);
 /// How long a rank may take to tell which gradients it waits for, once it knows that others wait for others.
 const TELLING: Duration = Duration::from_secs(2);
 
-/// By number of the blueprint.
+/// By number of the spec.
 #[derive(Default)]
 pub struct Plans {
     open: Mutex<HashMap<usize, Arc<Arrivals>>>,
@@ -51,7 +51,7 @@ impl Steps {
     /// Those of all ranks. Where not all reduce, these may wait while others wait for something else, and all is well.
     fn of_all_ranks(&self) -> Vec<Arc<Arrivals>> {
         let Some(session) = self.0.upgrade() else { return Vec::new() };
-        let is_for_all = |number: usize| blueprint::get(number).is_ok_and(|blueprint| blueprint.ranks.is_none());
+        let is_for_all = |number: usize| spec::get(number).is_ok_and(|spec| spec.ranks.is_none());
         let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
         open.into_iter().filter(|(number, _)| is_for_all(*number)).map(|(_, arrivals)| arrivals).collect()
     }
@@ -85,16 +85,16 @@ impl Plans {
 }
 
 impl Session {
-    /// What takes the gradients of a blueprint, if some have come already.
+    /// What takes the gradients of a spec, if some have come already.
     pub fn find_arrivals(&self, number: usize) -> Option<Arc<Arrivals>> {
         self.plans.open.lock().get(&number).cloned()
     }
 
-    /// A gradient for the reducer of a blueprint has come. The first one has the reducers of its graph made, by a thread of
+    /// A gradient for the reducer of a spec has come. The first one has the reducers of its graph made, by a thread of
     /// the core: collective, without a wait for this thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an unknown blueprint. The giver is not answered then.
+    /// [`Error::InvalidArgument`] for an unknown spec. The giver is not answered then.
     ///
     /// # Safety
     /// See [`Arrivals::arrive`].
@@ -141,16 +141,16 @@ impl Session {
     }
 
     fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<Arrivals>> {
-        blueprint::get(number)?;
+        spec::get(number)?;
         let mut open = self.plans.open.lock();
         if let Some(arrivals) = open.get(&number) {
             return Ok(Arc::clone(arrivals));
         }
         let Workshop { orders, is_open, ended } = &mut *self.plans.workshop.lock();
-        for number in blueprint::made_with(number) {
-            let blueprint = blueprint::get(number)?;
+        for number in spec::made_with(number) {
+            let spec = spec::get(number)?;
             open.entry(number).or_insert_with(|| {
-                let arrivals = Arrivals::new(&blueprint.description);
+                let arrivals = Arrivals::new(&spec.description);
                 orders.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
@@ -219,7 +219,7 @@ impl Session {
         if let Some(own) = own
             && (first == self.rank() || second == self.rank())
         {
-            store.set(&key(self.rank()), &postcard::to_stdvec(&blueprint::get(own).ok()?.description).ok()?).ok()?;
+            store.set(&key(self.rank()), &postcard::to_stdvec(&spec::get(own).ok()?.description).ok()?).ok()?;
         }
         let of = |rank: usize| -> Option<Description> {
             postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
@@ -235,7 +235,7 @@ impl Session {
                     return;
                 }
                 let Some((number, arrivals)) = workshop.orders.pop_front() else { return workshop.is_open = false };
-                let named = blueprint::get(number).ok().and_then(|blueprint| blueprint.ranks.clone());
+                let named = spec::get(number).ok().and_then(|spec| spec.ranks.clone());
                 let ranks = named.unwrap_or_else(|| (0..self.size()).collect());
                 // Under the lock: who ends everything has groups counted anew.
                 let group = self.next_plan_group(&ranks);
@@ -266,7 +266,7 @@ impl Session {
     }
 
     fn make_plan(&self, number: usize, group: u64, ranks: &[usize]) -> Result<Arc<Reducer>> {
-        let description = &blueprint::get(number)?.description;
+        let description = &spec::get(number)?.description;
         let own = self.make_plan_group(group, ranks)?;
         Reducer::new(Arc::clone(&own), description.params.clone(), description.options.clone()).inspect_err(|_| {
             // The reason counts; that the group cannot be removed either adds nothing.
