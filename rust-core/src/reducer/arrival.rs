@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::device_queue::{HeldBucket, PackedGradients};
 use super::fingerprint::{self, Description};
-use super::launcher::{HeldBucket, Together};
 use super::{Listener, News, Plan, Reducer, SlotLease};
 use crate::buffer::{Device, TensorView};
 use crate::device::driver::relaxed;
@@ -535,7 +535,7 @@ impl Open {
                 let memory = last.giver.lend(last.position, elems * wire.size())?;
                 // SAFETY: the giver lends as many bytes, until the gradient is answered: when the bucket has landed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
-                Some(Together { pieces, dtype: planned.dtype, flat })
+                Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
         };
         let own = Arc::clone(arrivals);

@@ -11,9 +11,9 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ballot::Vote;
+use super::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
 use super::fingerprint::{self, Description, view};
 use super::history::Part;
-use super::launcher::{DeviceBucket, HeldBucket, Launched, Launcher};
 use super::state::{Action, Layout, Record, State};
 use super::{Arena, Options, ParamSpec, Plan, Reduction, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
@@ -33,7 +33,7 @@ pub struct Reducer {
     state: Mutex<State>,
     changed: Condvar,
     /// Made with the first bucket on a device.
-    launcher: OnceLock<Launcher>,
+    device_queue: OnceLock<DeviceQueue>,
     listener: OnceLock<Box<dyn Listener>>,
 }
 
@@ -75,7 +75,7 @@ impl Reducer {
             communicator,
             params: params.into(),
             changed: Condvar::new(),
-            launcher: OnceLock::new(),
+            device_queue: OnceLock::new(),
             listener: OnceLock::new(),
         }))
     }
@@ -367,8 +367,8 @@ impl Reducer {
         bucket: &DeviceBucket<'_>,
         communication: usize,
     ) -> Result<()> {
-        let launcher = match self.launcher.get() {
-            Some(launcher) => launcher,
+        let device_queue = match self.device_queue.get() {
+            Some(device_queue) => device_queue,
             None => {
                 let device = bucket.flat.iter().chain(bucket.apart).find_map(|view| match view.device() {
                     Device::Cuda(device) => Some(device),
@@ -379,8 +379,8 @@ impl Reducer {
                 };
                 // SAFETY: the caller's promise.
                 let made =
-                    unsafe { Launcher::new(self.communicator.clone(), Context::primary(device)?, communication) }?;
-                self.launcher.get_or_init(|| made)
+                    unsafe { DeviceQueue::new(self.communicator.clone(), Context::primary(device)?, communication) }?;
+                self.device_queue.get_or_init(|| made)
             }
         };
         let (id, is_last) = {
@@ -393,7 +393,7 @@ impl Reducer {
         let reducer = Arc::clone(self);
         let launched = move |outcome: Result<()>| reducer.launched(id, outcome);
         // SAFETY: the caller's promise.
-        unsafe { launcher.launch(bucket, is_last, Box::new(launched)) }
+        unsafe { device_queue.launch(bucket, is_last, Box::new(launched)) }
     }
 
     /// As [`Reducer::launch`], for gradients that stay where they lie, on `device`: in a stream of the reducer's own.
@@ -411,18 +411,18 @@ impl Reducer {
         device: u16,
         landed: Launched,
     ) -> Result<()> {
-        let launcher = match self.launcher.get() {
-            Some(launcher) => launcher,
+        let device_queue = match self.device_queue.get() {
+            Some(device_queue) => device_queue,
             None => {
                 let op = self.options().op();
-                let made = Launcher::with_stream(self.communicator.clone(), Context::primary(device)?, op)?;
-                self.launcher.get_or_init(|| made)
+                let made = DeviceQueue::with_stream(self.communicator.clone(), Context::primary(device)?, op)?;
+                self.device_queue.get_or_init(|| made)
             }
         };
-        if launcher.context().device() != device {
+        if device_queue.context().device() != device {
             return Err(Error::InvalidArgument(format!(
                 "gradients on `cuda:{}` and `cuda:{device}` were to be reduced together",
-                launcher.context().device()
+                device_queue.context().device()
             )));
         }
         let Some(id) = self.state.lock().active.as_ref().map(|active| active.id) else {
@@ -434,7 +434,7 @@ impl Reducer {
             landed(outcome);
         };
         // SAFETY: the caller's promise.
-        unsafe { launcher.launch_held(bucket, Box::new(launched)) }
+        unsafe { device_queue.launch_held(bucket, Box::new(launched)) }
     }
 
     fn launched(&self, id: u64, outcome: Result<()>) {
@@ -456,9 +456,9 @@ impl Reducer {
     /// # Safety
     /// It is a stream of the device that buckets are on.
     pub unsafe fn follow(&self, stream: usize) -> Result<()> {
-        match self.launcher.get() {
+        match self.device_queue.get() {
             // SAFETY: the caller's promise.
-            Some(launcher) => unsafe { launcher.follow(stream) },
+            Some(device_queue) => unsafe { device_queue.follow(stream) },
             None => Ok(()),
         }
     }
@@ -727,9 +727,9 @@ impl Reducer {
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
         // The others do.
         self.ask_for_end();
-        if let Some(launcher) = self.launcher.get() {
+        if let Some(device_queue) = self.device_queue.get() {
             // Buckets may be gone as soon as this function returns.
-            launcher.settle();
+            device_queue.settle();
         }
         let mut settled = false;
         let action = 'decided: {

@@ -47,7 +47,7 @@ pub struct DeviceBucket<'a> {
 #[derive(Debug)]
 pub(super) struct HeldBucket {
     /// Gradients that travel together.
-    pub(super) together: Option<Together>,
+    pub(super) together: Option<PackedGradients>,
     /// Those that are reduced where they lie.
     pub(super) apart: Vec<TensorView>,
     /// The stream in which all of them were made.
@@ -56,7 +56,7 @@ pub(super) struct HeldBucket {
 
 /// Gradients and the memory in which they travel.
 #[derive(Clone, Debug)]
-pub(super) struct Together {
+pub(super) struct PackedGradients {
     pub(super) pieces: Vec<Piece>,
     /// Their type.
     pub(super) dtype: DType,
@@ -68,7 +68,7 @@ pub(super) struct Together {
 pub(super) type Launched = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// See the module's text.
-pub(super) struct Launcher {
+pub(super) struct DeviceQueue {
     shared: Arc<Shared>,
 }
 
@@ -86,12 +86,12 @@ struct Shared {
     /// Not in use.
     events: Mutex<Vec<Event>>,
     /// To look one up in the process takes longer.
-    packers: Mutex<Vec<(Way, DType, DType, Packer)>>,
+    packers: Mutex<Vec<(PackDirection, DType, DType, Packer)>>,
 }
 
 /// From gradients to a bucket, or back.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum PackDirection {
     Pack,
     Unpack,
 }
@@ -108,18 +108,18 @@ struct State {
 struct Job {
     /// Its gradients are made, or packed.
     ready: Event,
-    pack: Option<Together>,
+    pack: Option<PackedGradients>,
     /// What is reduced.
     targets: Vec<TensorView>,
-    unpack: Option<Together>,
+    unpack: Option<PackedGradients>,
     /// What the device does meanwhile.
     overlap: Overlap,
     /// Whether the caller is told when the device is done.
     held: bool,
 }
 
-impl Launcher {
-    /// A launcher whose reductions run in `stream`, a stream of `context`.
+impl DeviceQueue {
+    /// A queue whose reductions run in `stream`, a stream of `context`.
     ///
     /// # Safety
     /// The stream lives as long as the process.
@@ -132,7 +132,7 @@ impl Launcher {
         Self::over(communicator, ReduceOp::Average, unsafe { Stream::borrowed(context, stream) })
     }
 
-    /// A launcher with a stream of its own.
+    /// A queue with a stream of its own.
     pub(super) fn with_stream(
         communicator: Arc<Communicator>,
         context: &'static Context,
@@ -152,11 +152,11 @@ impl Launcher {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream and has it reduced by the launcher's thread. The step's last one is reduced at once if
+    /// Packs a bucket in its stream and has it reduced by the queue's thread. The step's last one is reduced at once if
     /// that thread has nothing to do, since neither has this one then, and the device has nothing to compute.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else writes it, until a stream that followed ([`Launcher::follow`]) gets there.
+    /// The memory is valid, and nobody else writes it, until a stream that followed ([`DeviceQueue::follow`]) gets there.
     pub(super) unsafe fn launch(&self, bucket: &DeviceBucket<'_>, is_last: bool, launched: Launched) -> Result<()> {
         let shared = &self.shared;
         let context = shared.stream.context();
@@ -164,7 +164,7 @@ impl Launcher {
         let stream = unsafe { Stream::borrowed(context, bucket.stream) };
         let packed = bucket.wire.or(bucket.flat);
         if let (Some(flat), Some(packed), false) = (bucket.flat, packed, bucket.pieces.is_empty()) {
-            let packer = shared.packer(Way::Pack, flat.dtype(), packed.dtype())?;
+            let packer = shared.packer(PackDirection::Pack, flat.dtype(), packed.dtype())?;
             // SAFETY: the caller's promise; pieces lie inside the bucket.
             unsafe { packer.run(bucket.pieces, packed.ptr() as u64, &stream) }?;
         }
@@ -174,10 +174,10 @@ impl Launcher {
         }
         let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| {
             let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
-            Together { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
+            PackedGradients { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
         });
-        let beside = if is_last { Overlap::Nothing } else { Overlap::Computation };
-        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, beside, held: false };
+        let overlap = if is_last { Overlap::Nothing } else { Overlap::Computation };
+        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, overlap, held: false };
         let capturing = stream.is_capturing()?;
         let mut state = shared.state.lock();
         if capturing || (is_last && state.queue.is_empty() && !state.busy) {
@@ -200,8 +200,8 @@ impl Launcher {
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(self.context(), stream) };
         let targets = together.iter().map(|together| together.flat).chain(apart).collect();
-        let (ready, beside) = (shared.mark(&stream)?, Overlap::Computation);
-        let job = Job { ready, pack: together.clone(), targets, unpack: together, beside, held: true };
+        let (ready, overlap) = (shared.mark(&stream)?, Overlap::Computation);
+        let job = Job { ready, pack: together.clone(), targets, unpack: together, overlap, held: true };
         shared.queue(shared.state.lock(), job, landed)
     }
 
@@ -216,7 +216,7 @@ impl Launcher {
     /// Makes the stream with this handle wait for what was launched so far, if something was.
     ///
     /// # Safety
-    /// It is a stream of the launcher's device.
+    /// It is a stream of the queue's device.
     pub(super) unsafe fn follow(&self, stream: usize) -> Result<()> {
         let shared = &self.shared;
         if !shared.dirty.swap(false, Ordering::AcqRel) {
@@ -227,7 +227,7 @@ impl Launcher {
     }
 }
 
-impl Drop for Launcher {
+impl Drop for DeviceQueue {
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
         self.shared.changed.notify_all();
@@ -275,14 +275,14 @@ impl Shared {
         }
     }
 
-    /// Launches a reduction for a caller that has made this launcher busy, which it then no longer is: also after a
+    /// Launches a reduction for a caller that has made this queue busy, which it then no longer is: also after a
     /// panic, since whoever settles would wait for ever.
     fn carry_out(&self, job: Job, launched: Launched) {
         let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
         if held {
-            // Before anybody is told: who hears of an error settles this launcher, perhaps on this thread.
+            // Before anybody is told: who hears of an error settles this queue, perhaps on this thread.
             self.free();
             // Also after an error: some of it may be queued.
             match self.communicator.flying("the reduction of gradients", &self.stream) {
@@ -290,7 +290,7 @@ impl Shared {
                 Err(error) => launched(outcome.and(Err(error))),
             }
         } else {
-            // Afterwards: who settles this launcher has been told of errors.
+            // Afterwards: who settles this queue has been told of errors.
             launched(outcome);
             self.free();
         }
@@ -301,27 +301,27 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    fn packer(&self, way: Way, from: DType, to: DType) -> Result<Packer> {
+    fn packer(&self, direction: PackDirection, from: DType, to: DType) -> Result<Packer> {
         let mut packers = self.packers.lock();
-        let known = packers.iter().find(|(other, a, b, _)| (*other, *a, *b) == (way, from, to));
+        let known = packers.iter().find(|(other, a, b, _)| (*other, *a, *b) == (direction, from, to));
         if let Some((.., packer)) = known {
             return Ok(*packer);
         }
         let context = self.stream.context();
-        let packer = match way {
-            Way::Pack => Packer::pack(context, from, to),
-            Way::Unpack => Packer::unpack(context, from, to),
+        let packer = match direction {
+            PackDirection::Pack => Packer::pack(context, from, to),
+            PackDirection::Unpack => Packer::unpack(context, from, to),
         }?;
-        packers.push((way, from, to, packer));
+        packers.push((direction, from, to, packer));
         Ok(packer)
     }
 
-    fn reduce(&self, Job { ready, pack, targets, unpack, beside, .. }: Job) -> Result<()> {
+    fn reduce(&self, Job { ready, pack, targets, unpack, overlap, .. }: Job) -> Result<()> {
         self.stream.wait(&ready)?;
         // A later record does not change what the stream waits for.
         self.events.lock().push(ready);
         if let Some(together) = pack {
-            self.carry(Way::Pack, &together)?;
+            self.carry(PackDirection::Pack, &together)?;
         }
         if self.communicator.members().size() > 1 {
             let reduce = |target: TensorView| {
@@ -329,19 +329,19 @@ impl Shared {
                 Request::AllReduce { input: target, output: target, op: self.op }
             };
             let requests: Vec<Request> = targets.into_iter().map(reduce).collect();
-            self.communicator.run_on_device(&requests, None, beside)?;
+            self.communicator.run_on_device(&requests, None, overlap)?;
         }
         if let Some(together) = unpack {
-            self.carry(Way::Unpack, &together)?;
+            self.carry(PackDirection::Unpack, &together)?;
         }
         self.done.record(&self.stream)?;
         self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 
-    fn carry(&self, way: Way, Together { pieces, dtype, flat }: &Together) -> Result<()> {
-        let (from, to) = if way == Way::Pack { (*dtype, flat.dtype()) } else { (flat.dtype(), *dtype) };
-        let packer = self.packer(way, from, to)?;
+    fn carry(&self, direction: PackDirection, PackedGradients { pieces, dtype, flat }: &PackedGradients) -> Result<()> {
+        let (from, to) = if direction == PackDirection::Pack { (*dtype, flat.dtype()) } else { (flat.dtype(), *dtype) };
+        let packer = self.packer(direction, from, to)?;
         // SAFETY: the promise of `launch` and `launch_held`; pieces lie inside the flat memory.
         unsafe { packer.run(pieces, flat.ptr() as u64, &self.stream) }
     }
