@@ -15,7 +15,7 @@ class Ballot : public torch::CustomClassHolder {
  public:
   explicit Ballot(rust::Box<smd::Ballot> core) : core_(std::move(core)) {}
 
-  // Waits for what all ranks do: a `Verdict`. Takes no Python lock.
+  // Waits for what all ranks do: a `VoteResult`. Takes no Python lock.
   int64_t verdict() const;
   // The same without a wait; -1 if it is not known yet.
   int64_t verdict_so_far() const;

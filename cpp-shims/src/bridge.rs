@@ -176,9 +176,9 @@ mod ffi {
         Making,
     }
 
-    /// `smd_core::reducer::ballot::Verdict`.
+    /// `smd_core::reducer::ballot::VoteResult`.
     #[derive(Debug)]
-    enum Verdict {
+    enum VoteResult {
         Planned,
         ByName,
         Make,
@@ -496,7 +496,7 @@ mod ffi {
         /// Votes under `name`, without a reducer for `what`.
         fn cast_ballot(group: u64, name: &str, what: &str, standing: Standing) -> Result<Box<Ballot>>;
         /// Waits for what all ranks do.
-        fn verdict(self: &Ballot) -> Result<Verdict>;
+        fn verdict(self: &Ballot) -> Result<VoteResult>;
         /// Whether `verdict` waits no longer.
         fn is_decided(self: &Ballot) -> bool;
         /// After the verdict `Make`: what `start_reducer` takes.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use smd_core::buffer::DType;
 use smd_core::device::pack::Piece;
-use smd_core::reducer::ballot::{self, Standing, Verdict};
+use smd_core::reducer::ballot::{self, Standing, VoteResult};
 use smd_core::reducer::{self, DeviceBucket, ParamSpec, Reduction};
 use smd_core::session::{self, Session};
 use smd_core::{Error, Result};
@@ -45,13 +45,13 @@ pub fn cast_ballot(group: u64, name: &str, what: &str, standing: ffi::Standing) 
 }
 
 impl Ballot {
-    pub fn verdict(&self) -> Result<ffi::Verdict, Report> {
+    pub fn verdict(&self) -> Result<ffi::VoteResult, Report> {
         guard(|| {
             Ok(match self.0.verdict()? {
-                Verdict::Planned => ffi::Verdict::Planned,
-                Verdict::ByName => ffi::Verdict::ByName,
-                Verdict::Make => ffi::Verdict::Make,
-                Verdict::Forget => ffi::Verdict::Forget,
+                VoteResult::Planned => ffi::VoteResult::Planned,
+                VoteResult::ByName => ffi::VoteResult::ByName,
+                VoteResult::Make => ffi::VoteResult::Make,
+                VoteResult::Forget => ffi::VoteResult::Forget,
             })
         })
     }

@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 use smd_core::world::rendezvous::JobKey;
 use smd_core::world::rendezvous::frame::{Opener, Sealer};
 use smd_core::world::rendezvous::handshake::{ANSWER_BYTES, Answer, Challenge, GREETING_BYTES};
-use smd_core::world::rendezvous::job::{Job, Verdict};
+use smd_core::world::rendezvous::job::{Job, Disposition};
 use smd_core::world::rendezvous::message::{ToClient, ToServer, decode, encode};
 
 const KEY: [u8; 32] = [7; 32];
@@ -102,8 +102,8 @@ fn session(mut bytes: &[u8]) {
                     }
                 }
                 match job.receive(connection, message) {
-                    Ok(Verdict::Keep) => {}
-                    Ok(Verdict::Close) => drop(alive.remove(&connection)),
+                    Ok(Disposition::Keep) => {}
+                    Ok(Disposition::Close) => drop(alive.remove(&connection)),
                     Err(why) => {
                         job.disconnected(connection, &why, now);
                         alive.remove(&connection);

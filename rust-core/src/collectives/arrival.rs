@@ -1,6 +1,6 @@
 //! Coming together: every member says what it calls, and all come to the same verdict before data moves (COL-3).
 
-use super::call::{Call, Kind, Verdict, compare};
+use super::call::{Call, CallAgreement, Kind, compare};
 use super::{Group, ReduceOp, Window};
 use crate::buffer::DType;
 use crate::error::{Error, Result};
@@ -14,18 +14,18 @@ pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
 /// Makes a verdict an error where it is one.
-fn judge(verdict: Verdict, call: &Call, group: &Group<'_>) -> Result<()> {
+fn judge(verdict: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
     // Every member comes to the same verdict, and none goes on with this operation.
-    let failed = verdict != Verdict::Agreed;
+    let failed = verdict != CallAgreement::Agreed;
     group.in_step.set(failed);
     if let Some(memory) = group.memory.filter(|_| failed) {
         memory.reset_regions();
     }
     match verdict {
-        Verdict::Agreed => Ok(()),
+        CallAgreement::Agreed => Ok(()),
         // The same text on every member, so it cannot say what this one called.
-        Verdict::Mismatch(detail) => Err(Error::Mismatch { during: group.title(), detail }),
-        Verdict::Poisoned(rank, message) => Err(Error::PeerFailed {
+        CallAgreement::Mismatch(detail) => Err(Error::Mismatch { during: group.title(), detail }),
+        CallAgreement::Poisoned(rank, message) => Err(Error::PeerFailed {
             rank: group.members.ranks[rank],
             how: format!("failed ({message})"),
             me: group.members.ranks[group.members.me],
@@ -229,7 +229,12 @@ fn get(memory: &SharedMemory, rank: usize, note: usize) -> Vec<u8> {
 /// Over messages: calls go up a binomial tree of `nodes` to the first one, the verdict comes down. Each node, of which
 /// this member is the one at `me`, receives from and sends to at most log2(n) others. `calls` are those that it speaks
 /// for, with their members.
-fn agree_in_tree(nodes: &[usize], me: usize, mut calls: Vec<(usize, Call)>, group: &Group<'_>) -> Result<Verdict> {
+fn agree_in_tree(
+    nodes: &[usize],
+    me: usize,
+    mut calls: Vec<(usize, Call)>,
+    group: &Group<'_>,
+) -> Result<CallAgreement> {
     let size = nodes.len();
     // The subtree of `me` is `me .. me + lowest set bit`; the children are at the powers of two below that bit.
     let reach = if me == 0 { size.next_power_of_two() } else { 1 << me.trailing_zeros() };

@@ -399,7 +399,7 @@ fn list(counts: &[usize]) -> String {
 
 /// What the members' calls, compared, come to.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Verdict {
+pub(crate) enum CallAgreement {
     /// All agree.
     Agreed,
     /// The member at this position fails.
@@ -409,12 +409,12 @@ pub(crate) enum Verdict {
 }
 
 /// Compares the calls of all members (COL-3). Pure, so that every member that sees the same calls says the same.
-pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> Verdict {
+pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> CallAgreement {
     if let Some(rank) = calls.iter().position(|call| call.kind == Kind::Poison) {
-        return Verdict::Poisoned(rank, calls[rank].message.clone());
+        return CallAgreement::Poisoned(rank, calls[rank].message.clone());
     }
     let differ = |a: usize, b: usize| {
-        Verdict::Mismatch(format!("rank {} called {}, rank {} called {}", ranks[a], calls[a], ranks[b], calls[b]))
+        CallAgreement::Mismatch(format!("rank {} called {}, rank {} called {}", ranks[a], calls[a], ranks[b], calls[b]))
     };
     let first = &calls[0];
     for (rank, call) in calls.iter().enumerate().skip(1) {
@@ -438,7 +438,7 @@ pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> Verdict {
             let counts = if first.kind == Kind::Gather { &calls[root].received } else { &calls[root].sent };
             match (0..calls.len()).find(|rank| counts.get(*rank) != Some(&calls[*rank].elems)) {
                 Some(rank) => differ(root.min(rank), root.max(rank)),
-                None => Verdict::Agreed,
+                None => CallAgreement::Agreed,
             }
         }
         Kind::AllToAll => {
@@ -449,9 +449,9 @@ pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> Verdict {
                     }
                 }
             }
-            Verdict::Agreed
+            CallAgreement::Agreed
         }
-        _ => Verdict::Agreed,
+        _ => CallAgreement::Agreed,
     }
 }
 
@@ -465,10 +465,10 @@ mod tests {
         let other = Call { elems: 11, ..sum.clone() };
         let verdict = compare(&[sum.clone(), sum.clone(), other], &[4, 5, 7]);
         let text = "rank 4 called all_reduce(sum) of 10 float32, rank 7 called all_reduce(sum) of 11 float32";
-        assert_eq!(verdict, Verdict::Mismatch(text.into()));
+        assert_eq!(verdict, CallAgreement::Mismatch(text.into()));
         let max = Call { op: ReduceOp::Max, ..sum.clone() };
         let text = "rank 0 called all_reduce(sum) of 10 float32, rank 1 called all_reduce(max) of 10 float32";
-        assert_eq!(compare(&[sum, max], &[0, 1]), Verdict::Mismatch(text.into()));
+        assert_eq!(compare(&[sum, max], &[0, 1]), CallAgreement::Mismatch(text.into()));
     }
 
     #[test]
@@ -480,10 +480,10 @@ mod tests {
             ..Call::new(Kind::AllToAll)
         };
         let ranks = [0, 1];
-        assert_eq!(compare(&[call(&[1, 2], &[1, 3]), call(&[3, 4], &[2, 4])], &ranks), Verdict::Agreed);
+        assert_eq!(compare(&[call(&[1, 2], &[1, 3]), call(&[3, 4], &[2, 4])], &ranks), CallAgreement::Agreed);
         let text = "rank 0 called all_to_all of blocks of [1, 2] int32 for blocks of [1, 3] int32, \
                     rank 1 called all_to_all of blocks of [9, 4] int32 for blocks of [2, 4] int32";
         let verdict = compare(&[call(&[1, 2], &[1, 3]), call(&[9, 4], &[2, 4])], &ranks);
-        assert_eq!(verdict, Verdict::Mismatch(text.into()));
+        assert_eq!(verdict, CallAgreement::Mismatch(text.into()));
     }
 }

@@ -91,7 +91,7 @@ pub(super) struct Down {
     /// All ranks have joined, this one last.
     pub(super) joined: Option<u32>,
     /// Ends everything that waits.
-    pub(super) verdict: Option<Verdict>,
+    pub(super) failure: Option<NegotiationFailure>,
 }
 
 /// See [`Down::limits`].
@@ -126,7 +126,7 @@ pub(super) enum Outcome {
 
 /// Why everything that waits fails.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Verdict {
+pub(super) enum NegotiationFailure {
     /// Every rank waits, and nothing can become ready.
     Stuck {
         /// Who waits for what.

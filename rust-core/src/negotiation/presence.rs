@@ -3,7 +3,7 @@
 //!
 //! A rank asks for it under a name as for a collective ([`Kind::Presence`]), and nothing runs. The error that ranks get if they
 //! differ is made here. If all of a step had been asked for before, what waits then would wait in vain, and ends with it
-//! ([`Verdict::Apart`](super::message::Verdict)).
+//! ([`NegotiationFailure::Apart`](super::message::NegotiationFailure)).
 
 use std::collections::BTreeMap;
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::bits::RankSet;
 use super::machine::Queue;
-use super::message::{MAX_WAITING, Report, Verdict, Waiting};
+use super::message::{MAX_WAITING, NegotiationFailure, Report, Waiting};
 use super::tree::Tree;
 use crate::error::{Error, Limit};
 
@@ -218,7 +218,7 @@ impl Stall {
         size: usize,
         ranks: &[usize],
         now: Duration,
-    ) -> (Option<String>, Option<Verdict>) {
+    ) -> (Option<String>, Option<NegotiationFailure>) {
         // What all ranks wait for together is merely slow: it may need more than the others on one of them.
         let apart = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
         if report.waiting.is_empty() {
@@ -247,7 +247,7 @@ impl Stall {
             }
             let steps =
                 report.steps.iter().filter_map(|step| ranks.get(step.ranks.first()? as usize).copied()).collect();
-            return (None, Some(Verdict::Stuck { detail: all.join(", "), steps }));
+            return (None, Some(NegotiationFailure::Stuck { detail: all.join(", "), steps }));
         }
         if report.waiting.is_empty() {
             return (None, None);
@@ -276,7 +276,7 @@ impl Stall {
             let waited_ms = report.waiting[0].age_ms;
             let tensors = report.waiting.iter().map(|waiting| (waiting.name.clone(), missing(waiting))).collect();
             let blame = tell(self.patience.limit, " Will shutdown.");
-            return (Some(blame), Some(Verdict::Stalled { waited_ms, tensors }));
+            return (Some(blame), Some(NegotiationFailure::Stalled { waited_ms, tensors }));
         }
         let due = self.last_warning.is_none_or(|last| now.saturating_sub(last) >= self.patience.warning);
         if !due || late(self.patience.warning).next().is_none() {
@@ -304,18 +304,18 @@ fn missing_ranks(late: &[(&Waiting, Vec<usize>)], limit: Duration) -> String {
     ranks.iter().take(SHOWN_RANKS).map(line).collect::<String>() + &more
 }
 
-impl Verdict {
+impl NegotiationFailure {
     /// What a call of `name` ends with.
     pub(super) fn error(&self, name: &str) -> Error {
         match self {
-            Verdict::Stuck { detail, .. } => Error::Mismatch {
+            NegotiationFailure::Stuck { detail, .. } => Error::Mismatch {
                 during: "collectives by name".to_owned(),
                 detail: format!("every rank waits, and no name is called by all: {detail}"),
             },
-            Verdict::Apart { detail } => {
+            NegotiationFailure::Apart { detail } => {
                 Error::Mismatch { during: "the gradients of a step".to_owned(), detail: detail.clone() }
             }
-            Verdict::Stalled { waited_ms, tensors } => {
+            NegotiationFailure::Stalled { waited_ms, tensors } => {
                 let own = tensors.iter().find(|(late, _)| late == name).or(tensors.first());
                 let (late, missing) =
                     own.map_or((name, Vec::new()), |(late, missing)| (late.as_str(), missing.clone()));

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - VOTE-1: a vote is an all-reduce by name to which each rank adds a number in a place of its own, and a rank that has
-//!   joined adds nothing. So all that vote see the same numbers, and come to the same [`Verdict`].
+//!   joined adds nothing. So all that vote see the same numbers, and come to the same [`VoteResult`].
 //! - VOTE-2: nothing waits for a member that has voted but does not come to the end of its round, or that has not made
 //!   its reducer yet, except in sight of the negotiation: reducers are made by a thread of the core
 //!   ([`crate::session::making`]) while rounds go by name, and each member asks by name for the end of its round, so
@@ -37,7 +37,7 @@ pub enum Standing {
 
 /// What all ranks do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum VoteResult {
     /// The round is reduced by plan.
     Planned,
     /// It is reduced by name.
@@ -70,7 +70,7 @@ impl Ballot {
         name: &str,
         what: &str,
         standing: Standing,
-        decided: impl FnOnce(Verdict) + Send + 'static,
+        decided: impl FnOnce(VoteResult) + Send + 'static,
     ) -> Result<Self> {
         let members = group.members();
         // A timeline shows gradients by their names, and sizes are tried with them.
@@ -84,7 +84,7 @@ impl Ballot {
                 getrandom::u64().map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
         }
         let told =
-            move |votes: &Result<Vec<u64>>| decided(votes.as_ref().map_or(Verdict::ByName, |votes| verdict(votes)));
+            move |votes: &Result<Vec<u64>>| decided(votes.as_ref().map_or(VoteResult::ByName, |votes| result(votes)));
         Numbers::ask(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
     }
 
@@ -92,8 +92,8 @@ impl Ballot {
     ///
     /// # Errors
     /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not voted for too long.
-    pub fn verdict(&self) -> Result<Verdict> {
-        self.0.wait("the vote on a round of gradients").map(|votes| verdict(&votes))
+    pub fn verdict(&self) -> Result<VoteResult> {
+        self.0.wait("the vote on a round of gradients").map(|votes| result(&votes))
     }
 
     /// Whether [`Ballot::verdict`] waits no longer.
@@ -126,7 +126,7 @@ impl Vote {
 
 impl Reducer {
     /// Begins a round in which gradients may be marked ready at once, and are reduced as soon as all ranks turn out to be
-    /// ready for it ([`Verdict::Planned`]). With any other verdict its gradients stay as they were, and [`Reducer::abandon`] ends it.
+    /// ready for it ([`VoteResult::Planned`]). With any other verdict its gradients stay as they were, and [`Reducer::abandon`] ends it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a round is under way; what this rank cannot ask for.
@@ -140,7 +140,7 @@ impl Reducer {
         let round = self.begin_held(Some(Vote { negotiator: Arc::clone(negotiator), name: name.to_owned() }))?;
         let reducer = Arc::clone(self);
         let decided = move |verdict| match verdict {
-            Verdict::Planned => reducer.release(round),
+            VoteResult::Planned => reducer.release(round),
             _ => reducer.cancel(round),
         };
         Ballot::cast(negotiator, group, name, what, Standing::Ready, decided).inspect_err(|_| {
@@ -158,17 +158,17 @@ fn number(what: &str, standing: Standing) -> u64 {
 }
 
 /// Of the numbers that all voted, with the one that nobody else has behind them.
-fn verdict(votes: &[u64]) -> Verdict {
+fn result(votes: &[u64]) -> VoteResult {
     let votes = &votes[..votes.len() - 1];
     let has = |vote: u64, standing: Standing| vote & 7 == standing as u64 + 1;
     let all = |standing| votes.iter().all(|&vote| has(vote, standing));
     let any = |standing| votes.iter().any(|&vote| has(vote, standing));
     let same = votes.iter().all(|vote| *vote != 0 && vote >> 3 == votes[0] >> 3);
     match () {
-        () if !same || any(Standing::ByName) || any(Standing::Making) => Verdict::ByName,
-        () if all(Standing::Ready) => Verdict::Planned,
-        () if all(Standing::Without) => Verdict::Make,
-        () => Verdict::Forget,
+        () if !same || any(Standing::ByName) || any(Standing::Making) => VoteResult::ByName,
+        () if all(Standing::Ready) => VoteResult::Planned,
+        () if all(Standing::Without) => VoteResult::Make,
+        () => VoteResult::Forget,
     }
 }
 
@@ -180,17 +180,17 @@ mod tests {
     fn ranks_reduce_by_plan_only_if_all_have_the_same() {
         use Standing::{ByName, Making, Ready, Without};
         let of = |votes: &[(&str, Standing)]| {
-            verdict(&votes.iter().map(|(what, standing)| number(what, *standing)).chain([7]).collect::<Vec<_>>())
+            result(&votes.iter().map(|(what, standing)| number(what, *standing)).chain([7]).collect::<Vec<_>>())
         };
-        assert_eq!(of(&[("a", Ready), ("a", Ready)]), Verdict::Planned);
-        assert_eq!(of(&[("a", Without), ("a", Without)]), Verdict::Make);
-        assert_eq!(of(&[("a", Ready), ("a", Without), ("a", Ready)]), Verdict::Forget);
-        assert_eq!(of(&[("a", Ready), ("a", ByName)]), Verdict::ByName);
-        assert_eq!(of(&[("a", Ready), ("b", Ready)]), Verdict::ByName);
-        assert_eq!(of(&[("a", Ready), ("a", Making)]), Verdict::ByName);
-        assert_eq!(of(&[("a", Without), ("a", Making)]), Verdict::ByName);
-        assert_eq!(of(&[("a", Without), ("b", Ready)]), Verdict::ByName);
+        assert_eq!(of(&[("a", Ready), ("a", Ready)]), VoteResult::Planned);
+        assert_eq!(of(&[("a", Without), ("a", Without)]), VoteResult::Make);
+        assert_eq!(of(&[("a", Ready), ("a", Without), ("a", Ready)]), VoteResult::Forget);
+        assert_eq!(of(&[("a", Ready), ("a", ByName)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", Ready), ("b", Ready)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", Ready), ("a", Making)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", Without), ("a", Making)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", Without), ("b", Ready)]), VoteResult::ByName);
         // One has joined.
-        assert_eq!(verdict(&[number("a", Ready), 0, 7]), Verdict::ByName);
+        assert_eq!(result(&[number("a", Ready), 0, 7]), VoteResult::ByName);
     }
 }

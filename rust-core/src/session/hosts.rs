@@ -32,14 +32,14 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 /// Where the ranks of a job tell what they can use, and rank 0 what is used.
 const PREFIX: &str = "hosts/";
-const VERDICT: &str = "hosts/verdict";
+const VERDICT: &str = "hosts/choice";
 
 fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
 }
 
 /// Where the ranks of a job on one host tell whether they can use MPI, and rank 0 whether all can.
-const MPI_VERDICT: &str = "mpi/verdict";
+const MPI_VERDICT: &str = "mpi/choice";
 
 fn mpi_key(rank: usize) -> String {
     format!("mpi/{rank}")
@@ -56,7 +56,7 @@ struct Answer {
 
 /// What all ranks use.
 #[derive(Serialize, Deserialize)]
-enum Verdict {
+enum TransportChoice {
     Mpi,
     Tcp {
         /// Why not MPI.
@@ -81,9 +81,11 @@ impl Session {
         let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
         match (self.agree(client, Answer { without_mpi, address }, deadline)?, plugin) {
-            (Verdict::Mpi, Ok(plugin)) => mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi),
-            (Verdict::Mpi, Err(error)) => Err(error),
-            (Verdict::Tcp { why, book }, _) => {
+            (TransportChoice::Mpi, Ok(plugin)) => {
+                mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi)
+            }
+            (TransportChoice::Mpi, Err(error)) => Err(error),
+            (TransportChoice::Tcp { why, book }, _) => {
                 if self.rank() == 0 {
                     tracing::info!(
                         "TCP moves CPU tensors between the {} hosts, since {why}; MPI knows faster networks too, such as \
@@ -136,8 +138,8 @@ impl Session {
         let reason: Option<String> = own.as_ref().err().map(Error::text);
         if self.rank() > 0 {
             client.set(&mpi_key(self.rank()), &encode(&reason)?)?;
-            let verdict: Option<String> = decode(&client.get(MPI_VERDICT, &[0], remaining())?, 0)?;
-            return verdict.map_or(own, |why| Err(Error::Unsupported(why)));
+            let choice: Option<String> = decode(&client.get(MPI_VERDICT, &[0], remaining())?, 0)?;
+            return choice.map_or(own, |why| Err(Error::Unsupported(why)));
         }
         let mut why = reason.map(|reason| format!("rank 0: {reason}"));
         for rank in 1..self.size() {
@@ -151,8 +153,8 @@ impl Session {
         why.map_or(own, |why| Err(Error::Unsupported(why)))
     }
 
-    /// Comes to the same verdict on all ranks.
-    fn agree(&self, client: &Client, own: Answer, deadline: Instant) -> Result<Verdict> {
+    /// Comes to the same choice on all ranks.
+    fn agree(&self, client: &Client, own: Answer, deadline: Instant) -> Result<TransportChoice> {
         use crate::world::Store as _;
         let remaining = || deadline.saturating_duration_since(Instant::now());
         if self.rank() > 0 {
@@ -169,10 +171,10 @@ impl Session {
                 why = Some(format!("rank {rank} on host {host}: {reason}"));
             }
         }
-        let verdict = why.map_or(Verdict::Mpi, |why| Verdict::Tcp { why, book });
+        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book });
         client.remove_prefix(PREFIX)?;
-        client.set(VERDICT, &encode(&verdict)?)?;
-        Ok(verdict)
+        client.set(VERDICT, &encode(&choice)?)?;
+        Ok(choice)
     }
 
     /// The transport of a group on several hosts.

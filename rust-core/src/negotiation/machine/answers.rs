@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::negotiation::End;
 use crate::negotiation::cache::Evicted;
 use crate::negotiation::description::Description;
-use crate::negotiation::message::{Announcement, Answer, Down, Limits, Outcome, Variant, Verdict};
+use crate::negotiation::message::{Announcement, Answer, Down, Limits, NegotiationFailure, Outcome, Variant};
 use crate::negotiation::presence;
 use crate::negotiation::stall::REPORT_AFTER;
 
@@ -17,8 +17,8 @@ impl Machine {
     /// The root's answer to what is ready, if anything is.
     pub(super) fn decide(&mut self) -> Option<Down> {
         let (mut ready, mut lent) = self.complete();
-        let mut verdict = None;
-        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it, &mut verdict)).collect();
+        let mut failure = None;
+        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it, &mut failure)).collect();
         for position in lent.clone().iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
             if let Some(reason) = self.refuse_lent(&slot.description) {
@@ -28,11 +28,11 @@ impl Machine {
             }
         }
         let joined = self.all_joined();
-        if ready.is_empty() && named.is_empty() && joined.is_none() && verdict.is_none() {
+        if ready.is_empty() && named.is_empty() && joined.is_none() && failure.is_none() {
             return None;
         }
         let joined = joined.map(|rank| self.ranks[rank as usize] as u32);
-        Some(Down { ready, lent, named, joined, verdict, ..self.next() })
+        Some(Down { ready, lent, named, joined, failure, ..self.next() })
     }
 
     pub(super) fn next(&mut self) -> Down {
@@ -43,14 +43,14 @@ impl Machine {
     }
 
     /// What becomes of a name, and in `verdict` of all that waits.
-    fn answer(&self, announcement: Announcement, verdict: &mut Option<Verdict>) -> Answer {
+    fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Answer {
         let Announcement { name, mut variants, lent } = announcement;
         let first = &variants[0].description;
         let refusal = match variants.len() {
             1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
             1 if lent => self.refuse_lent(first),
             1 => None,
-            _ => Some(self.disagreement(&variants, verdict)),
+            _ => Some(self.disagreement(&variants, failure)),
         };
         let outcome = match refusal {
             Some(reason) => Outcome::Refused(reason),
@@ -59,11 +59,11 @@ impl Machine {
         Answer { name, outcome }
     }
 
-    fn disagreement(&self, variants: &[Variant], verdict: &mut Option<Verdict>) -> String {
+    fn disagreement(&self, variants: &[Variant], failure: &mut Option<NegotiationFailure>) -> String {
         let first = &variants[0].description;
         if let Some(detail) = presence::difference(variants, &self.ranks) {
             if first.is_last {
-                *verdict = Some(Verdict::Apart { detail: detail.clone() });
+                *failure = Some(NegotiationFailure::Apart { detail: detail.clone() });
             }
             return detail;
         }
@@ -133,8 +133,8 @@ impl Machine {
                 actions.push(Action::Joined(last as usize));
             }
         }
-        if let Some(verdict) = down.verdict {
-            next = self.void(&verdict, now, actions);
+        if let Some(failure) = down.failure {
+            next = self.void(&failure, now, actions);
         }
         self.stall.answered(now);
         next.into_iter().for_each(|(name, description)| self.offer(&name, &description));
@@ -222,7 +222,7 @@ impl Machine {
 
     /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
     /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
-    fn void(&mut self, verdict: &Verdict, now: Duration, actions: &mut Vec<Action>) -> Offers {
+    fn void(&mut self, failure: &NegotiationFailure, now: Duration, actions: &mut Vec<Action>) -> Offers {
         self.void_before = self.number;
         self.named.clear();
         self.fresh.clear();
@@ -233,11 +233,12 @@ impl Machine {
         }
         self.stall.forget();
         let is_young = |queue: &Queue| {
-            matches!(verdict, Verdict::Stalled { .. }) && now.saturating_sub(queue.first.since) < REPORT_AFTER
+            matches!(failure, NegotiationFailure::Stalled { .. })
+                && now.saturating_sub(queue.first.since) < REPORT_AFTER
         };
         let (young, old) = std::mem::take(&mut self.pending).into_iter().partition(|(_, queue)| is_young(queue));
         self.pending = old;
-        if let Verdict::Stuck { detail, steps } = &verdict
+        if let NegotiationFailure::Stuck { detail, steps } = &failure
             && !steps.is_empty()
         {
             // Before calls fail: who hears of that may begin its next step at once.
@@ -245,7 +246,7 @@ impl Machine {
             actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
         }
         for (name, ticket) in self.drain() {
-            actions.push(Action::Fail(ticket, verdict.error(&name)));
+            actions.push(Action::Fail(ticket, failure.error(&name)));
         }
         self.pending = young;
         let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());

@@ -515,11 +515,11 @@ impl Machine {
             }
             return;
         }
-        let (warning, verdict) = self.stall.judge(report, self.tree.size, &self.ranks, now);
-        let tell = if verdict.is_some() { Action::Blame } else { Action::Warn };
+        let (warning, failure) = self.stall.judge(report, self.tree.size, &self.ranks, now);
+        let tell = if failure.is_some() { Action::Blame } else { Action::Warn };
         actions.extend(warning.map(tell));
-        if let Some(verdict) = verdict {
-            let down = Down { verdict: Some(verdict), ..self.next() };
+        if let Some(failure) = failure {
+            let down = Down { failure: Some(failure), ..self.next() };
             self.apply(down, now, actions);
             self.flush(now, actions);
         }

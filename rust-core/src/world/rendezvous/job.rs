@@ -26,7 +26,7 @@ const MAX_STORE_BYTES: usize = 1 << 28;
 
 /// What to do with the connection that a message came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Disposition {
     /// Go on.
     Keep,
     /// Close it when what is to be sent has been sent.
@@ -170,15 +170,15 @@ impl Job {
         self.depart(session, rank, Departure::Died { detail: shorten(detail) });
     }
 
-    fn enter(&mut self, from: ConnectionId, worker: String) -> Verdict {
+    fn enter(&mut self, from: ConnectionId, worker: String) -> Disposition {
         let Some(elastic) = &mut self.elastic else {
             let reason = format!("worker `{worker}` asks for a rank, but the launcher's variables give them out here");
             self.outbox.push((from, ToClient::Refused { reason }));
-            return Verdict::Close;
+            return Disposition::Close;
         };
         elastic.entered.insert(worker.clone(), from);
         elastic.news.push(News::Entered(worker));
-        Verdict::Keep
+        Disposition::Keep
     }
 
     /// A connection that has no part in a session is gone.
@@ -210,18 +210,18 @@ impl Job {
     ///
     /// # Errors
     /// What about it breaks the protocol; the connection must be closed and reported to [`Job::disconnected`].
-    pub fn receive(&mut self, from: ConnectionId, message: ToServer) -> Result<Verdict, String> {
+    pub fn receive(&mut self, from: ConnectionId, message: ToServer) -> Result<Disposition, String> {
         let Some(&(id, rank)) = self.connections.get(&from) else {
             return match message {
                 ToServer::Join(join) => Ok(self.join(from, join)),
                 ToServer::Enter { worker } => Ok(self.enter(from, worker)),
                 ToServer::Fail { message } if self.elastic.is_some() => {
                     self.withdraw(from, Departure::Failed { message: shorten(&message) });
-                    Ok(Verdict::Keep)
+                    Ok(Disposition::Keep)
                 }
                 ToServer::Goodbye if self.elastic.is_some() => {
                     self.withdraw(from, Departure::Left);
-                    Ok(Verdict::Close)
+                    Ok(Disposition::Close)
                 }
                 _ => Err("a message came before `Join`".to_owned()),
             };
@@ -252,10 +252,10 @@ impl Job {
             ToServer::Goodbye => {
                 self.depart(id, rank, Departure::Left);
                 self.forget_connection(from);
-                return Ok(Verdict::Close);
+                return Ok(Disposition::Close);
             }
         }
-        Ok(Verdict::Keep)
+        Ok(Disposition::Keep)
     }
 
     /// A connection ended without a goodbye, for the reason `why`.
@@ -328,7 +328,7 @@ impl Job {
         self.suspects.iter().map(|suspect| suspect.until).min()
     }
 
-    fn join(&mut self, from: ConnectionId, join: Join) -> Verdict {
+    fn join(&mut self, from: ConnectionId, join: Join) -> Disposition {
         let rank = join.rank as usize;
         let place = format!("rank {rank} (process {} on host {})", join.pid, join.hostname);
         let seat = self.elastic.as_mut().and_then(|elastic| elastic.seated.remove(&from));
@@ -364,10 +364,10 @@ impl Job {
             self.repeat_departures(id, from);
         }
         self.start_if_complete(id);
-        Verdict::Keep
+        Disposition::Keep
     }
 
-    fn refuse(&mut self, from: ConnectionId, rank: usize, reason: String, tell_all: bool) -> Verdict {
+    fn refuse(&mut self, from: ConnectionId, rank: usize, reason: String, tell_all: bool) -> Disposition {
         if tell_all {
             // The others would wait for a rank that cannot come.
             let forming = self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
@@ -376,7 +376,7 @@ impl Job {
             }
         }
         self.outbox.push((from, ToClient::Refused { reason }));
-        Verdict::Close
+        Disposition::Close
     }
 
     fn new_session(&mut self, size: usize) -> u64 {

@@ -20,7 +20,7 @@ fn join(rank: u32, size: u32) -> ToServer {
 fn running(size: u32, patience: Duration) -> Job {
     let mut job = Job::new(size as usize, patience, 1);
     for rank in 0..size {
-        assert_eq!(job.receive(u64::from(rank), join(rank, size)), Ok(Verdict::Keep));
+        assert_eq!(job.receive(u64::from(rank), join(rank, size)), Ok(Disposition::Keep));
     }
     let welcomes = job.take_outbox();
     assert_eq!(welcomes.len(), size as usize);
@@ -102,7 +102,7 @@ fn patience_ends() {
 #[test]
 fn a_goodbye_is_no_death() {
     let mut job = running(2, NO_PATIENCE);
-    assert_eq!(job.receive(1, ToServer::Goodbye), Ok(Verdict::Close));
+    assert_eq!(job.receive(1, ToServer::Goodbye), Ok(Disposition::Close));
     job.disconnected(1, "ended", Instant::now());
     job.report_death(1, "exited with code 0");
     assert_eq!(told(&mut job), ["0: rank 1 left the job"]);
@@ -170,7 +170,7 @@ fn sessions_follow_each_other() {
 #[test]
 fn who_may_not_join_hears_why() {
     let refusal = |job: &mut Job, connection, message| {
-        assert_eq!(job.receive(connection, message), Ok(Verdict::Close));
+        assert_eq!(job.receive(connection, message), Ok(Disposition::Close));
         told(job)
     };
     let mut job = Job::new(2, NO_PATIENCE, 1);

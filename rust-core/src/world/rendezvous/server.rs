@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::frame::{MAX_PAYLOAD, Opener, Sealer};
 use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
-use super::job::{Job, News, Verdict};
+use super::job::{Disposition, Job, News};
 use super::message::{self, HostsUpdated, ToServer};
 use super::refusals::Refusals;
 use crate::error::{Error, Result};
@@ -560,8 +560,8 @@ fn take(
         };
         let message = message::decode::<ToServer>(payload).map_err(|error| format!("broke the protocol: {error}"))?;
         match job.receive(token.0 as u64, message).map_err(|error| format!("broke the protocol: {error}"))? {
-            Verdict::Keep => connection.deadline = None,
-            Verdict::Close => {
+            Disposition::Keep => connection.deadline = None,
+            Disposition::Close => {
                 connection.closing = true;
                 return Ok(());
             }
