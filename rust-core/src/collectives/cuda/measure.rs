@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::p2p::{Peers, Tuning};
-use super::tune::{Sample, Way};
+use super::tune::{DeviceAlgorithm, Sample};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Overlap, ReduceOp, Request};
 use crate::device::nccl::Comm;
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// # Errors
 /// [`crate::Error::Device`]; those of `wait`, after which the communicator and the peers are of no use any more.
 pub(super) fn measure(
-    calls: &[(usize, Way)],
+    calls: &[(usize, DeviceAlgorithm)],
     comm: &Comm,
     peers: Option<&Peers>,
     wait: &Wait<'_>,
@@ -37,16 +37,16 @@ pub(super) fn measure(
     let buffer = DeviceBuffer::zeroed(context, largest)?;
     let stream = Stream::new(context, Priority::High)?;
     let mut samples = Vec::new();
-    for &(bytes, way) in calls {
+    for &(bytes, algorithm) in calls {
         let tuning = |one_shot_bytes, channels| Tuning { one_shot_bytes, peer_bytes: bytes, channels, ..Tuning::NEVER };
-        let tuning = match way {
-            Way::OneShot { channels } => tuning(usize::MAX, channels),
-            Way::TwoShot { channels } => tuning(0, channels),
-            Way::Chunks => Tuning { chunks_bytes: bytes, ..Tuning::NEVER },
-            Way::Nccl => Tuning::NEVER,
+        let tuning = match algorithm {
+            DeviceAlgorithm::OneShot { channels } => tuning(usize::MAX, channels),
+            DeviceAlgorithm::TwoShot { channels } => tuning(0, channels),
+            DeviceAlgorithm::Chunks => Tuning { chunks_bytes: bytes, ..Tuning::NEVER },
+            DeviceAlgorithm::Nccl => Tuning::NEVER,
         };
-        let peers = match (way, peers) {
-            (Way::Nccl, _) => None,
+        let peers = match (algorithm, peers) {
+            (DeviceAlgorithm::Nccl, _) => None,
             (_, Some(peers)) if peers.takes(bytes, &tuning) => {
                 peers.set_tuning(tuning);
                 Some(peers)
@@ -62,7 +62,7 @@ pub(super) fn measure(
         unsafe { memory::fill(buffer.ptr(), FILLING, bytes, &stream) }?;
         let one = || -> Result<()> {
             match peers {
-                Some(peers) if way == Way::Chunks => {
+                Some(peers) if algorithm == DeviceAlgorithm::Chunks => {
                     // SAFETY: as below.
                     unsafe { peers.queue_chunks(std::slice::from_ref(&request), Overlap::Computation, &stream) }
                         .map(drop)
@@ -94,7 +94,7 @@ pub(super) fn measure(
                 least = least.min(start.elapsed().as_secs_f32() * 1e6 / count as f32);
             }
         }
-        samples.push(Sample { bytes, way, micros: least });
+        samples.push(Sample { bytes, algorithm, micros: least });
     }
     Ok(samples)
 }

@@ -21,9 +21,9 @@ pub(super) struct Choice {
     pub(super) bucket_bytes: usize,
 }
 
-/// A way to all-reduce.
+/// A algorithm to all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Way {
+pub(super) enum DeviceAlgorithm {
     OneShot {
         channels: u32,
     },
@@ -39,7 +39,7 @@ pub(super) enum Way {
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Sample {
     pub(super) bytes: usize,
-    pub(super) way: Way,
+    pub(super) algorithm: DeviceAlgorithm,
     pub(super) micros: f32,
 }
 
@@ -54,7 +54,7 @@ struct Kept {
 
 /// What member 0 decides for everybody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-enum Plan {
+enum TuningDecision {
     /// What is usual.
     Usual,
     /// What this process or an earlier one chose.
@@ -62,7 +62,7 @@ enum Plan {
     Measure,
 }
 
-/// Sizes that are measured for the changes between ways.
+/// Sizes that are measured for the changes between algorithms.
 const SIZES: [usize; 9] = [4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20];
 /// Sizes that are measured for the bucket.
 const BUCKETS: [usize; 8] = [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20];
@@ -73,31 +73,33 @@ const CHANNELS_GAIN: f64 = 1.03;
 const BANDWIDTH_SHARE: f64 = 0.9;
 
 /// What members of a group of `size` on devices called `device` choose together; `None` for what is usual. `measure`
-/// times calls of these sizes, and ways between peers only where there are.
+/// times calls of these sizes, and algorithms between peers only where there are.
 pub(super) fn agree(
     me: usize,
     size: usize,
     device: &str,
     board: &dyn Board,
-    measure: impl FnOnce(&[(usize, Way)]) -> Result<Vec<Sample>>,
+    measure: impl FnOnce(&[(usize, DeviceAlgorithm)]) -> Result<Vec<Sample>>,
 ) -> Result<Option<Choice>> {
     /// Choices of this process's groups.
     static KNOWN: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
     let file = config::AUTOTUNE_FILE.text();
     if me == 0 {
-        let plan = plan(&KNOWN.lock(), file.as_deref().map(Path::new), config::AUTOTUNE.flag()?, device, size)?;
-        write(board, "plan", &plan)?;
+        let decision = decide(&KNOWN.lock(), file.as_deref().map(Path::new), config::AUTOTUNE.flag()?, device, size)?;
+        write(board, "decision", &decision)?;
     }
-    match read(board, "plan", 0)? {
-        Plan::Usual => return Ok(None),
-        Plan::Known(choice) => return Ok(Some(choice)),
-        Plan::Measure => {}
+    match read(board, "decision", 0)? {
+        TuningDecision::Usual => return Ok(None),
+        TuningDecision::Known(choice) => return Ok(Some(choice)),
+        TuningDecision::Measure => {}
     }
     let own = measure(&calls())?;
     write(board, "samples", &own)?;
     let all: Vec<Vec<Sample>> = (0..size).map(|member| read(board, "samples", member)).collect::<Result<_>>()?;
     let samples = slowest(&all)?;
-    samples.iter().for_each(|Sample { bytes, way, micros }| tracing::debug!("{bytes} bytes, {way:?}: {micros:.1} us"));
+    samples.iter().for_each(|Sample { bytes, algorithm, micros }| {
+        tracing::debug!("{bytes} bytes, {algorithm:?}: {micros:.1} us")
+    });
     let choice = choose(&samples)?;
     if me == 0 {
         let kept = Kept { device: device.to_owned(), members: size, choice };
@@ -110,30 +112,30 @@ pub(super) fn agree(
     Ok(Some(choice))
 }
 
-fn plan(known: &[Kept], file: Option<&Path>, measure: bool, device: &str, size: usize) -> Result<Plan> {
+fn decide(known: &[Kept], file: Option<&Path>, measure: bool, device: &str, size: usize) -> Result<TuningDecision> {
     let fits = |kept: &&Kept| kept.device == device && kept.members == size;
     if let Some(kept) = known.iter().find(fits) {
-        return Ok(Plan::Known(kept.choice));
+        return Ok(TuningDecision::Known(kept.choice));
     }
     if let Some(file) = file
         && let Some(kept) = load(file)?.iter().find(fits)
     {
-        return Ok(Plan::Known(kept.choice));
+        return Ok(TuningDecision::Known(kept.choice));
     }
-    Ok(if measure { Plan::Measure } else { Plan::Usual })
+    Ok(if measure { TuningDecision::Measure } else { TuningDecision::Usual })
 }
 
 /// Every call that is measured, small ones first.
-fn calls() -> Vec<(usize, Way)> {
+fn calls() -> Vec<(usize, DeviceAlgorithm)> {
     let mut calls = Vec::new();
     for bytes in SIZES {
         for channels in CHANNELS {
-            calls.push((bytes, Way::OneShot { channels }));
-            calls.push((bytes, Way::TwoShot { channels }));
+            calls.push((bytes, DeviceAlgorithm::OneShot { channels }));
+            calls.push((bytes, DeviceAlgorithm::TwoShot { channels }));
         }
-        calls.push((bytes, Way::Nccl));
+        calls.push((bytes, DeviceAlgorithm::Nccl));
     }
-    calls.extend(large().flat_map(|bytes| [(bytes, Way::Chunks), (bytes, Way::Nccl)]));
+    calls.extend(large().flat_map(|bytes| [(bytes, DeviceAlgorithm::Chunks), (bytes, DeviceAlgorithm::Nccl)]));
     calls
 }
 
@@ -148,7 +150,7 @@ fn slowest(members: &[Vec<Sample>]) -> Result<Vec<Sample>> {
     let mut slowest = first.clone();
     for samples in rest {
         let alike = samples.len() == slowest.len()
-            && samples.iter().zip(&slowest).all(|(a, b)| (a.bytes, a.way) == (b.bytes, b.way));
+            && samples.iter().zip(&slowest).all(|(a, b)| (a.bytes, a.algorithm) == (b.bytes, b.algorithm));
         if !alike {
             return Err(Error::Internal("members measured different calls".into()));
         }
@@ -158,11 +160,14 @@ fn slowest(members: &[Vec<Sample>]) -> Result<Vec<Sample>> {
 }
 
 fn choose(samples: &[Sample]) -> Result<Choice> {
-    let time = |bytes: usize, way: Way| {
-        samples.iter().find(|sample| sample.bytes == bytes && sample.way == way).map(|sample| f64::from(sample.micros))
+    let time = |bytes: usize, algorithm: DeviceAlgorithm| {
+        samples
+            .iter()
+            .find(|sample| sample.bytes == bytes && sample.algorithm == algorithm)
+            .map(|sample| f64::from(sample.micros))
     };
-    let one = |bytes, channels| time(bytes, Way::OneShot { channels });
-    let two = |bytes, channels| time(bytes, Way::TwoShot { channels });
+    let one = |bytes, channels| time(bytes, DeviceAlgorithm::OneShot { channels });
+    let two = |bytes, channels| time(bytes, DeviceAlgorithm::TwoShot { channels });
     // For large messages of many members there is no room for one shot.
     let best = |bytes, channels| [one(bytes, channels), two(bytes, channels)].into_iter().flatten().reduce(f64::min);
     // The mean over sizes of a call's logarithm: each size counts alike.
@@ -177,17 +182,17 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     };
     let peers = channels.map(|channels| {
         let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
-        let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, Way::Nccl)?));
+        let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, DeviceAlgorithm::Nccl)?));
         // Of what is larger than the sizes above, everything or nothing.
-        let faster = |bytes: usize| Some(time(bytes, Way::Chunks)? <= time(bytes, Way::Nccl)?);
+        let faster = |bytes: usize| Some(time(bytes, DeviceAlgorithm::Chunks)? <= time(bytes, DeviceAlgorithm::Nccl)?);
         let in_chunks = large().all(|bytes| faster(bytes) == Some(true));
         let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
         Tuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
     });
     let chosen = |bytes: usize| match peers {
-        Some(tuning) if tuning.chunks_bytes <= bytes => time(bytes, Way::Chunks),
+        Some(tuning) if tuning.chunks_bytes <= bytes => time(bytes, DeviceAlgorithm::Chunks),
         Some(tuning) if bytes <= tuning.peer_bytes => best(bytes, tuning.channels),
-        _ => time(bytes, Way::Nccl),
+        _ => time(bytes, DeviceAlgorithm::Nccl),
     };
     let bandwidth = |bytes: usize| Some(bytes as f64 / chosen(bytes)?);
     let greatest = BUCKETS.into_iter().filter_map(bandwidth).fold(0.0, f64::max);
@@ -212,7 +217,7 @@ fn describe(kept: &Kept) -> String {
             size(peer_bytes),
             if chunks_bytes == usize::MAX { "the rest by NCCL" } else { "large ones in chunks" }
         ),
-        None => "no direct way between peers".to_owned(),
+        None => "no direct algorithm between peers".to_owned(),
     };
     format!("{members} x {device}: {peers}, buckets of {}", size(choice.bucket_bytes))
 }
@@ -250,17 +255,17 @@ mod tests {
     }
 
     fn machine(peers: bool) -> Vec<Sample> {
-        let time = |(bytes, way): (usize, Way)| {
-            let micros = match way {
+        let time = |(bytes, algorithm): (usize, DeviceAlgorithm)| {
+            let micros = match algorithm {
                 // More channels help large messages up to 64.
-                Way::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
-                Way::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
-                Way::Chunks => line(20.0, 400.0, bytes),
-                Way::Nccl => line(36.0, 350.0, bytes),
+                DeviceAlgorithm::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
+                DeviceAlgorithm::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
+                DeviceAlgorithm::Chunks => line(20.0, 400.0, bytes),
+                DeviceAlgorithm::Nccl => line(36.0, 350.0, bytes),
             };
-            Sample { bytes, way, micros }
+            Sample { bytes, algorithm, micros }
         };
-        calls().into_iter().filter(|(_, way)| peers || *way == Way::Nccl).map(time).collect()
+        calls().into_iter().filter(|(_, algorithm)| peers || *algorithm == DeviceAlgorithm::Nccl).map(time).collect()
     }
 
     #[test]
@@ -283,14 +288,17 @@ mod tests {
     #[test]
     fn nccl_may_always_win() {
         let mut samples = machine(true);
-        samples.iter_mut().filter(|sample| sample.way == Way::Nccl).for_each(|sample| sample.micros = 1.0);
+        samples
+            .iter_mut()
+            .filter(|sample| sample.algorithm == DeviceAlgorithm::Nccl)
+            .for_each(|sample| sample.micros = 1.0);
         assert_eq!(choose(&samples).unwrap().peers.unwrap().peer_bytes, 0);
     }
 
     #[test]
     fn a_bucket_suits_the_ways_that_were_chosen() {
         let mut samples = machine(true);
-        let chunks = samples.iter_mut().filter(|sample| sample.way == Way::Chunks);
+        let chunks = samples.iter_mut().filter(|sample| sample.algorithm == DeviceAlgorithm::Chunks);
         // Chunks would be by far the fastest for 16 MiB, but not for all that is large.
         chunks.for_each(|sample| sample.micros *= if sample.bytes == 16 << 20 { 0.1 } else { 10.0 });
         let choice = choose(&samples).unwrap();
@@ -300,7 +308,8 @@ mod tests {
     #[test]
     fn one_shot_may_lack_the_room() {
         let mut samples = machine(true);
-        samples.retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.way, Way::OneShot { .. }));
+        samples
+            .retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.algorithm, DeviceAlgorithm::OneShot { .. }));
         let peers = Tuning { one_shot_bytes: 256 << 10, ..Tuning::usual(2, 8 << 20) };
         assert_eq!(choose(&samples).unwrap().peers, Some(peers));
     }
@@ -318,20 +327,20 @@ mod tests {
     #[test]
     fn choices_survive_a_file_and_fit_their_groups_only() {
         let file = std::env::temp_dir().join(format!("smd-tuned-{}.json", std::process::id()));
-        let known = |device: &str, size| plan(&[], Some(&file), false, device, size).unwrap();
-        assert_eq!(known("A", 2), Plan::Usual);
-        assert_eq!(plan(&[], Some(&file), true, "A", 2).unwrap(), Plan::Measure);
+        let known = |device: &str, size| decide(&[], Some(&file), false, device, size).unwrap();
+        assert_eq!(known("A", 2), TuningDecision::Usual);
+        assert_eq!(decide(&[], Some(&file), true, "A", 2).unwrap(), TuningDecision::Measure);
         let choice = choose(&machine(true)).unwrap();
         let other = choose(&machine(false)).unwrap();
         let kept = |device: &str, members, choice| Kept { device: device.into(), members, choice };
         for one in [kept("A", 2, choice), kept("A", 4, choice), kept("A", 2, other)] {
             keep(&file, &one).unwrap();
         }
-        assert_eq!(known("A", 2), Plan::Known(other));
-        assert_eq!(known("A", 4), Plan::Known(choice));
-        assert_eq!(known("B", 4), Plan::Usual);
+        assert_eq!(known("A", 2), TuningDecision::Known(other));
+        assert_eq!(known("A", 4), TuningDecision::Known(choice));
+        assert_eq!(known("B", 4), TuningDecision::Usual);
         std::fs::write(&file, "[{").unwrap();
-        let text = plan(&[], Some(&file), true, "A", 2).unwrap_err().to_string();
+        let text = decide(&[], Some(&file), true, "A", 2).unwrap_err().to_string();
         std::fs::remove_file(&file).unwrap();
         assert!(text.contains("smd-tuned-") && text.contains("SMD_AUTOTUNE_FILE"), "{text}");
     }
@@ -345,7 +354,7 @@ mod tests {
         );
         assert_eq!(
             line(16, choose(&machine(false)).unwrap()),
-            "16 x NVIDIA H200: no direct way between peers, buckets of 64 MiB"
+            "16 x NVIDIA H200: no direct algorithm between peers, buckets of 64 MiB"
         );
     }
 }

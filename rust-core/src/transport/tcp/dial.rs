@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use mio::net::TcpStream;
 
-use super::way::Line;
+use super::send_queue::Line;
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::Sealer;
 use crate::world::rendezvous::handshake::{Answer, GREETING_BYTES, PROOF_BYTES, REFUSAL};

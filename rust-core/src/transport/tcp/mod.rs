@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!   rank 0                                       rank 1
-//!   send --> way to 1 ====== connection ======> guest --take--> port
-//!   port <--take-- guest <== connection ======= way to 0 <-- send
+//!   send --> queue to 1 ==== connection ======> inbound --take--> port
+//!   port <--take-- inbound <=== connection ====== queue to 0 <-- send
 //! ```
 //!
 //! - TCP-1: a connection carries frames in one direction only, from whom it was made by to whom it was made to, and is
@@ -12,10 +12,10 @@
 //! - TCP-2: both ends prove the job's secret to each other before anything else, and each frame is authentic and in its place
 //!   (RDV-2). A connection of which that is not so is ended; nothing that came on it counts.
 //! - TCP-3: nobody waits for the network. What finds no room is kept by its sender, the mailbox; at most
-//!   [`way::FRAMES`] frames for a process wait here. Of what comes, at most one incomplete frame a connection is held.
+//!   [`send_queue::FRAMES`] frames for a process wait here. Of what comes, at most one incomplete frame a connection is held.
 //! - TCP-4: a lost connection is no verdict. If its process has departed, the rendezvous says so, and knows why; if nobody
 //!   says so in time, the network between two living processes is broken, which ends the session.
-//! - TCP-5: locks are taken in the order mailbox, way. The thread holds neither when it brings a mailbox on.
+//! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither when it brings a mailbox on.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -33,16 +33,16 @@ use crate::world::rendezvous::frame::HEADER_BYTES;
 use crate::world::{Monitor, fork};
 
 mod dial;
-mod guest;
+mod inbound;
 pub(crate) mod interface;
+mod send_queue;
 mod service;
 #[cfg(test)]
 mod tests;
-mod way;
 
+use send_queue::{SendQueue, Sent};
 #[cfg(test)]
 pub(crate) use tests::networks;
-use way::{Sent, Way};
 
 /// What this protocol's keys are made of, besides the job's key.
 const PROTOCOL: &[u8] = b"frames between ranks";
@@ -113,7 +113,7 @@ struct Shared {
     rank: usize,
     ports: Ports,
     /// By rank.
-    ways: Vec<Mutex<Way>>,
+    send_queues: Vec<Mutex<SendQueue>>,
     /// What frames leave in.
     buffers: Pool,
     calls: Mutex<Vec<Call>>,
@@ -145,8 +145,8 @@ impl Network {
         let poll = Poll::new().map_err(io)?;
         let shared = Arc::new(Shared {
             rank: options.rank,
-            ports: Ports::new(guest::BUFFER_BYTES),
-            ways: options.book.iter().map(|_| Mutex::default()).collect(),
+            ports: Ports::new(inbound::BUFFER_BYTES),
+            send_queues: options.book.iter().map(|_| Mutex::default()).collect(),
             buffers: Pool::new(0),
             calls: Mutex::default(),
             waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
@@ -191,12 +191,12 @@ impl Carrier for Network {
 
     fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
         let shared = &self.shared;
-        let mut way = shared.ways[to].lock();
-        let sent = way.send(from, &shared.buffers, |buffer| {
+        let mut queue = shared.send_queues[to].lock();
+        let sent = queue.send(from, &shared.buffers, |buffer| {
             buffer.resize(HEADER_BYTES, 0);
             write(buffer);
         });
-        drop(way);
+        drop(queue);
         match sent {
             Sent::Taken => true,
             Sent::Full => false,
@@ -215,8 +215,8 @@ impl Carrier for Network {
     fn hurry(&self, _waits: bool) {}
 
     fn flush(&self, deadline: Instant) {
-        let others = || self.shared.ways.iter().enumerate().filter(|(rank, _)| *rank != self.shared.rank);
-        while others().any(|(_, way)| way.lock().is_sending()) && Instant::now() < deadline {
+        let others = || self.shared.send_queues.iter().enumerate().filter(|(rank, _)| *rank != self.shared.rank);
+        while others().any(|(_, queue)| queue.lock().is_sending()) && Instant::now() < deadline {
             std::thread::sleep(FLUSH_PAUSE);
         }
     }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use mio::{Events, Interest, Poll, Token};
 
 use super::dial::Dial;
-use super::guest::{self, Found, Frame, Guest};
-use super::way::Line;
+use super::inbound::{self, Found, Frame, InboundConnection};
+use super::send_queue::Line;
 use super::{Call, Options, PROTOCOL, Shared};
 use crate::error::{Error, Result};
 use crate::transport::ports::Key;
@@ -37,9 +37,9 @@ const ACCEPT_BATCH: usize = 32;
 
 enum Connection {
     Dial(Dial),
-    /// The way to this rank, which owns its stream.
-    Way(usize),
-    Guest(Guest),
+    /// The queue to this rank, which owns its stream.
+    Outbound(usize),
+    Inbound(InboundConnection),
 }
 
 /// A connection that could not be made, and is tried again.
@@ -67,7 +67,7 @@ pub(super) struct Service {
     shared: Arc<Shared>,
     connections: HashMap<Token, Connection>,
     /// Guests that have not said who they are, oldest first.
-    strangers: BTreeMap<Token, Instant>,
+    unauthenticated: BTreeMap<Token, Instant>,
     next: usize,
     accept_at: Option<Instant>,
     /// Guests that have more to read.
@@ -93,7 +93,7 @@ impl Service {
             options,
             shared,
             connections: HashMap::new(),
-            strangers: BTreeMap::new(),
+            unauthenticated: BTreeMap::new(),
             next: FIRST_CONNECTION,
             accept_at: None,
             again: HashSet::new(),
@@ -137,8 +137,8 @@ impl Service {
             self.judge(now);
             self.refusals.summarize(now);
         }
-        for way in &self.shared.ways {
-            drop(way.lock().lose());
+        for queue in &self.shared.send_queues {
+            drop(queue.lock().lose());
         }
     }
 
@@ -148,10 +148,10 @@ impl Service {
             return Some(Duration::ZERO);
         }
         let now = Instant::now();
-        let stranger = self.strangers.values().next().map(|came| *came + HANDSHAKE_TIME);
+        let stranger = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
         let dial = self.connections.values().filter_map(|it| match it {
             Connection::Dial(dial) => Some(dial.deadline),
-            Connection::Way(_) | Connection::Guest(_) => None,
+            Connection::Outbound(_) | Connection::Inbound(_) => None,
         });
         let redial = self.redials.iter().map(|redial| redial.at);
         let loss = self.losses.iter().map(|loss| loss.judge_at);
@@ -176,8 +176,8 @@ impl Service {
     fn serve(&mut self, token: Token) {
         match self.connections.get(&token) {
             Some(Connection::Dial(_)) => self.serve_dial(token),
-            Some(Connection::Way(rank)) => self.serve_way(*rank),
-            Some(Connection::Guest(_)) => self.serve_guest(token),
+            Some(Connection::Outbound(rank)) => self.serve_send_queue(*rank),
+            Some(Connection::Inbound(_)) => self.serve_guest(token),
             None => {}
         }
     }
@@ -188,8 +188,8 @@ impl Service {
         let connection = self.connections.entry(token).insert_entry(connection).into_mut();
         let stream = match connection {
             Connection::Dial(dial) => dial.stream(),
-            Connection::Guest(guest) => &mut guest.stream,
-            Connection::Way(_) => return Some(token),
+            Connection::Inbound(inbound) => &mut inbound.stream,
+            Connection::Outbound(_) => return Some(token),
         };
         match self.poll.registry().register(stream, token, Interest::READABLE | Interest::WRITABLE) {
             Ok(()) => Some(token),
@@ -232,13 +232,13 @@ impl Service {
     }
 
     fn open(&mut self, token: Token, rank: usize, line: Line) {
-        self.connections.insert(token, Connection::Way(rank));
+        self.connections.insert(token, Connection::Outbound(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
         let mut first = vec![0; HEADER_BYTES];
-        first.extend_from_slice(&guest::hello(words));
+        first.extend_from_slice(&inbound::hello(words));
         let (outcome, admitted) = {
-            let mut way = self.shared.ways[rank].lock();
-            (way.open(line, first, &self.shared.buffers), way.admitted())
+            let mut queue = self.shared.send_queues[rank].lock();
+            (queue.open(line, first, &self.shared.buffers), queue.admitted())
         };
         self.shared.ports.bring_on(admitted);
         if let Err(error) = outcome {
@@ -257,14 +257,14 @@ impl Service {
         self.lose(rank, &format!("it could not be made: {why}"));
     }
 
-    fn serve_way(&mut self, rank: usize) {
+    fn serve_send_queue(&mut self, rank: usize) {
         let (outcome, admitted) = {
-            let mut way = self.shared.ways[rank].lock();
-            if way.is_lost() {
+            let mut queue = self.shared.send_queues[rank].lock();
+            if queue.is_lost() {
                 return;
             }
-            let outcome = way.write(&self.shared.buffers).and_then(|()| way.look_for_end());
-            (outcome, way.admitted())
+            let outcome = queue.write(&self.shared.buffers).and_then(|()| queue.look_for_end());
+            (outcome, queue.admitted())
         };
         self.shared.ports.bring_on(admitted);
         if let Err(error) = outcome {
@@ -272,16 +272,16 @@ impl Service {
         }
     }
 
-    /// Gives up on the way to `rank`, or on what comes from it (TCP-4).
+    /// Gives up on the queue to `rank`, or on what comes from it (TCP-4).
     fn lose(&mut self, rank: usize, why: &str) {
         let (line, admitted) = {
-            let mut way = self.shared.ways[rank].lock();
-            (way.lose(), way.admitted())
+            let mut queue = self.shared.send_queues[rank].lock();
+            (queue.lose(), queue.admitted())
         };
         if let Some(mut line) = line {
             let _ = self.poll.registry().deregister(&mut line.stream);
         }
-        self.connections.retain(|_, connection| !matches!(connection, Connection::Way(other) if *other == rank));
+        self.connections.retain(|_, connection| !matches!(connection, Connection::Outbound(other) if *other == rank));
         // Their frames are dropped, so their senders need not keep them.
         self.shared.ports.bring_on(admitted);
         tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
@@ -307,17 +307,17 @@ impl Service {
     fn accept(&mut self) {
         self.accept_at = None;
         for _ in 0..ACCEPT_BATCH {
-            if self.strangers.len() >= MAX_STRANGERS && !self.evict_oldest() {
+            if self.unauthenticated.len() >= MAX_STRANGERS && !self.evict_oldest() {
                 // The rest waits in the system's queue.
                 self.accept_at = Some(Instant::now() + STRANGER_TIME);
                 return;
             }
             match self.listener.accept() {
-                Ok((stream, address)) => match Guest::new(stream, address) {
-                    Ok(guest) => {
-                        let came = guest.came;
-                        if let Some(token) = self.register(Connection::Guest(guest)) {
-                            self.strangers.insert(token, came);
+                Ok((stream, address)) => match InboundConnection::new(stream, address) {
+                    Ok(inbound) => {
+                        let came = inbound.came;
+                        if let Some(token) = self.register(Connection::Inbound(inbound)) {
+                            self.unauthenticated.insert(token, came);
                         }
                     }
                     Err(error) => tracing::debug!("a connection from {address} could not be served: {error}"),
@@ -336,7 +336,7 @@ impl Service {
     }
 
     fn evict_oldest(&mut self) -> bool {
-        match self.strangers.first_key_value() {
+        match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
                 self.dismiss(token, "made room for others before it proved the job's secret");
                 true
@@ -346,7 +346,7 @@ impl Service {
     }
 
     fn serve_guest(&mut self, token: Token) {
-        let Some(Connection::Guest(guest)) = self.connections.get_mut(&token) else { return };
+        let Some(Connection::Inbound(inbound)) = self.connections.get_mut(&token) else { return };
         let (ports, options) = (&self.shared.ports, &self.options);
         let mut touched: HashSet<Key> = HashSet::new();
         let mut take = |rank: &mut Option<usize>, frame: Frame| match *rank {
@@ -354,7 +354,7 @@ impl Service {
                 touched.extend(ports.take(source, frame.buffer, frame.start, frame.bytes));
                 Ok(())
             }
-            None => match guest::introduction(&frame) {
+            None => match inbound::introduction(&frame) {
                 Some([session, from, to])
                     if session == options.session
                         && to == options.rank as u64
@@ -368,10 +368,10 @@ impl Service {
                 None => Err("broke the protocol: it does not say who it is".to_owned()),
             },
         };
-        let outcome = guest.read(&self.key, options.peer_timeout, &ports.buffers, &mut take);
-        let rank = guest.rank;
+        let outcome = inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take);
+        let rank = inbound.rank;
         if rank.is_some() {
-            self.strangers.remove(&token);
+            self.unauthenticated.remove(&token);
         }
         match outcome {
             Ok(Found::Pause) => {}
@@ -389,19 +389,19 @@ impl Service {
         self.shared.ports.bring_on(touched);
     }
 
-    /// Ends a guest's connection.
+    /// Ends an inbound connection's connection.
     fn dismiss(&mut self, token: Token, why: &str) {
-        self.strangers.remove(&token);
-        if let Some(Connection::Guest(mut guest)) = self.connections.remove(&token) {
-            let _ = self.poll.registry().deregister(&mut guest.stream);
-            if guest.rank.is_none() {
-                self.refusals.note(Some(guest.address), why);
+        self.unauthenticated.remove(&token);
+        if let Some(Connection::Inbound(mut inbound)) = self.connections.remove(&token) {
+            let _ = self.poll.registry().deregister(&mut inbound.stream);
+            if inbound.rank.is_none() {
+                self.refusals.note(Some(inbound.address), why);
             }
         }
     }
 
     fn expire(&mut self, now: Instant) {
-        while let Some((&token, &came)) = self.strangers.first_key_value() {
+        while let Some((&token, &came)) = self.unauthenticated.first_key_value() {
             if came + HANDSHAKE_TIME > now {
                 break;
             }
@@ -409,7 +409,7 @@ impl Service {
         }
         let late = |(token, connection): (&Token, &Connection)| match connection {
             Connection::Dial(dial) if dial.deadline <= now => Some((*token, dial.rank, dial.since)),
-            Connection::Dial(_) | Connection::Way(_) | Connection::Guest(_) => None,
+            Connection::Dial(_) | Connection::Outbound(_) | Connection::Inbound(_) => None,
         };
         for (token, rank, since) in self.connections.iter().filter_map(late).collect::<Vec<_>>() {
             self.connections.remove(&token);

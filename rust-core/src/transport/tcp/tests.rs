@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 
-use super::guest::{Hello, hello};
+use super::inbound::{Hello, hello};
 use super::*;
 use crate::transport::Members;
 use crate::transport::mailbox::Header;
@@ -203,7 +203,7 @@ fn a_lost_connection_is_no_news_once_its_rank_has_departed() {
     assert_eq!(pop(&b, 0).0, 1);
     ends[0].monitor.report(1, Departure::Left);
     ends[1].network.close();
-    wait_until(|| ends[0].network.shared.ways[1].lock().is_lost().then_some(()));
+    wait_until(|| ends[0].network.shared.send_queues[1].lock().is_lost().then_some(()));
     assert!(push(&a, 1, 2, b"nobody is there"));
     std::thread::sleep(3 * SHORT);
     assert!(ends[0].monitor.check(&[], "test").is_ok());

@@ -506,7 +506,7 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<Conne
         for (address, key) in candidates {
             match try_address(&address, &key, options, connect_time) {
                 Ok(Found::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
-                Ok(Found::Stranger) => trouble = format!("{address} belongs to somebody else"),
+                Ok(Found::Unauthenticated) => trouble = format!("{address} belongs to somebody else"),
                 Ok(Found::OtherSecret) => {
                     if let Whereabouts::At { addresses, .. } = &options.whereabouts
                         && addresses.len() == 1
@@ -544,7 +544,7 @@ enum Found {
     /// A rendezvous with another secret.
     OtherSecret,
     /// Something else.
-    Stranger,
+    Unauthenticated,
 }
 
 /// Who is at `address`.
@@ -563,12 +563,14 @@ fn try_address(address: &str, key: &JobKey, options: &Options, connect_time: Dur
     stream.set_read_timeout(Some(STEP_TIME))?;
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
-    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else { return Ok(Found::Stranger) };
+    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else {
+        return Ok(Found::Unauthenticated);
+    };
     stream.write_all(&answer.bytes(key))?;
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof)?;
     let Some(keys) = answer.verify(key, &proof) else {
-        return Ok(if proof == REFUSAL { Found::OtherSecret } else { Found::Stranger });
+        return Ok(if proof == REFUSAL { Found::OtherSecret } else { Found::Unauthenticated });
     };
     stream.set_read_timeout(None)?;
     Ok(Found::Rendezvous(stream, keys))

@@ -1,4 +1,4 @@
-//! The rendezvous over TCP: one thread, a mio loop. What strangers can cost is bounded here (RDV-1).
+//! The rendezvous over TCP: one thread, a mio loop. What unauthenticated connections can cost is bounded here (RDV-1).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
@@ -140,7 +140,7 @@ impl Server {
             },
             options,
             connections: HashMap::new(),
-            strangers: BTreeMap::new(),
+            unauthenticated: BTreeMap::new(),
             next: FIRST_CONNECTION,
             accept_again: false,
             again: HashSet::new(),
@@ -232,7 +232,7 @@ impl Drop for Server {
 
 enum Stage {
     /// Must prove that it knows the secret.
-    Stranger { challenge: Challenge, answer: Vec<u8> },
+    Unauthenticated { challenge: Challenge, answer: Vec<u8> },
     /// Has proved it.
     Open { sealer: Sealer, opener: Opener },
 }
@@ -258,7 +258,7 @@ struct Loop {
     options: Options,
     connections: HashMap<Token, Connection>,
     /// Those that have not joined, oldest first, with the time they came.
-    strangers: BTreeMap<Token, Instant>,
+    unauthenticated: BTreeMap<Token, Instant>,
     next: usize,
     /// The listener has more, or could not accept for want of a slot.
     accept_again: bool,
@@ -316,7 +316,7 @@ impl Loop {
             return Some(Duration::ZERO);
         }
         let accept = self.accept_again.then(|| now + Duration::from_millis(5));
-        let handshake = self.strangers.values().next().map(|came| *came + HANDSHAKE_TIME);
+        let handshake = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
         let next = [accept, handshake, self.job.next_tick(), self.refusals.due()].into_iter().flatten().min()?;
         // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
         Some(next.saturating_duration_since(now) + Duration::from_millis(1))
@@ -338,7 +338,7 @@ impl Loop {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPT_BATCH {
-            if self.strangers.len() >= MAX_STRANGERS && !self.evict_oldest() {
+            if self.unauthenticated.len() >= MAX_STRANGERS && !self.evict_oldest() {
                 return; // the rest waits in the listen queue
             }
             match self.listener.accept() {
@@ -377,19 +377,19 @@ impl Loop {
             peer,
             out: challenge.greeting().to_vec(),
             sent: 0,
-            stage: Stage::Stranger { challenge, answer: Vec::new() },
+            stage: Stage::Unauthenticated { challenge, answer: Vec::new() },
             deadline: Some(now + HANDSHAKE_TIME),
             closing: false,
         };
         self.connections.insert(token, connection);
-        self.strangers.insert(token, now);
+        self.unauthenticated.insert(token, now);
         self.flush(token);
         Ok(())
     }
 
     /// Makes room for a new stranger, if the oldest one had its time.
     fn evict_oldest(&mut self) -> bool {
-        match self.strangers.first_key_value() {
+        match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
                 self.drop_connection(token, "made room for others before it proved the job's secret");
                 true
@@ -399,7 +399,7 @@ impl Loop {
     }
 
     fn expire(&mut self, now: Instant) {
-        while let Some((&token, &came)) = self.strangers.first_key_value() {
+        while let Some((&token, &came)) = self.unauthenticated.first_key_value() {
             if came + HANDSHAKE_TIME > now {
                 return;
             }
@@ -434,7 +434,7 @@ impl Loop {
             }
         }
         if connection.deadline.is_none() {
-            self.strangers.remove(&token);
+            self.unauthenticated.remove(&token);
         }
         if read >= READ_BATCH {
             self.again.insert(token);
@@ -497,7 +497,7 @@ impl Loop {
     fn drop_connection(&mut self, token: Token, why: &str) {
         let Some(connection) = self.close(token) else { return };
         match connection.stage {
-            Stage::Stranger { .. } => self.refusals.note(Some(connection.peer), why),
+            Stage::Unauthenticated { .. } => self.refusals.note(Some(connection.peer), why),
             Stage::Open { .. } if connection.closing => {}
             Stage::Open { .. } => {
                 tracing::debug!("the connection from {} {why}", connection.peer);
@@ -507,7 +507,7 @@ impl Loop {
     }
 
     fn close(&mut self, token: Token) -> Option<Connection> {
-        self.strangers.remove(&token);
+        self.unauthenticated.remove(&token);
         self.again.remove(&token);
         let mut connection = self.connections.remove(&token)?;
         let _ = self.poll.registry().deregister(&mut connection.stream);
@@ -537,7 +537,7 @@ fn take(
     job: &mut Job,
     mut bytes: &[u8],
 ) -> Result<(), String> {
-    if let Stage::Stranger { challenge, answer } = &mut connection.stage {
+    if let Stage::Unauthenticated { challenge, answer } = &mut connection.stage {
         let (head, rest) = bytes.split_at(bytes.len().min(ANSWER_BYTES - answer.len()));
         answer.extend_from_slice(head);
         let Ok(answer) = <&[u8; ANSWER_BYTES]>::try_from(answer.as_slice()) else { return Ok(()) };

@@ -3,7 +3,7 @@
 
 use std::ops::RangeInclusive;
 
-use super::ways::CHUNKS_ABOVE;
+use super::kernel_launch::CHUNKS_ABOVE;
 use super::{ALL, HEADER_BYTES, Peers, PeersArgument, Turn, op_name};
 use crate::buffer::DType;
 use crate::collectives::{Overlap, ReduceOp, Request};

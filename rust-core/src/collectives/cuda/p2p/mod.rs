@@ -12,8 +12,8 @@
 //!   process ends.
 
 mod chunks;
+mod kernel_launch;
 mod meeting;
-mod ways;
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,9 +27,9 @@ use crate::device::{
     Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, PeerMemory, Source, Stream, nccl,
 };
 use crate::error::{Error, Result};
+pub use kernel_launch::Tuning;
+use kernel_launch::{KernelLaunch, block_bytes, half_bytes};
 pub use meeting::{Board, read, write};
-pub use ways::Tuning;
-use ways::{Way, block_bytes, half_bytes};
 
 const SOURCE: Source = Source { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
 
@@ -201,7 +201,7 @@ impl Peers {
             }
             let (dtype, op) = (DType::Float32, ReduceOp::Sum);
             let known = |entry| Ok((entry, dtype, op, kernel(context, entry, dtype, op, size)?));
-            kernels = [Way::ONE_SHOT, Way::TWO_SHOT].into_iter().map(known).collect::<Result<_>>()?;
+            kernels = [KernelLaunch::ONE_SHOT, KernelLaunch::TWO_SHOT].into_iter().map(known).collect::<Result<_>>()?;
             if let Some((entry, kernel)) = chunks::kernel(context, op, size)? {
                 kernels.push((entry, dtype, op, kernel));
             }
@@ -249,7 +249,8 @@ impl Peers {
         if tuning.chunks_bytes <= bytes {
             return self.size == 2;
         }
-        let one_shot = Way::all_reduce(bytes, self.size, self.half_bytes, tuning).entry == Way::ONE_SHOT;
+        let one_shot =
+            KernelLaunch::all_reduce(bytes, self.size, self.half_bytes, tuning).entry == KernelLaunch::ONE_SHOT;
         bytes <= self.piece_bytes() && one_shot == (bytes <= tuning.one_shot_bytes)
     }
 
@@ -327,7 +328,8 @@ impl Peers {
                 output: output.map_or(0, |output| output.slice(start, elems).ptr() as u64),
                 elems: elems as u64,
             };
-            let Way { entry, grid } = Way::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
+            let KernelLaunch { entry, grid } =
+                KernelLaunch::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
             let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the caller's
             // promise.
@@ -355,7 +357,7 @@ impl Peers {
                 output: output.ptr() as u64,
                 elems: elems as u64,
             };
-            let Way { entry, grid } = Way::reduce_scatter(output.bytes(), &tuning);
+            let KernelLaunch { entry, grid } = KernelLaunch::reduce_scatter(output.bytes(), &tuning);
             let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: as in `reduce`.
             unsafe { self.launch(turn, kernel, grid, 1, &argument, stream)? };

@@ -1,4 +1,4 @@
-//! The way to one process: frames that leave, and the connection on which they do.
+//! The send queue to one process: frames that leave, and the connection that carries them.
 //!
 //! Whoever sends writes to the connection himself as long as the system takes all; what it does not take, the thread writes
 //! when there is room again.
@@ -39,7 +39,7 @@ enum Stage {
 
 /// See the module's text.
 #[derive(Default)]
-pub(super) struct Way {
+pub(super) struct SendQueue {
     stage: Stage,
     /// Each with room for its header before it.
     frames: VecDeque<Vec<u8>>,
@@ -57,11 +57,11 @@ pub(super) enum Sent {
     Full,
     /// It waits for a connection that somebody must make.
     First,
-    /// It went the way of its connection, which broke.
+    /// Its connection broke.
     Lost(Error),
 }
 
-impl Way {
+impl SendQueue {
     /// Takes a frame that `write` writes.
     pub(super) fn send(&mut self, from: Key, buffers: &Pool, write: impl FnOnce(&mut Vec<u8>)) -> Sent {
         if matches!(self.stage, Stage::Lost) {

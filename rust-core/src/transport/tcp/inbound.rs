@@ -45,7 +45,7 @@ pub(super) struct Frame {
     pub(super) bytes: usize,
 }
 
-/// Takes a frame of a guest that has said which rank it is, or says so now. An error ends the connection, in words that go
+/// Takes a frame of an inbound connection that has said which rank it is, or says so now. An error ends the connection, in words that go
 /// after "it".
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, Frame) -> Result<(), String> + 'a;
 
@@ -59,12 +59,12 @@ pub(super) enum Found {
 }
 
 enum Stage {
-    Stranger { challenge: Challenge, answer: Vec<u8> },
+    Unauthenticated { challenge: Challenge, answer: Vec<u8> },
     Open(Reader),
 }
 
 /// See the module's text.
-pub(super) struct Guest {
+pub(super) struct InboundConnection {
     /// Dropped first.
     _guard: fork::Guard,
     pub(super) stream: TcpStream,
@@ -75,13 +75,13 @@ pub(super) struct Guest {
     stage: Stage,
 }
 
-impl Guest {
+impl InboundConnection {
     /// Greets whoever has connected.
     pub(super) fn new(mut stream: TcpStream, address: SocketAddr) -> Result<Self> {
         let challenge = Challenge::new()?;
         // A fresh connection takes that much at once; if it does not, the other side does without a greeting.
         let _ = stream.write(&challenge.greeting());
-        let stage = Stage::Stranger { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
+        let stage = Stage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
         Ok(Self { _guard: fork::Guard::new(&stream), stream, address, rank: None, came: Instant::now(), stage })
     }
 
@@ -94,7 +94,7 @@ impl Guest {
         spare: &Pool,
         take: &mut Take<'_>,
     ) -> Result<Found, String> {
-        if let Stage::Stranger { challenge, answer } = &mut self.stage {
+        if let Stage::Unauthenticated { challenge, answer } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {

@@ -47,16 +47,16 @@ impl Tuning {
 
 /// A kernel and its grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Way {
+pub(super) struct KernelLaunch {
     pub(super) entry: &'static str,
     pub(super) grid: Grid,
 }
 
-impl Way {
+impl KernelLaunch {
     pub(super) const ONE_SHOT: &'static str = "one_shot";
     pub(super) const TWO_SHOT: &'static str = "two_shot";
 
-    /// The way of an all-reduce of `bytes` bytes.
+    /// The launch of all-reduce of `bytes` bytes.
     pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &Tuning) -> Self {
         let vectors = bytes.div_ceil(VECTOR);
         if bytes <= tuning.one_shot_bytes && vectors * VECTOR * size <= half_bytes {
@@ -66,7 +66,7 @@ impl Way {
         }
     }
 
-    /// The way of a reduce-scatter to blocks of `bytes` bytes.
+    /// The launch of reduce-scatter to blocks of `bytes` bytes.
     pub(super) fn reduce_scatter(bytes: usize, tuning: &Tuning) -> Self {
         Self::new("reduce_scatter", bytes.div_ceil(VECTOR), tuning)
     }
@@ -100,8 +100,8 @@ mod tests {
     fn small_messages_take_one_shot_and_few_blocks() {
         let all_reduce = |bytes, size| {
             let most = 8 << 20;
-            let way = Way::all_reduce(bytes, size, half_bytes(most, size), &Tuning::usual(size, most));
-            (way.entry, way.grid.blocks)
+            let launch = KernelLaunch::all_reduce(bytes, size, half_bytes(most, size), &Tuning::usual(size, most));
+            (launch.entry, launch.grid.blocks)
         };
         assert_eq!(all_reduce(1, 4), ("one_shot", 1));
         assert_eq!(all_reduce(64 << 10, 4), ("one_shot", 8));
@@ -115,15 +115,15 @@ mod tests {
     fn one_shot_needs_room_for_everybody() {
         let (half, tuning) =
             (half_bytes(8 << 20, 4), Tuning { one_shot_bytes: usize::MAX, ..Tuning::usual(4, 8 << 20) });
-        assert_eq!(Way::all_reduce(4 << 20, 4, half, &tuning).entry, "one_shot");
-        assert_eq!(Way::all_reduce((4 << 20) + 1, 4, half, &tuning).entry, "two_shot");
+        assert_eq!(KernelLaunch::all_reduce(4 << 20, 4, half, &tuning).entry, "one_shot");
+        assert_eq!(KernelLaunch::all_reduce((4 << 20) + 1, 4, half, &tuning).entry, "two_shot");
     }
 
     #[test]
     fn there_are_no_more_blocks_than_flags() {
         for channels in [0, 1, 64, MAX_BLOCKS, 100_000] {
             let tuning = Tuning { channels, ..Tuning::usual(2, 8 << 20) };
-            let blocks = Way::reduce_scatter(8 << 20, &tuning).grid.blocks;
+            let blocks = KernelLaunch::reduce_scatter(8 << 20, &tuning).grid.blocks;
             assert!((1..=MAX_BLOCKS).contains(&blocks), "{blocks} blocks for {channels} channels");
         }
     }
