@@ -21,16 +21,16 @@ pub(super) struct Staging {
 }
 
 #[derive(Clone, Copy)]
-struct Part {
+struct CopyRange {
     from: *const u8,
     to: *mut u8,
     bytes: usize,
 }
 
 // SAFETY: parts are of memory that the caller holds, and no two of them are written alike.
-unsafe impl Send for Part {}
+unsafe impl Send for CopyRange {}
 // SAFETY: as above; a part itself is only read.
-unsafe impl Sync for Part {}
+unsafe impl Sync for CopyRange {}
 
 impl Staging {
     /// Makes room for so much.
@@ -71,7 +71,7 @@ impl Staging {
             for at in (0..bytes).step_by(PART_BYTES) {
                 // SAFETY: both ranges have `bytes` bytes.
                 let (from, to) = unsafe { (source.address.add(at), to.add(at)) };
-                parts.push(Part { from, to, bytes: PART_BYTES.min(bytes - at) });
+                parts.push(CopyRange { from, to, bytes: PART_BYTES.min(bytes - at) });
             }
             source.address = to;
         }

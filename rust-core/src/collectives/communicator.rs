@@ -31,7 +31,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::batch::{self, Phase, Step, Watch};
 use super::call::{Call, Kind};
-use super::cuda::{self, Cuda, Flying, Side};
+use super::cuda::{self, Cuda, PendingWork, Side};
 use super::kernels::copy::Publisher;
 use super::point_to_point::PointToPoint;
 use super::window::Window;
@@ -248,7 +248,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub(crate) fn flying(&self, during: &str, stream: &Stream) -> Result<Flying> {
+    pub(crate) fn flying(&self, during: &str, stream: &Stream) -> Result<PendingWork> {
         self.shared.cuda.flying(during, stream)
     }
 
@@ -551,7 +551,7 @@ impl Shared {
     }
 
     /// The same on CUDA tensors: the numbers are told between the CPUs.
-    fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<Flying> {
+    fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<PendingWork> {
         let members = self.transport.members();
         let call = match Call::describe(request, members.me, members.size()) {
             Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => call,

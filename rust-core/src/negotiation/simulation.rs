@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::Gradients;
 use super::description::Description;
 use super::factors::Factors;
-use super::machine::{Action, Machine, Part, Ticket};
+use super::machine::{Action, Machine, Operand, Ticket};
 use super::message::{Limits, Message};
 use super::stall::{Patience, Waits};
 use super::tree::{FAN_IN, Tree};
@@ -142,11 +142,11 @@ impl World {
                     (rank.tree.children.iter().map(|child| child.start).collect(), Message::Down(down))
                 }
                 Action::Run(parts) => {
-                    let shape = |part: &Part| match part {
-                        Part::Own(ticket) => rank.calls[ticket].1,
-                        Part::Neutral(description) => description.shape.first().copied().unwrap_or(0),
+                    let shape = |part: &Operand| match part {
+                        Operand::Own(ticket) => rank.calls[ticket].1,
+                        Operand::Neutral(description) => description.shape.first().copied().unwrap_or(0),
                     };
-                    rank.answered += parts.iter().filter(|part| matches!(part, Part::Own(_))).count();
+                    rank.answered += parts.iter().filter(|part| matches!(part, Operand::Own(_))).count();
                     rank.events.push(Event::Ran(parts.iter().map(shape).collect()));
                     continue;
                 }

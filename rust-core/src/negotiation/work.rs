@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::description::Description;
 use super::factors::{Factors, Scaled, scale};
-use super::machine::{Action, Machine, Part, Ticket};
+use super::machine::{Action, Machine, Operand, Ticket};
 use super::message::{Limits, Message};
 use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
@@ -259,12 +259,12 @@ impl Work {
     }
 
     /// Runs one operation, or queues it.
-    fn operate(&mut self, parts: Vec<Part>, by_caller: bool) -> Result<()> {
+    fn operate(&mut self, parts: Vec<Operand>, by_caller: bool) -> Result<()> {
         if timeline::enabled() {
             timeline::cycle();
         }
         let mut after = After::default();
-        let on_device = parts.iter().any(|part| matches!(part, Part::Neutral(group) if group.on_device));
+        let on_device = parts.iter().any(|part| matches!(part, Operand::Neutral(group) if group.on_device));
         // The others can only come to it if they have heard of it.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
             let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
@@ -307,7 +307,7 @@ impl Work {
     }
 
     /// The requests of an operation, and how many bytes move. Those who wait are in `after`, whatever comes of it.
-    fn prepare(&mut self, parts: Vec<Part>, after: &mut After) -> Result<(Vec<Request>, u64)> {
+    fn prepare(&mut self, parts: Vec<Operand>, after: &mut After) -> Result<(Vec<Request>, u64)> {
         let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
@@ -315,7 +315,7 @@ impl Work {
         let mut loan = self.lend(&parts)?;
         for part in parts {
             match part {
-                Part::Own(ticket) => {
+                Operand::Own(ticket) => {
                     let Some(mut open) = self.open.remove(&ticket) else { continue };
                     bytes += open.bytes;
                     after.calls.push(open.done);
@@ -330,7 +330,7 @@ impl Work {
                         requests.push(after.keep(scaled));
                     }
                 }
-                Part::Neutral(group) => {
+                Operand::Neutral(group) => {
                     bytes += group.all_bytes();
                     for description in group.each().filter(|one| one.kind != Kind::Presence) {
                         let data = match &mut loan {
@@ -360,10 +360,10 @@ impl Work {
     }
 
     /// Memory for this member's part in an operation on devices, after it has joined. An operation is in one kind of memory.
-    fn lend(&mut self, parts: &[Part]) -> Result<Option<Loan>> {
+    fn lend(&mut self, parts: &[Operand]) -> Result<Option<Loan>> {
         let lent = || {
             let groups = parts.iter().filter_map(|part| match part {
-                Part::Neutral(group) if group.on_device => Some(group),
+                Operand::Neutral(group) if group.on_device => Some(group),
                 _ => None,
             });
             groups.flat_map(|group| group.each())

@@ -19,7 +19,7 @@ pub struct History {
 
 /// What a part of a gradient is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum GradientPart {
     /// The last one.
     Last,
     /// More follow, or nobody knows yet.
@@ -41,16 +41,16 @@ impl History {
     }
 
     /// A part of the gradient of `param` has come.
-    pub fn accumulated(&mut self, param: usize) -> Part {
+    pub fn accumulated(&mut self, param: usize) -> GradientPart {
         self.parts[param] += 1;
         let Some(learned) = &self.learned else {
             self.order.push(param);
-            return Part::NotLast;
+            return GradientPart::NotLast;
         };
         match self.parts[param].cmp(&learned[param]) {
-            std::cmp::Ordering::Less => Part::NotLast,
-            std::cmp::Ordering::Equal => Part::Last,
-            std::cmp::Ordering::Greater => Part::TooMany(learned[param]),
+            std::cmp::Ordering::Less => GradientPart::NotLast,
+            std::cmp::Ordering::Equal => GradientPart::Last,
+            std::cmp::Ordering::Greater => GradientPart::TooMany(learned[param]),
         }
     }
 
@@ -109,19 +109,19 @@ mod tests {
         let mut history = History::new(4);
         history.start();
         for param in [2, 0, 2, 1] {
-            assert_eq!(history.accumulated(param), Part::NotLast);
+            assert_eq!(history.accumulated(param), GradientPart::NotLast);
         }
         assert!(!history.is_learned());
         assert_eq!(history.order(), [0, 2, 1, 3]);
         history.learn();
 
         history.start();
-        assert_eq!(history.accumulated(2), Part::NotLast);
-        assert_eq!(history.accumulated(0), Part::Last);
+        assert_eq!(history.accumulated(2), GradientPart::NotLast);
+        assert_eq!(history.accumulated(0), GradientPart::Last);
         assert_eq!(history.incomplete(&[1, 2, 3]), [1, 2]);
-        assert_eq!(history.accumulated(2), Part::Last);
-        assert_eq!(history.accumulated(2), Part::TooMany(2));
-        assert_eq!(history.accumulated(3), Part::TooMany(0));
+        assert_eq!(history.accumulated(2), GradientPart::Last);
+        assert_eq!(history.accumulated(2), GradientPart::TooMany(2));
+        assert_eq!(history.accumulated(3), GradientPart::TooMany(0));
         assert!(history.has_gradient(2) && !history.has_gradient(1));
     }
 
@@ -131,7 +131,7 @@ mod tests {
         history.start();
         history.accumulated(0);
         history.start();
-        assert_eq!(history.accumulated(1), Part::NotLast);
+        assert_eq!(history.accumulated(1), GradientPart::NotLast);
         assert_eq!(history.order(), [1, 0]);
     }
 }

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::ballot::Vote;
 use super::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
 use super::fingerprint::{self, Description, view};
-use super::history::Part;
+use super::history::GradientPart;
 use super::state::{Action, Layout, Record, State};
 use super::{Arena, Options, ParamSpec, Plan, Reduction, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
@@ -256,10 +256,10 @@ impl Reducer {
     /// [`Error::InvalidArgument`] if this backward does more than the first one did.
     pub fn accumulated(&self, param: usize) -> Result<bool> {
         let state = &mut *self.state.lock();
-        match state.history.as_mut().map_or(Part::Last, |history| history.accumulated(param)) {
-            Part::Last => Ok(true),
-            Part::NotLast => Ok(false),
-            Part::TooMany(parts) => Err(Error::InvalidArgument(format!(
+        match state.history.as_mut().map_or(GradientPart::Last, |history| history.accumulated(param)) {
+            GradientPart::Last => Ok(true),
+            GradientPart::NotLast => Ok(false),
+            GradientPart::TooMany(parts) => Err(Error::InvalidArgument(format!(
                 "parameter `{}` got gradient number {} in a backward whose first run gave it {parts}: the graph is not \
                  static; pass `static_graph=False` to DistributedDataParallel",
                 self.params[param].name,

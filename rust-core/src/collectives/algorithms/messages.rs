@@ -5,7 +5,7 @@ use super::{Algorithm, copy};
 use crate::buffer::TensorView;
 use crate::collectives::arrival::{TAG_DATA, agree_without_memory};
 use crate::collectives::call::Call;
-use crate::collectives::kernels::{self, Fold, Part};
+use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, ReduceOp, Request};
 use crate::error::Result;
 use crate::transport::wait_all;
@@ -178,10 +178,10 @@ fn fold_blocks(
             dtype: call.dtype,
             op,
             sources: &sources,
-            part: Part::Whole,
+            stage: FoldStage::Whole,
             outputs: &[output],
             elems,
-            soon: std::ptr::null(),
+            prefetch: std::ptr::null(),
         })
     };
     Ok(())

@@ -5,7 +5,7 @@
 
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold, Part};
+use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -61,11 +61,15 @@ impl Algorithm for OneShot {
                 dtype: call.dtype,
                 op: *op,
                 sources: &sources,
-                part: Part::Whole,
+                stage: FoldStage::Whole,
                 outputs: &outputs,
                 elems: chunk / size,
                 // The next chunk comes from memory while this one comes from the caches.
-                soon: if start + chunk < bytes { input.ptr().wrapping_add(start + chunk) } else { std::ptr::null() },
+                prefetch: if start + chunk < bytes {
+                    input.ptr().wrapping_add(start + chunk)
+                } else {
+                    std::ptr::null()
+                },
             };
             // SAFETY: the sources are the arenas, which hold a chunk of every member now (SHM-1), and the own input;
             // the output is the own one, at the same place as the input or apart from it. Validation checked the op.

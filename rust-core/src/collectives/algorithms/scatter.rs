@@ -2,7 +2,7 @@
 
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold, Part};
+use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -55,10 +55,10 @@ impl Algorithm for ReduceScatter {
                 dtype: call.dtype,
                 op: *op,
                 sources: &sources,
-                part: Part::Whole,
+                stage: FoldStage::Whole,
                 outputs: &outputs,
                 elems,
-                soon: std::ptr::null(),
+                prefetch: std::ptr::null(),
             };
             // SAFETY: the sources are this member's lane of every arena (SHM-1) and the own block, as long as the
             // output, which is the same memory or apart from it. Validation checked the op.

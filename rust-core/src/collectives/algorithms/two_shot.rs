@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::{Algorithm, Steps, copy};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold, Part};
+use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -95,11 +95,11 @@ impl Algorithm for TwoShot {
                     dtype: call.dtype,
                     op: *op,
                     sources: &sources,
-                    part: Part::Whole,
+                    stage: FoldStage::Whole,
                     outputs,
                     elems: range.len() / call.dtype.size(),
                     // What is published next comes from memory, while this comes from the caches.
-                    soon: if step + 1 < chunks {
+                    prefetch: if step + 1 < chunks {
                         input.ptr().wrapping_add(shard(step + 1, (me + 1) % size).start)
                     } else {
                         std::ptr::null()

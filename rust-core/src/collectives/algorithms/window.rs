@@ -3,7 +3,7 @@
 
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::{self, Fold, Part};
+use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request, arrival};
 use crate::error::Result;
 
@@ -42,10 +42,10 @@ impl Algorithm for Window {
             dtype: call.dtype,
             op: *op,
             sources: &sources,
-            part: Part::Whole,
+            stage: FoldStage::Whole,
             outputs: &places,
             elems,
-            soon: std::ptr::null(),
+            prefetch: std::ptr::null(),
         };
         // SAFETY: the ranges were checked against the window, whose parts are mapped with that size; between the two
         // synchronisations nobody else touches this member's shard of them. Validation checked the op.

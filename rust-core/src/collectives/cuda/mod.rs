@@ -17,10 +17,10 @@
 //!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
 //!   they add. Kernels of ours keep COL-1.
 
-mod landing;
+mod completion;
+mod device_communicator;
 mod measure;
 mod p2p;
-mod part;
 mod queue;
 mod split;
 mod tune;
@@ -41,9 +41,9 @@ use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Limit, Result};
 use crate::transport::{Members, Wait};
 use crate::world::{Monitor, Store, host};
-pub(crate) use landing::Flying;
+pub(crate) use completion::PendingWork;
+use device_communicator::DeviceCommunicator;
 use p2p::Peers;
-use part::Part;
 pub(crate) use split::Side;
 
 /// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
@@ -69,9 +69,9 @@ pub(super) struct Cuda {
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
     store: OnceLock<Arc<dyn Store>>,
-    parts: RwLock<Vec<Arc<Part>>>,
+    parts: RwLock<Vec<Arc<DeviceCommunicator>>>,
     /// Parts whose operations [`Cuda::close`] waits for; calls do not see them, the watch does.
-    closing: RwLock<Vec<Arc<Part>>>,
+    closing: RwLock<Vec<Arc<DeviceCommunicator>>>,
     /// Held while a part is made.
     making: Mutex<()>,
     /// Parts so far: the same on all members.
@@ -162,7 +162,7 @@ impl Cuda {
     }
 
     /// As [`Cuda::run`], in the group's own stream, which begins when the views' stream has got so far.
-    pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<Flying> {
+    pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
         let Some((first, stream)) = self.accept_all(requests)? else {
             return Err(Error::Internal("no operation was to be queued on a device".into()));
         };
@@ -184,15 +184,15 @@ impl Cuda {
         own.wait(&ready)?;
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
-        let flying = Flying::prepare(self, self.describe(first), context)?;
+        let flying = PendingWork::prepare(self, self.describe(first), context)?;
         let queued = part.queue(&moved, own, Overlap::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
         flying.depart(queued, own)
     }
 
     /// What the group has queued into `stream` so far.
-    pub(super) fn flying(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<Flying> {
-        Flying::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
+    pub(super) fn flying(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
+        PendingWork::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
     }
 
     /// Where this member has parts, the newest last.
@@ -250,7 +250,7 @@ impl Cuda {
     }
 
     /// The parts that the watch looks at.
-    fn all_parts(&self) -> Vec<Arc<Part>> {
+    fn all_parts(&self) -> Vec<Arc<DeviceCommunicator>> {
         let parts = self.parts.read();
         parts.iter().chain(self.closing.read().iter()).cloned().collect()
     }
@@ -292,7 +292,7 @@ impl Cuda {
     }
 
     /// Ends the communicator of a part of which nothing is under way, or whose group has failed.
-    fn close_comm(&self, part: &Part) {
+    fn close_comm(&self, part: &DeviceCommunicator) {
         let during = || format!("closing group {} on CUDA devices", self.id);
         let start = Instant::now();
         // Not what `wait` looks at: this group is closed already.
@@ -311,11 +311,15 @@ impl Cuda {
         }
     }
 
-    fn part(&self, context: &'static Context) -> Option<Arc<Part>> {
+    fn part(&self, context: &'static Context) -> Option<Arc<DeviceCommunicator>> {
         self.parts.read().iter().find(|part| part.comm.context().device() == context.device()).cloned()
     }
 
-    fn make_part(self: &Arc<Self>, context: &'static Context, first: &dyn Fn() -> String) -> Result<Arc<Part>> {
+    fn make_part(
+        self: &Arc<Self>,
+        context: &'static Context,
+        first: &dyn Fn() -> String,
+    ) -> Result<Arc<DeviceCommunicator>> {
         let _making = self.making.lock();
         if let Some(part) = self.part(context) {
             return Ok(part);
@@ -353,7 +357,7 @@ impl Cuda {
                 return Err(error);
             }
         };
-        let part = Arc::new(Part::new(number, comm, peers));
+        let part = Arc::new(DeviceCommunicator::new(number, comm, peers));
         self.parts.write().push(part.clone());
         watch::add(self)?;
         Ok(part)
@@ -449,7 +453,7 @@ impl Cuda {
     }
 
     /// Frees what the members share with each other, once all of them have nothing under way any more.
-    fn retire(&self, part: &Part) {
+    fn retire(&self, part: &DeviceCommunicator) {
         let Some(peers) = &part.peers else { return };
         let (ranks, me) = (&self.members.ranks, self.members.me);
         let read = |store: &Arc<dyn Store>, at: usize| {

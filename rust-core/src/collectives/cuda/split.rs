@@ -12,7 +12,7 @@
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use super::{Cuda, Part};
+use super::{Cuda, DeviceCommunicator};
 use crate::device::driver::relaxed;
 use crate::device::nccl::Parent;
 use crate::error::{Error, Result};
@@ -94,7 +94,12 @@ impl Cuda {
         outcome
     }
 
-    fn split_part(self: &Arc<Self>, part: Arc<Part>, side: Side, start: Instant) -> Result<Option<Parent>> {
+    fn split_part(
+        self: &Arc<Self>,
+        part: Arc<DeviceCommunicator>,
+        side: Side,
+        start: Instant,
+    ) -> Result<Option<Parent>> {
         let during = || format!("making groups out of group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
         // Members that allocate memory for the new communicator may wait for their devices, and those for other members.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Cuda, Part, is_message};
+use super::{Cuda, DeviceCommunicator, is_message};
 use crate::collectives::Request;
 use crate::device::driver::relaxed;
 use crate::device::ending;
@@ -140,7 +140,7 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
 }
 
 /// Kernels of two members found that their calls differ (PEER-2).
-fn differing(group: &Cuda, part: &Part) -> Option<Error> {
+fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     let mismatch = part.peers.as_ref()?.mismatch()?;
     let (me, other) = (group.members.me, mismatch.member);
     // Which ones it may have been, unless calls of CUDA graphs came between.
@@ -198,7 +198,7 @@ pub(super) fn departed(group: &Cuda) -> Option<Error> {
 }
 
 /// A member left in good order, but not before this one began to wait for it.
-fn left(group: &Cuda, part: &Part) -> Option<Error> {
+fn left(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     let flights = part.flights.lock();
     let calls = flights.first()?;
     if group.monitor.generation() == 0 || calls.since.elapsed() < LEFT_LIMIT {
@@ -228,7 +228,7 @@ pub(super) fn say_ended(group: &Cuda, reason: &Error) {
 }
 
 /// Another member has ended its part.
-fn ended(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
+fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<Error> {
     let during = {
         let flights = part.flights.lock();
         let calls = flights.first().filter(|calls| calls.since.elapsed() >= ENDED_AFTER)?;
@@ -286,7 +286,7 @@ impl Notes {
     }
 }
 
-fn stuck(group: &Cuda, part: &Part, notes: &mut Notes) -> Option<Error> {
+fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<Error> {
     let (note, since, timeout, partners) = {
         let flights = part.flights.lock();
         let calls = flights.first()?;

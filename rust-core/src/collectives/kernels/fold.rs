@@ -3,7 +3,7 @@
 use num_complex::Complex;
 
 use super::number::{Bits, Bool, Brain, Element, Half, HalfConversion, Number, Ordered, Plain};
-use super::{Fold, Part};
+use super::{Fold, FoldStage};
 use crate::buffer::DType;
 use crate::collectives::ReduceOp;
 
@@ -80,9 +80,9 @@ where
 
 #[inline(always)]
 unsafe fn arithmetic<I, E: Element<I, N>, const N: usize>(fold: &Fold<'_>) {
-    let ranks = match fold.part {
-        Part::Last { ranks, .. } => ranks,
-        Part::Whole | Part::Middle { .. } => fold.sources.len(),
+    let ranks = match fold.stage {
+        FoldStage::Last { ranks, .. } => ranks,
+        FoldStage::Whole | FoldStage::Middle { .. } => fold.sources.len(),
     };
     // SAFETY: the caller's promise.
     unsafe {
@@ -104,10 +104,10 @@ unsafe fn run<I, E: Element<I, N>, const N: usize>(
     let [first, rest @ ..] = fold.sources else { return };
     let stored = size_of::<E::Stored>();
     let number = size_of::<E::Number>();
-    let (carry, carries_on) = match fold.part {
-        Part::Whole => (std::ptr::null(), false),
-        Part::Middle { carry } => (carry, true),
-        Part::Last { carry, .. } => (carry, false),
+    let (carry, carries_on) = match fold.stage {
+        FoldStage::Whole => (std::ptr::null(), false),
+        FoldStage::Middle { carry } => (carry, true),
+        FoldStage::Last { carry, .. } => (carry, false),
     };
     let load = |source: &*const u8, at: usize| -> [E::Number; N] {
         // SAFETY: the caller promises `elems` elements, and the block ends before that.
@@ -121,8 +121,8 @@ unsafe fn run<I, E: Element<I, N>, const N: usize>(
     };
     let mut at = 0;
     while at + N <= fold.elems {
-        if !fold.soon.is_null() {
-            fetch(fold.soon.wrapping_add(at * stored), N * stored);
+        if !fold.prefetch.is_null() {
+            fetch(fold.prefetch.wrapping_add(at * stored), N * stored);
         }
         let mut block = load(first, at);
         if !carry.is_null() {

@@ -26,20 +26,20 @@ pub(crate) struct Fold<'a> {
     /// One pointer a rank, in rank order.
     pub(crate) sources: &'a [*const u8],
     /// Whether this is the whole fold, or a part of one.
-    pub(crate) part: Part,
+    pub(crate) stage: FoldStage,
     /// Where the result goes.
     pub(crate) outputs: &'a [*mut u8],
     /// Elements of each.
     pub(crate) elems: usize,
     /// As many bytes as a source has, which will be read next: fetched into the cache meanwhile. Null for none; only
     /// a hint, so it need not be valid.
-    pub(crate) soon: *const u8,
+    pub(crate) prefetch: *const u8,
 }
 
 /// A fold over many ranks may be made in several places, one after the other: each takes up what the one before it
 /// came to, in the accumulation type ([`carry_bytes`]), and the last one rounds. So it is the same fold (COL-1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum FoldStage {
     /// The sources are all ranks.
     Whole,
     /// The sources follow the ranks that `carry` stands for; null stands for none. The outputs are a carry again.
@@ -142,17 +142,17 @@ mod tests {
                         let place: *mut u8 = sources[size / 2].as_mut_ptr().cast();
                         let outputs = [place, other.as_mut_ptr().cast()];
                         let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
-                        let soon = std::ptr::null();
+                        let prefetch = std::ptr::null();
                         // SAFETY: all have `elems` elements, aligned; the one overlap is a whole source.
                         unsafe {
                             run(&Fold {
                                 dtype,
                                 op,
                                 sources: &pointers,
-                                part: Part::Whole,
+                                stage: FoldStage::Whole,
                                 outputs: &outputs,
                                 elems,
-                                soon,
+                                prefetch,
                             })
                         };
                         for output in outputs {
@@ -187,14 +187,14 @@ mod tests {
                             let from = if cut[0] == 0 { std::ptr::null() } else { carry.as_ptr().cast() };
                             let last = cut[1] == size;
                             let part = match last {
-                                true => Part::Last { carry: from, ranks: size },
-                                false => Part::Middle { carry: from },
+                                true => FoldStage::Last { carry: from, ranks: size },
+                                false => FoldStage::Middle { carry: from },
                             };
                             let outputs = [output.as_mut_ptr().cast()];
                             let sources = &pointers[cut[0]..cut[1]];
-                            let soon = std::ptr::null();
+                            let prefetch = std::ptr::null();
                             // SAFETY: all have `elems` elements, aligned; nothing overlaps.
-                            unsafe { run(&Fold { dtype, op, sources, part, outputs: &outputs, elems, soon }) };
+                            unsafe { run(&Fold { dtype, op, sources, stage: part, outputs: &outputs, elems, prefetch }) };
                             carry = output;
                         }
                         // SAFETY: the last output holds `elems` elements.

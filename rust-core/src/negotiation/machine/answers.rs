@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Action, Machine, Offers, Part, Queue, Ticket};
+use super::{Action, Machine, Offers, Operand, Queue, Ticket};
 use crate::collectives::Kind;
 use crate::error::Error;
 use crate::negotiation::End;
@@ -82,7 +82,7 @@ impl Machine {
             self.cache.set_capacity(limits.cache as usize);
         }
         actions.push(Action::Down(down.clone()));
-        let mut parts: Vec<(u64, u64, Part)> = Vec::new();
+        let mut parts: Vec<(u64, u64, Operand)> = Vec::new();
         let mut next = Offers::new();
         for source in &mut self.sources {
             source.ready.remove(&down.ready);
@@ -155,13 +155,13 @@ impl Machine {
         &mut self,
         name: &Arc<str>,
         description: Arc<Description>,
-        parts: &mut Vec<(u64, u64, Part)>,
+        parts: &mut Vec<(u64, u64, Operand)>,
         next: &mut Offers,
     ) {
         let (class, bytes) = (description.class(), description.all_bytes());
         let part = match self.pop(name, next) {
-            Some(ticket) => Part::Own(ticket),
-            None => Part::Neutral(description),
+            Some(ticket) => Operand::Own(ticket),
+            None => Operand::Neutral(description),
         };
         parts.push((class, bytes, part));
     }
@@ -184,7 +184,7 @@ impl Machine {
     }
 
     /// Makes operations of what was agreed on, alike on all members: the same classes beside each other, as many as fit.
-    fn run(&self, mut parts: Vec<(u64, u64, Part)>, actions: &mut Vec<Action>) {
+    fn run(&self, mut parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<Action>) {
         parts.sort_by_key(|(class, ..)| *class);
         let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
         for (class, more, part) in parts {

@@ -33,7 +33,7 @@ pub(super) enum Action {
     /// Tells every child.
     Down(Down),
     /// Runs these as one operation, after all before.
-    Run(Vec<Part>),
+    Run(Vec<Operand>),
     /// Ends a submission with an error.
     Fail(Ticket, Error),
     /// Ends what waits and is no name ([`super::Elsewhere::end`]).
@@ -50,7 +50,7 @@ pub(super) enum Action {
 
 /// This member's part in one collective of an operation.
 #[derive(Debug)]
-pub(super) enum Part {
+pub(super) enum Operand {
     /// As it asked for.
     Own(Ticket),
     /// It has joined, so it contributes what changes nothing, and has no use for the result.

@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::buffer::DType;
-use crate::collectives::kernels::{self, Fold, Part, carry_bytes};
+use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::collectives::{Group, ReduceOp};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
@@ -264,15 +264,15 @@ impl<'a> Owner<'a> {
             dtype: chain.dtype,
             op: chain.op,
             sources: &sources,
-            part: Part::Last { carry, ranks: group.members.size() },
+            stage: FoldStage::Last { carry, ranks: group.members.size() },
             outputs: &[],
             elems,
-            soon: std::ptr::null(),
+            prefetch: std::ptr::null(),
         };
         if let Some(next) = next {
             let bytes = elems * carry_bytes(chain.dtype);
             let mut made = vec![0u128; bytes.div_ceil(16)];
-            fold.part = Part::Middle { carry };
+            fold.stage = FoldStage::Middle { carry };
             // SAFETY: the parts are valid for the piece and lent to this owner; the carries have that many elements in the
             // accumulation type. Validation checked the op.
             unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };

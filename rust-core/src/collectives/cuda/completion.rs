@@ -29,7 +29,7 @@ const NAP_PART: u32 = 1000;
 const LONGEST_NAP: Duration = Duration::from_millis(2);
 
 /// What a stream was given by a group so far.
-pub(crate) struct Flying {
+pub(crate) struct PendingWork {
     owner: Arc<Cuda>,
     during: String,
     landed: Event,
@@ -37,14 +37,14 @@ pub(crate) struct Flying {
     error: Option<Error>,
 }
 
-struct Landings {
-    new: Mutex<Vec<(Flying, Done)>>,
+struct CompletionQueue {
+    new: Mutex<Vec<(PendingWork, Done)>>,
     added: Condvar,
 }
 
-static LANDINGS: Landings = Landings { new: Mutex::new(Vec::new()), added: Condvar::new() };
+static COMPLETIONS: CompletionQueue = CompletionQueue { new: Mutex::new(Vec::new()), added: Condvar::new() };
 
-impl Flying {
+impl PendingWork {
     /// Before something is queued whose memory lives until it has landed: what can fail here must not fail then.
     pub(super) fn prepare(owner: &Arc<Cuda>, during: String, context: &'static Context) -> Result<Self> {
         start()?;
@@ -61,8 +61,8 @@ impl Flying {
 
     /// Has `done` called when the device gets there, or with what ended the group's operations before that.
     pub(crate) fn then(self, done: Done) {
-        LANDINGS.new.lock().push((self, done));
-        LANDINGS.added.notify_all();
+        COMPLETIONS.new.lock().push((self, done));
+        COMPLETIONS.added.notify_all();
     }
 
     /// How it went, if it has.
@@ -86,13 +86,13 @@ fn start() -> Result<()> {
 }
 
 fn work() {
-    let mut flying: Vec<(Flying, Done)> = Vec::new();
+    let mut flying: Vec<(PendingWork, Done)> = Vec::new();
     let mut last = Instant::now();
     loop {
         {
-            let mut new = LANDINGS.new.lock();
+            let mut new = COMPLETIONS.new.lock();
             while flying.is_empty() && new.is_empty() {
-                LANDINGS.added.wait(&mut new);
+                COMPLETIONS.added.wait(&mut new);
                 last = Instant::now();
             }
             flying.append(&mut new);

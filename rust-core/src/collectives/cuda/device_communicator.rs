@@ -14,7 +14,7 @@ use crate::device::{Event, Stream};
 use crate::error::Result;
 
 /// One device's communicator, and what is under way on it.
-pub(super) struct Part {
+pub(super) struct DeviceCommunicator {
     pub(super) number: u64,
     pub(super) comm: Comm,
     /// Where the members' devices reach each other.
@@ -22,13 +22,13 @@ pub(super) struct Part {
     /// For operations that do not go to their views' stream.
     pub(super) stream: OnceLock<Stream>,
     turn: Mutex<()>,
-    pub(super) flights: Mutex<Flights>,
+    pub(super) flights: Mutex<PendingQueue>,
 }
 
 /// What was queued and may still be under way.
 #[derive(Default)]
-pub(super) struct Flights {
-    pub(super) queue: VecDeque<Flight>,
+pub(super) struct PendingQueue {
+    pub(super) queue: VecDeque<PendingCalls>,
     /// What a thread is queueing, if it may wait for other members meanwhile: NCCL connects with them at the first use.
     starting: Option<Calls>,
     /// Operations so far, without messages, of which every pair has its own number.
@@ -48,14 +48,14 @@ pub(super) struct Calls {
 }
 
 /// Operations that were queued and are not known to be done.
-pub(super) struct Flight {
+pub(super) struct PendingCalls {
     pub(super) calls: Calls,
     /// How many calls each of them made this member's peers see so far, where they are such calls.
     pub(super) peer_calls: Box<[u32]>,
     done: Event,
 }
 
-impl Flights {
+impl PendingQueue {
     fn calls(&self, requests: &Arc<[Request]>, timeout: Duration) -> Calls {
         Calls { requests: requests.clone(), position: self.collectives, since: Instant::now(), timeout }
     }
@@ -70,7 +70,7 @@ impl Flights {
     }
 }
 
-impl Part {
+impl DeviceCommunicator {
     /// A part of which nothing is under way.
     pub(super) fn new(number: u64, comm: Comm, peers: Option<Peers>) -> Self {
         let (stream, turn, flights) = Default::default();
@@ -131,7 +131,7 @@ impl Part {
         let mut flights = self.flights.lock();
         let calls = flights.calls(requests, timeout);
         flights.collectives += requests.iter().filter(|request| !is_message(request)).count() as u64;
-        flights.queue.push_back(Flight { calls, peer_calls: peer_calls.into(), done });
+        flights.queue.push_back(PendingCalls { calls, peer_calls: peer_calls.into(), done });
         Ok(())
     }
 
