@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Graph, Layout, Link, Made, Section, Task};
+use smd_core::pipeline::{Costs, Graph, Link, Made, Section, StageGraph, Task};
 use smd_core::trace::{self, Track};
 use smd_core::{Error, Result};
 
@@ -24,14 +24,14 @@ type ActionRow = (String, u32, u32, Option<u32>);
 /// The stages of a microbatch: tasks that one rank does without waiting for another.
 #[pyclass(module = "smdistributed._core")]
 pub struct PipelineLayout {
-    layout: Layout,
+    layout: StageGraph,
 }
 
 #[pymethods]
 impl PipelineLayout {
     #[new]
     fn new() -> Self {
-        Self { layout: Layout::new() }
+        Self { layout: StageGraph::new() }
     }
 
     /// Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, bytes and need of a

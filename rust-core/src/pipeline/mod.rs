@@ -2,7 +2,7 @@
 //! microbatches.
 //!
 //! ```text
-//!   Layout ──> Graph ── schedule::plan ──> Program ── validate ──> executed
+//!   StageGraph ──> Graph ── schedule::plan ──> Program ── validate ──> executed
 //!   (tasks in   (stages, edges,            (one list of              |
 //!    stages)     microbatches)              actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
 //! ```
@@ -22,11 +22,11 @@
 mod action;
 mod draw;
 mod graph;
-mod layout;
 pub mod operations;
 mod program;
 pub mod schedule;
 mod simulate;
+mod stage_graph;
 #[cfg(test)]
 mod tests;
 mod transfers;
@@ -35,7 +35,7 @@ mod validate;
 pub use action::{Action, Kind};
 pub use draw::{grid, svg};
 pub use graph::{Costs, Edge, Graph, Link, Placement, Stage};
-pub use layout::{Layout, Made, Section, Task};
 pub use program::Program;
 pub use simulate::{Span, Timeline, simulate};
+pub use stage_graph::{Made, Section, StageGraph, Task};
 pub use validate::validate;

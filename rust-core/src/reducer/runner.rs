@@ -14,7 +14,7 @@ use super::ballot::Vote;
 use super::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
 use super::fingerprint::{self, Description, view};
 use super::history::GradientPart;
-use super::state::{Action, Layout, Record, State};
+use super::state::{Action, PlannedBuckets, Record, State};
 use super::{Arena, Options, ParamSpec, Plan, Reduction, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
@@ -68,7 +68,7 @@ impl Reducer {
         let description = Description { params, options };
         fingerprint::agree(&communicator, &description)?;
         let Description { params, options } = description;
-        let layout = Layout::new(&communicator, Plan::initial(&params, &options), options.on_device)?;
+        let layout = PlannedBuckets::new(&communicator, Plan::initial(&params, &options), options.on_device)?;
         tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
         Ok(Arc::new(Self {
             state: Mutex::new(State::new(&params, options, layout, communicator.members().size() > 1)),
@@ -111,7 +111,7 @@ impl Reducer {
         let description = Description { params: self.params.to_vec(), options };
         fingerprint::agree(&self.communicator, &description)?;
         let Description { params, options } = description;
-        let layout = Layout::new(&self.communicator, Plan::initial(&params, &options), options.on_device)?;
+        let layout = PlannedBuckets::new(&self.communicator, Plan::initial(&params, &options), options.on_device)?;
         self.state.lock().configure(options, layout);
         Ok(())
     }
@@ -659,7 +659,7 @@ impl Reducer {
 
     /// Makes the plan anew in the order that rank 0 observed (RED-5). Gradients in slots of the old window stay
     /// valid, since their leases keep it; they move when they next become ready.
-    fn rebuild(&self, layout: &Layout, order: Vec<usize>) -> Result<()> {
+    fn rebuild(&self, layout: &PlannedBuckets, order: Vec<usize>) -> Result<()> {
         let mut order: Vec<u64> = order.into_iter().map(|param| param as u64).collect();
         // SAFETY: `order` lives, untouched, until `run`, which blocks, has returned.
         let data = unsafe { TensorView::new(order.as_mut_ptr().cast(), order.len(), DType::Int64, Device::Cpu, 0) }?;
@@ -670,7 +670,7 @@ impl Reducer {
             layout.clone()
         } else {
             tracing::debug!("gradient plan in observed order:\n{}", super::plan::describe(&plan, &self.params));
-            Layout::new(&self.communicator, plan, self.options().on_device)?
+            PlannedBuckets::new(&self.communicator, plan, self.options().on_device)?
         };
         let state = &mut *self.state.lock();
         state.layout = layout;

@@ -17,7 +17,7 @@ use crate::trace;
 
 /// What changes when the plan is made anew.
 #[derive(Clone)]
-pub(super) struct Layout {
+pub(super) struct PlannedBuckets {
     pub(super) plan: Arc<Plan>,
     /// Not for gradients on a device.
     pub(super) arena: Option<Arc<Arena>>,
@@ -30,7 +30,7 @@ pub(super) struct State {
     pub(super) options: Options,
     /// Whether there is anybody else.
     has_others: bool,
-    pub(super) layout: Layout,
+    pub(super) layout: PlannedBuckets,
     pub(super) active: Option<Active>,
     /// Counts steps, so that a late answer of an earlier one is told apart.
     pub(super) steps: u64,
@@ -115,13 +115,13 @@ pub(super) struct BucketTimes {
 pub(super) enum Action {
     Nothing,
     /// The step, the bucket, where in the window its values are, and as what and how they become one.
-    Reduce(u64, usize, Layout, usize, (DType, ReduceOp)),
+    Reduce(u64, usize, PlannedBuckets, usize, (DType, ReduceOp)),
     GiveUp(u64, String),
 }
 
 impl State {
     /// Before the first step; `has_others` says whether the communicator has more than one member.
-    pub(super) fn new(params: &[ParamSpec], options: Options, layout: Layout, has_others: bool) -> Self {
+    pub(super) fn new(params: &[ParamSpec], options: Options, layout: PlannedBuckets, has_others: bool) -> Self {
         Self {
             layout,
             active: None,
@@ -140,7 +140,7 @@ impl State {
     }
 
     /// Forgets what earlier steps taught.
-    pub(super) fn configure(&mut self, options: Options, layout: Layout) {
+    pub(super) fn configure(&mut self, options: Options, layout: PlannedBuckets) {
         self.layout = layout;
         self.history = options.static_graph.then(|| History::new(self.used.len()));
         self.used_always = None;
@@ -210,7 +210,7 @@ impl State {
         if let Some(error) = &active.error {
             return Err(error.clone());
         }
-        let Layout { plan, arena, .. } = &self.layout;
+        let PlannedBuckets { plan, arena, .. } = &self.layout;
         let Some(launch) = active.step.mark_ready(plan, param) else {
             return Err(Error::InvalidArgument(format!(
                 "parameter `{}` got a second gradient in one backward, when its bucket may be reduced already: \
@@ -360,7 +360,7 @@ impl Active {
     }
 }
 
-impl Layout {
+impl PlannedBuckets {
     pub(super) fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
         let arena = match on_device {
             true => None,

@@ -10,11 +10,11 @@
 pub mod env;
 pub mod fork;
 pub mod host;
-pub mod layout;
 pub mod monitor;
 pub mod rendezvous;
 pub(crate) mod socket;
 pub mod store;
+pub mod topology;
 
 pub use monitor::{Departure, Monitor};
 pub use store::{LocalStore, Store};

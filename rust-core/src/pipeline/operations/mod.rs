@@ -6,7 +6,7 @@
 //!    layers, variables)      is computed)         computes at a time)   without computing)
 //! ```
 //!
-//! A [`Layout`](super::Layout) has tasks, whose backward follows from them. Here backwards are operations like others, which anything
+//! A [`StageGraph`](super::StageGraph) has tasks, whose backward follows from them. Here backwards are operations like others, which anything
 //! may take from, so they are cut as well. What is then scheduled is the same: a [`Graph`](super::Graph) of stages.
 //!
 //! - OPS-1: operations are numbered in an order in which they can be computed.

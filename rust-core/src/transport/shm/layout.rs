@@ -48,14 +48,14 @@ mod control {
 
 /// Offsets for a group of `size` members.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Layout {
+pub(crate) struct SegmentLayout {
     size: usize,
     control_bytes: usize,
     arenas: usize,
     rings: usize,
 }
 
-impl Layout {
+impl SegmentLayout {
     pub(crate) fn new(size: usize) -> Self {
         // Two parities of two rows of counts follow the fixed part.
         let control_bytes = (control::ROWS + 2 * 2 * size * 8).next_multiple_of(PAGE);
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn fields_do_not_overlap() {
         for size in [1, 2, 3, 8, 200] {
-            let layout = Layout::new(size);
+            let layout = SegmentLayout::new(size);
             let mut ranges = vec![(0, header::SLEEPERS + 4)];
             for rank in 0..size {
                 ranges.push((layout.phase(rank), 4));

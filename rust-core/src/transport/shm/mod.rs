@@ -42,7 +42,7 @@ pub(crate) mod segment;
 use arrivals::Arrivals;
 use counts::Counts;
 use event::Event;
-use layout::{ARENA_BYTES, CALL_WORDS, Layout, RING_BYTES, RING_SLOTS};
+use layout::{ARENA_BYTES, CALL_WORDS, RING_BYTES, RING_SLOTS, SegmentLayout};
 use placement::core;
 pub(super) use ring::Rings;
 use segment::Segment;
@@ -84,7 +84,7 @@ impl SharedMemory {
     ) -> Result<Arc<Self>> {
         let start = Instant::now();
         let leader = members.ranks[0];
-        let layout = Layout::new(members.size());
+        let layout = SegmentLayout::new(members.size());
         let prefix = format!("shm/{name}/");
         let key = format!("{prefix}segment");
         let segment;
@@ -174,7 +174,7 @@ const PHASES_A_LOOK: u32 = 64;
 /// The memory that all members of a group see; see the module's text. One operation of the group uses it at a time.
 pub struct SharedMemory {
     segment: Segment,
-    layout: Layout,
+    layout: SegmentLayout,
     members: Members,
     /// The phase of this member's last arrival.
     phase: AtomicU32,

@@ -11,7 +11,7 @@ use crate::device::{Context, Grid, Kernel, Source, Stream};
 use crate::error::{Error, Result};
 
 /// Kernels for groups of one size.
-struct Layout {
+struct ChunkLayout {
     source: &'static Source,
     entry: &'static str,
     /// Elements of a chunk.
@@ -35,7 +35,7 @@ const UNIT_BYTES: usize = 4 * UNIT_ELEMS;
 /// Members for which there are kernels: with more, what each one folds of a chunk becomes small.
 const MEMBERS: RangeInclusive<usize> = 2..=8;
 
-impl Layout {
+impl ChunkLayout {
     /// For a group of `size`, if it can have chunks.
     fn of(size: usize) -> Option<Self> {
         if !MEMBERS.contains(&size) {
@@ -104,7 +104,7 @@ const _: () = assert!(size_of::<ChunksArgument>() <= 4096, "a launch has room fo
 
 /// Bytes of the slots of a member of a group of `size`.
 pub(super) fn slots_bytes(size: usize) -> usize {
-    Layout::of(size).map_or(0, |layout| CHANNELS * SLOTS * layout.slot_bytes)
+    ChunkLayout::of(size).map_or(0, |layout| CHANNELS * SLOTS * layout.slot_bytes)
 }
 
 /// The kernel of a group of `size` for `op`, with its name, if there is one.
@@ -113,7 +113,7 @@ pub(super) fn kernel(
     op: ReduceOp,
     size: usize,
 ) -> Result<Option<(&'static str, &'static Kernel)>> {
-    Layout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, op, size)?))).transpose()
+    ChunkLayout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, op, size)?))).transpose()
 }
 
 /// The operation of `requests`, if chunks are for them: all-reduces of float32 alike.
@@ -186,7 +186,7 @@ impl Peers {
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let layout = Layout::of(self.size)
+        let layout = ChunkLayout::of(self.size)
             .ok_or_else(|| Error::Internal(format!("a group of {} was to go in chunks", self.size)))?;
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
         let (grid, rounds) = grid(chunks, overlap);

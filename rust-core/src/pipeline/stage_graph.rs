@@ -71,7 +71,7 @@ pub struct Section {
 
 /// See the module's text.
 #[derive(Clone, Debug, Default)]
-pub struct Layout {
+pub struct StageGraph {
     tasks: Vec<Task>,
     stages: Vec<Section>,
     values: Vec<Made>,
@@ -83,7 +83,7 @@ pub struct Layout {
     reached: Vec<bool>,
 }
 
-impl Layout {
+impl StageGraph {
     /// Without tasks.
     pub fn new() -> Self {
         Self::default()
@@ -319,14 +319,14 @@ mod tests {
         }
     }
 
-    fn laid_out(tasks: Vec<Task>, seeds: &[usize], returned: &[usize]) -> Layout {
-        let mut layout = Layout::new();
+    fn laid_out(tasks: Vec<Task>, seeds: &[usize], returned: &[usize]) -> StageGraph {
+        let mut layout = StageGraph::new();
         layout.extend(tasks, false).unwrap();
         layout.finish(seeds, returned).unwrap();
         layout
     }
 
-    fn tasks_of(layout: &Layout) -> Vec<(usize, Vec<usize>)> {
+    fn tasks_of(layout: &StageGraph) -> Vec<(usize, Vec<usize>)> {
         layout.stages().iter().map(|stage| (stage.rank, stage.tasks.clone())).collect()
     }
 
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn what_runs_early_is_known_later() {
-        let mut layout = Layout::new();
+        let mut layout = StageGraph::new();
         assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
         assert_eq!(layout.adopt(1, vec![Made { bytes: 4, wants_gradient: true }]).unwrap(), 1);
         assert_eq!(layout.extend(vec![task(0, 3, &[0, 1], 1)], false).unwrap(), 2..3);
@@ -385,7 +385,7 @@ mod tests {
 
     #[test]
     fn tasks_that_cannot_be_ordered_are_refused() {
-        let refused = |tasks| Layout::new().extend(tasks, false).unwrap_err().to_string();
+        let refused = |tasks| StageGraph::new().extend(tasks, false).unwrap_err().to_string();
         assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 takes value 0, which no task before it makes");
         assert_eq!(
             refused(vec![task(0, 1, &[], 1), task(1, 1, &[0], 1)]),
@@ -429,7 +429,7 @@ mod tests {
 
         #[test]
         fn random_tasks_become_stages_that_can_be_scheduled((tasks, cut, seeds) in recordings()) {
-            let mut layout = Layout::new();
+            let mut layout = StageGraph::new();
             layout.extend(tasks[..cut].to_vec(), true).unwrap();
             layout.extend(tasks[cut..].to_vec(), false).unwrap();
             layout.finish(&seeds, &[0]).unwrap();

@@ -4,12 +4,12 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn layout(strategy: &str, size: usize, pp: usize, tp: usize) -> Layout {
-    Layout::new(strategy.parse().unwrap(), size, pp, tp).unwrap()
+fn layout(strategy: &str, size: usize, pp: usize, tp: usize) -> ParallelTopology {
+    ParallelTopology::new(strategy.parse().unwrap(), size, pp, tp).unwrap()
 }
 
 /// The groups of a kind in the order of their first members, as `02 13`: one digit a rank.
-fn groups(layout: &Layout, kind: GroupKind) -> String {
+fn groups(layout: &ParallelTopology, kind: GroupKind) -> String {
     let mut all: Vec<Vec<usize>> = (0..layout.size()).map(|rank| layout.group(kind, rank)).collect();
     all.sort();
     all.dedup();
@@ -122,7 +122,7 @@ fn strategies_are_read_in_any_case() {
 #[test]
 fn sizes_that_do_not_divide_are_refused() {
     for (size, pp, tp) in [(8, 3, 1), (8, 2, 3), (0, 1, 1), (8, 0, 1), (8, 1, 0), (4, 8, 1), (8, usize::MAX, 2)] {
-        let error = Layout::new(Placement::CLUSTER, size, pp, tp).unwrap_err().to_string();
+        let error = ParallelTopology::new(Placement::CLUSTER, size, pp, tp).unwrap_err().to_string();
         assert!(error.contains(&format!("{size} processes")), "{error}");
     }
 }
@@ -133,7 +133,7 @@ proptest! {
         placement in prop::sample::select(Placement::ALL.to_vec()), pp in 1usize..6, tp in 1usize..6, rdp in 1usize..6,
     ) {
         let size = pp * tp * rdp;
-        let layout = Layout::new(placement, size, pp, tp).unwrap();
+        let layout = ParallelTopology::new(placement, size, pp, tp).unwrap();
         let [pipeline, tensor, reduced, model, data] = GroupKind::ALL.map(|kind| layout.group_size(kind));
         prop_assert_eq!((pipeline, tensor, reduced), (pp, tp, rdp));
         prop_assert_eq!(size, model * rdp);

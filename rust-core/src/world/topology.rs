@@ -135,14 +135,14 @@ pub struct Coordinates {
 
 /// The box and the order in which ranks fill it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct ParallelTopology {
     placement: Placement,
     pp: usize,
     tp: usize,
     rdp: usize,
 }
 
-impl Layout {
+impl ParallelTopology {
     /// Lays `size` ranks out with `pp` pipeline stages and `tp` tensor parts; the rest are replicas.
     ///
     /// # Errors
@@ -224,5 +224,5 @@ impl Layout {
 }
 
 #[cfg(test)]
-#[path = "layout_tests.rs"]
+#[path = "topology_tests.rs"]
 mod tests;
