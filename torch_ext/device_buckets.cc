@@ -32,7 +32,7 @@ DeviceBuckets::~DeviceBuckets() {
   for (auto& bucket : buckets_) let_go(bucket);
 }
 
-const BucketPlan& DeviceBuckets::reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients) {
+const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients) {
   if (const auto plan = (*core_)->plan_number(); plan != plan_ || buckets_.empty()) {
     for (auto& bucket : buckets_) let_go(bucket);
     buckets_.clear();

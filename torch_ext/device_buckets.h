@@ -46,7 +46,7 @@ class DeviceBuckets {
 
   // Packs and reduces a bucket from gradients by parameter. Returns its plan; what becomes of the gradients is in their
   // place.
-  const BucketPlan& reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients);
+  const BucketDescription& reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients);
 
   // Makes the current stream wait for what was reduced.
   void follow();
@@ -55,7 +55,7 @@ class DeviceBuckets {
 
  private:
   struct Bucket {
-    BucketPlan plan;
+    BucketDescription plan;
     // Undefined before its first use, and where no slot takes room.
     at::Tensor flat;
     // One for each parameter of the plan, each with a storage of its own that keeps `flat` alive; undefined for those

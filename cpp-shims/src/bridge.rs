@@ -204,7 +204,7 @@ mod ffi {
 
     /// One bucket of the plan in force.
     #[derive(Debug)]
-    struct BucketPlan {
+    struct BucketDescription {
         /// Start in the arena.
         offset_bytes: usize,
         elems: usize,
@@ -466,7 +466,7 @@ mod ffi {
         /// Buckets of the plan in force; none if all gradients are sparse.
         fn num_buckets(self: &Reducer) -> Result<usize>;
         /// Describes a bucket; throws if there is no such bucket.
-        fn bucket(self: &Reducer, index: usize) -> Result<BucketPlan>;
+        fn bucket(self: &Reducer, index: usize) -> Result<BucketDescription>;
         /// Where the slots are; nowhere on a device.
         fn arena(self: &Reducer) -> Result<Box<Arena>>;
         /// Tells the plan in force from every other one of this process.

@@ -245,13 +245,13 @@ impl Reducer {
         guard(|| Ok(self.inner.plan().buckets().len()))
     }
 
-    pub fn bucket(&self, index: usize) -> Result<ffi::BucketPlan, Report> {
+    pub fn bucket(&self, index: usize) -> Result<ffi::BucketDescription, Report> {
         guard(|| {
             let plan = self.inner.plan();
             // BRG-4.
             let bucket = plan.buckets().get(index).ok_or_else(|| no_bucket(index, plan.buckets().len()))?;
             let size = bucket.dtype.size();
-            Ok(ffi::BucketPlan {
+            Ok(ffi::BucketDescription {
                 offset_bytes: bucket.offset_bytes,
                 elems: bucket.elems(),
                 dtype: bucket.dtype.into(),

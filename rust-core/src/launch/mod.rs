@@ -102,7 +102,7 @@ pub fn is_this_host(name: &str) -> bool {
 
 /// What to start, and how to treat it.
 #[derive(Debug)]
-struct Plan {
+struct LaunchPlan {
     /// The command of every rank.
     command: Vec<OsString>,
     /// How long ranks may take to end by themselves after a failure or Ctrl-C.
@@ -118,7 +118,7 @@ struct Plan {
     ssh: Ssh,
 }
 
-impl Plan {
+impl LaunchPlan {
     /// How lines of this stream begin.
     fn look(&self, sink: Sink) -> Look {
         let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
@@ -175,7 +175,7 @@ fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
     Ok(found)
 }
 
-fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
+fn prepare(args: &args::Args, python: PathBuf) -> Result<(LaunchPlan, Job)> {
     let mut distribution = match &args.config {
         Some(path) => Distribution::read(path)?,
         None => Distribution::default(),
@@ -203,7 +203,7 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(Plan, Job)> {
     if here > 0 {
         job.make_folders(std::env::vars_os());
     }
-    let plan = Plan {
+    let plan = LaunchPlan {
         command,
         grace: args.grace,
         output_dir: args.output_dir.clone(),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
-use super::Plan;
+use super::LaunchPlan;
 use super::environment::{self, Job};
 use super::orphan_reaper::OrphanReaper;
 use super::output::{Look, Piece, Printer, Sink, Style};
@@ -31,7 +31,7 @@ const ORPHAN_TIME: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// [`Error::Io`] if the ranks could not be started or watched; none runs any more then.
-pub(super) fn run(plan: &Plan, mut job: Job) -> Result<i32> {
+pub(super) fn run(plan: &LaunchPlan, mut job: Job) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
@@ -69,7 +69,7 @@ enum Step {
 }
 
 struct Supervisor<'a> {
-    plan: &'a Plan,
+    plan: &'a LaunchPlan,
     /// Where the ranks meet, and hear of deaths.
     server: Server,
     reaper: OrphanReaper,
@@ -88,7 +88,7 @@ struct Supervisor<'a> {
 
 impl<'a> Supervisor<'a> {
     fn start(
-        plan: &'a Plan,
+        plan: &'a LaunchPlan,
         job: &Job,
         server: Server,
         reaper: OrphanReaper,
@@ -362,7 +362,7 @@ impl Drop for Supervisor<'_> {
 }
 
 /// Where the output of a rank goes, too.
-pub(super) fn output_folder(plan: &Plan, rank: usize, num_ranks: usize) -> Option<PathBuf> {
+pub(super) fn output_folder(plan: &LaunchPlan, rank: usize, num_ranks: usize) -> Option<PathBuf> {
     let width = num_ranks.saturating_sub(1).to_string().len();
     plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::Plan;
+use super::BucketPlan;
 use super::plan::MAX_COPIES;
 use crate::collectives::Window;
 
@@ -31,7 +31,7 @@ impl Arena {
     ///
     /// # Panics
     /// If the window is smaller than the plan needs.
-    pub fn new(window: Arc<Window>, plan: &Plan) -> Arc<Self> {
+    pub fn new(window: Arc<Window>, plan: &BucketPlan) -> Arc<Self> {
         assert!(window.bytes() >= plan.window_bytes(), "the window was made for the plan");
         let slots = (0..plan.num_params())
             .map(|param| {

@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use super::device_queue::{HeldBucket, PackedGradients};
 use super::fingerprint::{self, Description};
-use super::{Listener, News, Plan, Reducer, SlotLease};
+use super::{BucketPlan, Listener, News, Reducer, SlotLease};
 use crate::buffer::{Device, TensorView};
 use crate::device::driver::relaxed;
 use crate::device::pack::Piece;
@@ -131,7 +131,7 @@ enum Phase {
 
 struct Open {
     execution: Execution,
-    plan: Arc<Plan>,
+    plan: Arc<BucketPlan>,
     /// By parameter.
     arrived: Vec<bool>,
     /// By parameter: what is not answered yet.

@@ -9,7 +9,7 @@
 //! backward:  gradient ready -> its slot (often it was made there) -> bucket full -> all-reduce in place -> done
 //! ```
 //!
-//! - RED-1: all ranks derive the same [`Plan`] from the same parameters, and compare what they derive it from once,
+//! - RED-1: all ranks derive the same [`BucketPlan`] from the same parameters, and compare what they derive it from once,
 //!   when the reducer is made ([`fingerprint`]). A difference is an error on every rank.
 //! - RED-2: buckets are reduced in plan order, one after the other, on a communicator that nothing else uses while
 //!   backward runs. So the order needs no messages, and a bucket that fails ends the step after the same number of
@@ -59,7 +59,7 @@ mod tests;
 
 pub use arena::{Arena, SlotLease};
 pub use device_queue::DeviceBucket;
-pub use plan::{Bucket, Plan, Slot};
+pub use plan::{Bucket, BucketPlan, Slot};
 pub use runner::{Listener, News, Reducer};
 pub use sizes::{bucket_bytes, bucket_sizes};
 pub use state::Record;

@@ -61,7 +61,7 @@ impl Bucket {
 
 /// See the module's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct BucketPlan {
     buckets: Vec<Bucket>,
     /// For each parameter its bucket and its position there.
     places: Vec<(usize, usize)>,
@@ -73,7 +73,7 @@ pub struct Plan {
     copies: usize,
 }
 
-impl Plan {
+impl BucketPlan {
     /// The plan for gradients that are expected in `order`, which holds the index of every parameter once.
     ///
     /// # Panics
@@ -220,7 +220,7 @@ fn first_of_the_last(params: &[ParamSpec], order: &[usize]) -> usize {
 }
 
 /// One line a bucket, for logs and golden files: `bucket 0: float32, 1.2 MiB: fc.bias, fc.weight`.
-pub fn describe(plan: &Plan, params: &[ParamSpec]) -> String {
+pub fn describe(plan: &BucketPlan, params: &[ParamSpec]) -> String {
     use std::fmt::Write;
     let mut text = String::new();
     for (index, bucket) in plan.buckets().iter().enumerate() {
@@ -254,7 +254,7 @@ mod tests {
             param("fc.weight", &[1000, 512], DType::Float32),
             param("fc.bias", &[1000], DType::Float32),
         ];
-        let plan = Plan::initial(&params, &options(8 << 20, 1 << 20));
+        let plan = BucketPlan::initial(&params, &options(8 << 20, 1 << 20));
         assert_eq!(
             describe(&plan, &params),
             "bucket 0: float32, 4000 bytes: fc.bias\n\
@@ -274,7 +274,7 @@ mod tests {
                 .collect();
             let order: Vec<usize> = (0..params.len()).collect();
             let options = Options { on_device: true, ..options(100 << 20, 1 << 20) };
-            describe(&Plan::new(&params, &order, &options), &params)
+            describe(&BucketPlan::new(&params, &order, &options), &params)
         };
         assert_eq!(
             plan(&[1 << 22]),
@@ -295,7 +295,7 @@ mod tests {
         let params: Vec<ParamSpec> = (0..6).map(|i| param(&format!("p{i}"), &[16], DType::Float32)).collect();
         let options = Options { bucket_bytes: vec![64, 192, 128], ..Options::default() };
         assert_eq!(
-            describe(&Plan::initial(&params, &options), &params),
+            describe(&BucketPlan::initial(&params, &options), &params),
             "bucket 0: float32, 64 bytes: p5\n\
              bucket 1: float32, 192 bytes: p4, p3, p2\n\
              bucket 2: float32, 128 bytes: p1, p0\n"
@@ -307,7 +307,7 @@ mod tests {
         let params: Vec<ParamSpec> = (0..6)
             .map(|i| param(&format!("p{i}"), &[10], if i % 2 == 0 { DType::Float32 } else { DType::Float16 }))
             .collect();
-        let plan = Plan::initial(&params, &Options::default());
+        let plan = BucketPlan::initial(&params, &Options::default());
         assert_eq!(
             describe(&plan, &params),
             "bucket 0: float16, 148 bytes: p5, p3, p1\nbucket 1: float32, 168 bytes: p4, p2, p0\n"
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn no_parameters_make_no_buckets() {
-        let plan = Plan::initial(&[], &Options::default());
+        let plan = BucketPlan::initial(&[], &Options::default());
         assert!(plan.buckets().is_empty());
         assert_eq!(plan.window_bytes(), 0);
     }
@@ -343,8 +343,8 @@ mod tests {
                 order.swap(at, (state >> 33) as usize % (at + 1));
             }
             let options = options(cap, first);
-            let plan = Plan::new(&params, &order, &options);
-            prop_assert_eq!(&plan, &Plan::new(&params, &order, &options), "PLAN-5");
+            let plan = BucketPlan::new(&params, &order, &options);
+            prop_assert_eq!(&plan, &BucketPlan::new(&params, &order, &options), "PLAN-5");
 
             let mut seen = vec![false; params.len()];
             let mut end = 0;

@@ -15,7 +15,7 @@ use super::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
 use super::fingerprint::{self, Description, view};
 use super::history::GradientPart;
 use super::state::{Action, PlannedBuckets, Record, State};
-use super::{Arena, Options, ParamSpec, Plan, Reduction, SlotLease};
+use super::{Arena, BucketPlan, Options, ParamSpec, Reduction, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, Request};
 use crate::device::Context;
@@ -68,7 +68,7 @@ impl Reducer {
         let description = Description { params, options };
         fingerprint::agree(&communicator, &description)?;
         let Description { params, options } = description;
-        let layout = PlannedBuckets::new(&communicator, Plan::initial(&params, &options), options.on_device)?;
+        let layout = PlannedBuckets::new(&communicator, BucketPlan::initial(&params, &options), options.on_device)?;
         tracing::debug!("gradient plan:\n{}", super::plan::describe(&layout.plan, &params));
         Ok(Arc::new(Self {
             state: Mutex::new(State::new(&params, options, layout, communicator.members().size() > 1)),
@@ -111,7 +111,8 @@ impl Reducer {
         let description = Description { params: self.params.to_vec(), options };
         fingerprint::agree(&self.communicator, &description)?;
         let Description { params, options } = description;
-        let layout = PlannedBuckets::new(&self.communicator, Plan::initial(&params, &options), options.on_device)?;
+        let layout =
+            PlannedBuckets::new(&self.communicator, BucketPlan::initial(&params, &options), options.on_device)?;
         self.state.lock().configure(options, layout);
         Ok(())
     }
@@ -132,7 +133,7 @@ impl Reducer {
     }
 
     /// The plan in force, for messages and tests.
-    pub fn plan(&self) -> Arc<Plan> {
+    pub fn plan(&self) -> Arc<BucketPlan> {
         Arc::clone(&self.state.lock().layout.plan)
     }
 
@@ -665,7 +666,7 @@ impl Reducer {
         let data = unsafe { TensorView::new(order.as_mut_ptr().cast(), order.len(), DType::Int64, Device::Cpu, 0) }?;
         self.communicator.run(&Request::Broadcast { data, root: 0 })?;
         let order: Vec<usize> = order.into_iter().map(|param| param as usize).collect();
-        let plan = Plan::new(&self.params, &order, &self.options());
+        let plan = BucketPlan::new(&self.params, &order, &self.options());
         let layout = if plan == *layout.plan {
             layout.clone()
         } else {

@@ -9,7 +9,7 @@ use super::ballot::Vote;
 use super::copy::{self, Move};
 use super::gradient_placement::GradientPlacement;
 use super::history::History;
-use super::{Arena, Bucket, Options, ParamSpec, Plan, Reduction, Slot, Step};
+use super::{Arena, Bucket, BucketPlan, Options, ParamSpec, Reduction, Slot, Step};
 use crate::buffer::DType;
 use crate::collectives::{Communicator, ReduceOp};
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ use crate::trace;
 /// What changes when the plan is made anew.
 #[derive(Clone)]
 pub(super) struct PlannedBuckets {
-    pub(super) plan: Arc<Plan>,
+    pub(super) plan: Arc<BucketPlan>,
     /// Not for gradients on a device.
     pub(super) arena: Option<Arc<Arena>>,
     /// New for each layout.
@@ -361,7 +361,7 @@ impl Active {
 }
 
 impl PlannedBuckets {
-    pub(super) fn new(communicator: &Communicator, plan: Plan, on_device: bool) -> Result<Self> {
+    pub(super) fn new(communicator: &Communicator, plan: BucketPlan, on_device: bool) -> Result<Self> {
         let arena = match on_device {
             true => None,
             false => Some(Arena::new(communicator.window(plan.window_bytes())?, &plan)),

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::Plan;
+use super::BucketPlan;
 
 /// See the module's text.
 #[derive(Clone, Debug)]
@@ -26,7 +26,7 @@ pub struct Step {
 
 impl Step {
     /// The start of a backward under `plan`.
-    pub fn new(plan: &Plan) -> Self {
+    pub fn new(plan: &BucketPlan) -> Self {
         Self {
             ready: vec![false; plan.num_params()],
             order: Vec::with_capacity(plan.num_params()),
@@ -37,7 +37,7 @@ impl Step {
 
     /// Takes note of a gradient, and returns the buckets that may be reduced now; `None` if this parameter's
     /// gradient was there already.
-    pub fn mark_ready(&mut self, plan: &Plan, param: usize) -> Option<Range<usize>> {
+    pub fn mark_ready(&mut self, plan: &BucketPlan, param: usize) -> Option<Range<usize>> {
         if std::mem::replace(&mut self.ready[param], true) {
             return None;
         }
@@ -71,11 +71,11 @@ mod tests {
     use crate::buffer::DType;
     use crate::reducer::{Options, ParamSpec};
 
-    fn plan(num_params: usize, per_bucket: usize) -> Plan {
+    fn plan(num_params: usize, per_bucket: usize) -> BucketPlan {
         let params: Vec<ParamSpec> =
             (0..num_params).map(|i| ParamSpec::dense(format!("p{i}"), [16], DType::Float32)).collect();
         let bytes = per_bucket * 64;
-        Plan::initial(&params, &Options { bucket_bytes: vec![bytes], ..Options::default() })
+        BucketPlan::initial(&params, &Options { bucket_bytes: vec![bytes], ..Options::default() })
     }
 
     #[test]

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::{Control, STATE, Session, State, serve};
 use crate::config;
 use crate::error::{Error, Result};
-use crate::transport::hosts::Plan;
+use crate::transport::hosts::HostsGroup;
 use crate::transport::mpi::{self, Engine};
 use crate::transport::ports::Carrier;
 use crate::transport::tcp::{self, Network};
@@ -197,7 +197,7 @@ impl Session {
         let digest: [u8; 32] = hash.finalize().into();
         let key = u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"));
         let hosts: Vec<usize> = members.ranks.iter().map(|rank| self.places[*rank].host as usize).collect();
-        let plan = Plan {
+        let plan = HostsGroup {
             name,
             // `MPI_COMM_WORLD` numbers processes as the launcher does: `mpi::start` has checked it. TCP knows ranks.
             processes: members.ranks.clone(),

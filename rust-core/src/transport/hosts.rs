@@ -153,7 +153,7 @@ struct HostsLink {
 }
 
 /// How a group on several hosts is joined.
-pub(crate) struct Plan<'a> {
+pub(crate) struct HostsGroup<'a> {
     /// The group's name, used once in the life of `store`.
     pub(crate) name: &'a str,
     pub(crate) members: Members,
@@ -176,8 +176,8 @@ impl HostsTransport {
     /// # Errors
     /// As [`super::ShmTransport::join`], for the members of this host. Those of other hosts are not waited for: what
     /// reaches a member before it joins is kept for it.
-    pub(crate) fn join(plan: Plan<'_>, store: &dyn Store, timeout: Duration) -> Result<Arc<Self>> {
-        let Plan { name, members, hosts, key, carrier, processes, size, monitor } = plan;
+    pub(crate) fn join(plan: HostsGroup<'_>, store: &dyn Store, timeout: Duration) -> Result<Arc<Self>> {
+        let HostsGroup { name, members, hosts, key, carrier, processes, size, monitor } = plan;
         let map = HostMap::new(hosts);
         let host = map.host_of(members.me);
         let here: Arc<[usize]> = map.members_of(host).iter().map(|member| members.ranks[*member]).collect();

@@ -17,7 +17,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 const STREAM_BYTES: usize = 8 << 20;
 
 /// A member's part.
-struct Plan<'a> {
+struct ExchangePlan<'a> {
     /// What it gives: one block for all, or one for each member.
     gives: Gives<'a>,
     /// Its own block, from and to.
@@ -125,7 +125,7 @@ unsafe fn stream_unless_same(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// What this member gives and takes.
-fn plan(request: &Request, me: usize, size: usize) -> Plan<'_> {
+fn plan(request: &Request, me: usize, size: usize) -> ExchangePlan<'_> {
     let takes_all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
     let takes_one = |root: usize, output| (0..size).map(|rank| (rank == root).then_some(output)).collect();
     let none = || vec![None; size];
@@ -146,5 +146,5 @@ fn plan(request: &Request, me: usize, size: usize) -> Plan<'_> {
         }
         _ => (Gives::Nothing, None, none()),
     };
-    Plan { gives, own, takes }
+    ExchangePlan { gives, own, takes }
 }

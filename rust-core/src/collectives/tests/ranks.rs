@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, ReduceOp, reference};
-use crate::transport::hosts::Plan;
+use crate::transport::hosts::HostsGroup;
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::transport::mpi::{Engine, loopback};
 use crate::transport::ports::Carrier;
@@ -51,7 +51,8 @@ pub(super) fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>
             let processes = processes.clone();
             scope.spawn(move || {
                 let monitor = Arc::new(Monitor::new(me));
-                let plan = Plan { name: "test", members, hosts, key, carrier, processes, size, monitor: &monitor };
+                let plan =
+                    HostsGroup { name: "test", members, hosts, key, carrier, processes, size, monitor: &monitor };
                 HostsTransport::join(plan, store, TIMEOUT).expect("joining works") as Arc<dyn Transport>
             })
         };

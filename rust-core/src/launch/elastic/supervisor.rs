@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
-use super::super::Plan;
+use super::super::LaunchPlan;
 use super::super::environment::{self, Seat};
 use super::super::orphan_reaper::OrphanReaper;
 use super::super::output::{Piece, Printer, Sink};
@@ -54,7 +54,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
     crate::session::log::start(None);
-    let plan = Plan {
+    let plan = LaunchPlan {
         command: args.command.clone(),
         grace: TERMINATE_TIME,
         output_dir: args.output_dir.clone(),
@@ -118,7 +118,7 @@ struct Running {
 }
 
 struct Supervisor {
-    plan: Plan,
+    plan: LaunchPlan,
     max_np: usize,
     /// What workers hear of the user's patience.
     timeout: Duration,
