@@ -88,7 +88,7 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   if (!status.ok()) answer(position, status, nullptr);
 }
 
-std::uint8_t* GradientCall::lend(std::size_t, std::size_t bytes) const {
+std::uint8_t* GradientCall::allocate(std::size_t, std::size_t bytes) const {
   Tensor memory;
   const std::lock_guard lock(mutex_);
   const auto status = context_->allocate_temp(tensorflow::DT_UINT8, {static_cast<std::int64_t>(bytes)}, &memory);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "adapter.h"
-#include "smd/giver.h"
+#include "smd/gradient_owner.h"
 #include "smd/src/bridge.rs.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -16,7 +16,7 @@ namespace smd::tf_ops {
 
 // One execution of an operation that gives gradients to a plan's reducer and gets them back, as its outputs. The
 // kernel's `done` is called when the last one is back; no thread of TensorFlow waits.
-class GradientCall final : public Giver, public std::enable_shared_from_this<GradientCall> {
+class GradientCall final : public GradientOwner, public std::enable_shared_from_this<GradientCall> {
  public:
   // `whole`: it gives all gradients of a step, which was made outside of a graph.
   GradientCall(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
@@ -31,7 +31,7 @@ class GradientCall final : public Giver, public std::enable_shared_from_this<Gra
   void give(std::size_t position, std::size_t param);
 
   void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept override;
-  std::uint8_t* lend(std::size_t position, std::size_t bytes) const override;
+  std::uint8_t* allocate(std::size_t position, std::size_t bytes) const override;
   void release() const noexcept override;
 
  private:

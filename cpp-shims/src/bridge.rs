@@ -551,7 +551,7 @@ mod ffi {
         unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
         /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was useless.
         fn placed_in_vain(self: &GradientPlan, param: usize);
-        /// A gradient is complete, in the slot if `lease` holds it. `giver` is told when it is reduced, unless this
+        /// A gradient is complete, in the slot if `lease` holds it. `owner` is told when it is reduced, unless this
         /// throws.
         ///
         /// # Safety
@@ -563,7 +563,7 @@ mod ffi {
             data: &TensorView,
             lease: Box<SlotLease>,
             execution: &Execution,
-            giver: SharedPtr<Giver>,
+            owner: SharedPtr<GradientOwner>,
             position: usize,
         ) -> Result<()>;
         /// An execution ends, whatever became of its gradients.
@@ -577,16 +577,16 @@ mod ffi {
     }
 
     unsafe extern "C++" {
-        include!("smd/giver.h");
+        include!("smd/gradient_owner.h");
 
         /// See the header.
-        type Giver;
+        type GradientOwner;
         /// A gradient is reduced, in the slot if `lease` holds it; `error` is the report, empty on success.
-        fn reduced(self: &Giver, position: usize, error: &str, lease: Box<SlotLease>);
+        fn reduced(self: &GradientOwner, position: usize, error: &str, lease: Box<SlotLease>);
         /// Memory of the gradient's device, until it is answered.
-        fn lend(self: &Giver, position: usize, bytes: usize) -> Result<*mut u8>;
+        fn allocate(self: &GradientOwner, position: usize, bytes: usize) -> Result<*mut u8>;
         /// The execution needs to tell no more how it goes.
-        fn release(self: &Giver);
+        fn release(self: &GradientOwner);
 
         include!("smd/completion.h");
 

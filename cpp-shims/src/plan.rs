@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cxx::SharedPtr;
-use smd_core::reducer::arrival::{self, Arrival, Execution};
+use smd_core::reducer::arrival::{self, Execution, ReadyGradient};
 use smd_core::reducer::op_placement::Gradient;
 use smd_core::reducer::spec::{self, ReducerSpec};
 use smd_core::reducer::{self, ParamSpec};
@@ -22,29 +22,29 @@ pub struct GradientPlan {
 }
 
 // SAFETY: the header demands that all of it may be called on any thread.
-unsafe impl Send for ffi::Giver {}
+unsafe impl Send for ffi::GradientOwner {}
 // SAFETY: as above, and several at once.
-unsafe impl Sync for ffi::Giver {}
+unsafe impl Sync for ffi::GradientOwner {}
 
-struct Giver(SharedPtr<ffi::Giver>);
+struct GradientOwner(SharedPtr<ffi::GradientOwner>);
 
-impl arrival::Giver for Giver {
+impl arrival::GradientOwner for GradientOwner {
     fn reduced(&self, position: usize, result: Result<Option<reducer::SlotLease>>) {
-        let Some(giver) = self.0.as_ref() else { return };
+        let Some(owner) = self.0.as_ref() else { return };
         match result {
-            Ok(lease) => giver.reduced(position, "", Box::new(SlotLease(lease))),
-            Err(error) => giver.reduced(position, &error.report(), Box::new(SlotLease(None))),
+            Ok(lease) => owner.reduced(position, "", Box::new(SlotLease(lease))),
+            Err(error) => owner.reduced(position, &error.report(), Box::new(SlotLease(None))),
         }
     }
 
-    fn lend(&self, position: usize, bytes: usize) -> Result<*mut u8> {
-        let giver = self.0.as_ref().ok_or_else(|| Error::Internal("a shim passed no giver".to_owned()))?;
-        giver.lend(position, bytes).map_err(|error| Error::InvalidArgument(error.what().to_owned()))
+    fn allocate(&self, position: usize, bytes: usize) -> Result<*mut u8> {
+        let owner = self.0.as_ref().ok_or_else(|| Error::Internal("a shim passed no owner".to_owned()))?;
+        owner.allocate(position, bytes).map_err(|error| Error::InvalidArgument(error.what().to_owned()))
     }
 
     fn release(&self) {
-        if let Some(giver) = self.0.as_ref() {
-            giver.release();
+        if let Some(owner) = self.0.as_ref() {
+            owner.release();
         }
     }
 }
@@ -129,15 +129,15 @@ impl GradientPlan {
         data: &ffi::TensorView,
         lease: Box<SlotLease>,
         execution: &ffi::Execution,
-        giver: SharedPtr<ffi::Giver>,
+        owner: SharedPtr<ffi::GradientOwner>,
         position: usize,
     ) -> Result<(), Report> {
         guard(|| {
             self.spec(param)?;
-            let giver = Arc::new(Giver(giver));
+            let owner = Arc::new(GradientOwner(owner));
             // SAFETY: the caller's promise.
             let data = unsafe { tensor(data) }?;
-            let arrival = Arrival { param, data, lease: lease.0, execution: execution.into(), giver, position };
+            let arrival = ReadyGradient { param, data, lease: lease.0, execution: execution.into(), owner, position };
             // SAFETY: as above.
             unsafe { session::current("the reduction of gradients")?.arrive(self.number, arrival) }
         })

@@ -35,7 +35,7 @@ use super::cuda::{self, Cuda, PendingWork, Side};
 use super::kernels::copy::Publisher;
 use super::point_to_point::PointToPoint;
 use super::window::Window;
-use super::{Group, Overlap, ReduceOp, Request, algorithms, arrival, rows};
+use super::{Group, Overlap, ReduceOp, Request, agreement, algorithms, rows};
 use crate::buffer::{DType, Device, TensorView};
 use crate::config;
 use crate::device::nccl::Parent;
@@ -622,14 +622,14 @@ impl Shared {
         let call = Call { message: message.to_owned(), ..Call::new(Kind::Poison) };
         self.enter(&call, None, |group| match group.memory {
             Some(memory) => {
-                arrival::publish(memory, &call);
+                agreement::publish(memory, &call);
                 memory.arrive();
                 memory.reset_regions();
                 self.unsettled.store(true, Ordering::Relaxed);
                 Ok(())
             }
             // The verdict is this member's own message.
-            None => arrival::agree_without_memory(&call, group).or_else(|error| match error {
+            None => agreement::agree_without_memory(&call, group).or_else(|error| match error {
                 Error::PeerFailed { .. } if group.in_step.get() => Ok(()),
                 other => Err(other),
             }),

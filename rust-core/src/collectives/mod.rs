@@ -18,8 +18,8 @@ use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport, Wait};
 use kernels::copy::Publisher;
 
+mod agreement;
 mod algorithms;
-mod arrival;
 mod batch;
 mod call;
 pub mod communicator;

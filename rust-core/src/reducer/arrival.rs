@@ -2,7 +2,7 @@
 //! and no thread that could wait.
 //!
 //! ```text
-//! operation of a graph --arrive--> slot --> bucket full --> all-reduce in place --> Giver::reduced --> the operation ends
+//! operation of a graph --arrive--> slot --> bucket full --> all-reduce in place --> GradientOwner::reduced --> the operation ends
 //! ```
 //!
 //! - ARR-1: a step begins with its first gradient and ends with its last bucket. A gradient that belongs to a later
@@ -12,9 +12,9 @@
 //!   the lock, so news may come from inside calls that handling makes.
 //! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until nothing is under way in them, and its
 //!   later gradients get the error that ended it.
-//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their giver lends. They
+//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their owner lends. They
 //!   are answered when the device is done with their bucket, also in a step that was abandoned.
-//! - ARR-6: who waits in a step says so after a while ([`Arrivals::waits`]), since ranks whose steps differ would wait for ever.
+//! - ARR-6: who waits in a step says so after a while ([`ArrivalDriver::waits`]), since ranks whose steps differ would wait for ever.
 //!   On a device, reductions have a stream of their own, and that in which the gradients were made never waits for them:
 //!   when it is at rest, and so is the process (or it has been for long: libraries of devices poll), nothing more is to come.
 
@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use super::device_queue::{HeldBucket, PackedGradients};
 use super::fingerprint::{self, Description};
-use super::{BucketPlan, Listener, News, Reducer, SlotLease};
+use super::{BucketPlan, Listener, Reducer, ReducerEvent, SlotLease};
 use crate::buffer::{Device, TensorView};
 use crate::device::driver::relaxed;
 use crate::device::pack::Piece;
@@ -45,7 +45,7 @@ pub struct Execution {
 }
 
 /// The operation that gave one or more gradients and gets them back.
-pub trait Giver: Send + Sync {
+pub trait GradientOwner: Send + Sync {
     /// The gradient that it gave as `position` is reduced: in the slot that `lease` holds, or where it lay.
     fn reduced(&self, position: usize, result: Result<Option<SlotLease>>);
     /// Memory for `bytes` bytes on the device of the gradient `position`, until that is answered: whatever used it before
@@ -53,13 +53,13 @@ pub trait Giver: Send + Sync {
     ///
     /// # Errors
     /// There is none.
-    fn lend(&self, position: usize, bytes: usize) -> Result<*mut u8>;
+    fn allocate(&self, position: usize, bytes: usize) -> Result<*mut u8>;
     /// The step that its gradients belong to is about to end well: its execution needs to tell no more how it goes.
     fn release(&self);
 }
 
 /// A gradient that is complete.
-pub struct Arrival {
+pub struct ReadyGradient {
     /// Which parameter's.
     pub param: usize,
     /// Where it lies, and in whose stream it was made.
@@ -69,13 +69,13 @@ pub struct Arrival {
     /// Whose step it belongs to.
     pub execution: Execution,
     /// Who gave it.
-    pub giver: Arc<dyn Giver>,
+    pub owner: Arc<dyn GradientOwner>,
     /// As what.
     pub position: usize,
 }
 
 /// See the module's text.
-pub struct Arrivals {
+pub struct ArrivalDriver {
     /// What they are the gradients of, in words that are the same on all ranks.
     what: String,
     reducer: OnceLock<Arc<Reducer>>,
@@ -87,12 +87,12 @@ pub struct Arrivals {
 
 enum Event {
     Made(Result<Arc<Reducer>>),
-    Arrived(Arrival),
+    Arrived(ReadyGradient),
     /// An execution ends before its step did.
     Ended(Execution),
     /// Ranks do not agree on whose step it is.
     Diverged(Error),
-    News(News),
+    Reducer(ReducerEvent),
     /// The device is done with the bucket with this index, or never began.
     Landed(usize, Result<()>),
     /// What [`Reducer::finish`] said.
@@ -103,7 +103,7 @@ struct State {
     reducer: Option<Arc<Reducer>>,
     phase: Phase,
     /// Gradients that are not yet to be reduced, in the order in which they came.
-    waiting: VecDeque<Arrival>,
+    waiting: VecDeque<ReadyGradient>,
     /// The last step that ended with an error.
     failed: Option<Failed>,
 }
@@ -117,14 +117,14 @@ enum Phase {
     Open(Open),
     /// All buckets are reduced, and the ranks make the plan anew (RED-5).
     Finishing {
-        givers: Vec<Arc<dyn Giver>>,
+        owners: Vec<Arc<dyn GradientOwner>>,
         answers: Vec<Answer>,
     },
     /// The communicator may still work in these slots (ARR-4).
     Abandoned {
         _leases: Vec<SlotLease>,
         /// By bucket: what the device may still work in (ARR-5).
-        flying: Vec<(usize, Vec<Arrival>)>,
+        flying: Vec<(usize, Vec<ReadyGradient>)>,
         settled: bool,
     },
 }
@@ -135,11 +135,11 @@ struct Open {
     /// By parameter.
     arrived: Vec<bool>,
     /// By parameter: what is not answered yet.
-    pending: Vec<Option<Arrival>>,
+    pending: Vec<Option<ReadyGradient>>,
     reduced: usize,
     /// Buckets that the device works on.
     flying: Vec<usize>,
-    givers: Vec<Arc<dyn Giver>>,
+    owners: Vec<Arc<dyn GradientOwner>>,
 }
 
 struct Failed {
@@ -149,21 +149,21 @@ struct Failed {
     error: Error,
 }
 
-/// What a giver is told, without a lock.
+/// What a owner is told, without a lock.
 struct Answer {
-    giver: Arc<dyn Giver>,
+    owner: Arc<dyn GradientOwner>,
     position: usize,
     result: Result<Option<SlotLease>>,
 }
 
-impl Arrival {
+impl ReadyGradient {
     fn answer(self, result: Result<()>) -> Answer {
-        Answer { giver: self.giver, position: self.position, result: result.map(|()| self.lease) }
+        Answer { owner: self.owner, position: self.position, result: result.map(|()| self.lease) }
     }
 }
 
-impl Arrivals {
-    /// For a reducer that is being made; [`Arrivals::made`] brings it.
+impl ArrivalDriver {
+    /// For a reducer that is being made; [`ArrivalDriver::made`] brings it.
     pub fn new(description: &Description) -> Arc<Self> {
         let state = State { reducer: None, phase: Phase::Making, waiting: VecDeque::new(), failed: None };
         Arc::new(Self {
@@ -188,7 +188,7 @@ impl Arrivals {
         }
         let waits = {
             let state = self.state.try_lock()?;
-            let mut arrivals: Box<dyn Iterator<Item = &Arrival>> = match &state.phase {
+            let mut arrivals: Box<dyn Iterator<Item = &ReadyGradient>> = match &state.phase {
                 Phase::Making => Box::new(state.waiting.iter()),
                 Phase::Open(open) => Box::new(open.pending.iter().flatten()),
                 _ => Box::new(std::iter::empty()),
@@ -215,7 +215,7 @@ impl Arrivals {
     pub fn made(self: &Arc<Self>, result: Result<Arc<Reducer>>) {
         if let Ok(reducer) = &result {
             let _ = self.reducer.set(Arc::clone(reducer));
-            reducer.set_listener(Box::new(Ear(Arc::downgrade(self))));
+            reducer.set_listener(Box::new(ArrivalListener(Arc::downgrade(self))));
         }
         self.put(Event::Made(result));
         self.handle();
@@ -234,9 +234,9 @@ impl Arrivals {
     /// A gradient is there.
     ///
     /// # Safety
-    /// Until the giver has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
+    /// Until the owner has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
     /// else touches them; on a device, from what its stream was given so far, which lives as long as the process.
-    pub unsafe fn arrive(self: &Arc<Self>, arrival: Arrival) {
+    pub unsafe fn arrive(self: &Arc<Self>, arrival: ReadyGradient) {
         self.put(Event::Arrived(arrival));
         self.handle();
     }
@@ -263,8 +263,8 @@ impl Arrivals {
             }
         }
         // Last: this may run much of a framework, and the lock is free for others meanwhile.
-        for Answer { giver, position, result } in answers {
-            giver.reduced(position, result);
+        for Answer { owner, position, result } in answers {
+            owner.reduced(position, result);
         }
     }
 
@@ -274,7 +274,7 @@ impl Arrivals {
 }
 
 impl State {
-    fn handle(&mut self, event: Event, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn handle(&mut self, event: Event, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         match event {
             Event::Made(Ok(reducer)) => {
                 self.reducer = Some(reducer);
@@ -294,9 +294,9 @@ impl State {
                     self.abandon(&error, answers);
                 }
             }
-            Event::News(News::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
-            Event::News(News::Failed(error)) => self.abandon(&error, answers),
-            Event::News(News::Settled) => {
+            Event::Reducer(ReducerEvent::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
+            Event::Reducer(ReducerEvent::Failed(error)) => self.abandon(&error, answers),
+            Event::Reducer(ReducerEvent::Settled) => {
                 if let Phase::Abandoned { settled, .. } = &mut self.phase {
                     *settled = true;
                     self.leave_abandoned(arrivals, answers);
@@ -304,9 +304,9 @@ impl State {
             }
             Event::Landed(bucket, result) => self.landed(bucket, result, arrivals, answers),
             Event::Finished(result) => {
-                let Phase::Finishing { givers, answers: held } = &mut self.phase else { return };
+                let Phase::Finishing { owners, answers: held } = &mut self.phase else { return };
                 if result.is_ok() {
-                    givers.iter().for_each(|giver| giver.release());
+                    owners.iter().for_each(|owner| owner.release());
                 }
                 answers.extend(
                     held.drain(..).map(|answer| Answer { result: result.clone().and(answer.result), ..answer }),
@@ -317,7 +317,7 @@ impl State {
     }
 
     /// The next step may begin, and does if its gradients wait.
-    fn rest(&mut self, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn rest(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         self.phase = Phase::Idle;
         for arrival in std::mem::take(&mut self.waiting) {
             self.arrived(arrival, arrivals, answers);
@@ -325,13 +325,13 @@ impl State {
     }
 
     /// As [`State::rest`], if nothing of the abandoned step is under way any more.
-    fn leave_abandoned(&mut self, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn leave_abandoned(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         if matches!(&self.phase, Phase::Abandoned { flying, settled: true, .. } if flying.is_empty()) {
             self.rest(arrivals, answers);
         }
     }
 
-    fn arrived(&mut self, arrival: Arrival, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn arrived(&mut self, arrival: ReadyGradient, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         if let Phase::Broken(error) = &self.phase {
             let error = error.clone();
             return answers.push(arrival.answer(Err(error)));
@@ -367,7 +367,7 @@ impl State {
                 pending: std::iter::repeat_with(|| None).take(num_params).collect(),
                 reduced: 0,
                 flying: Vec::new(),
-                givers: Vec::new(),
+                owners: Vec::new(),
             });
         }
         let Phase::Open(open) = &mut self.phase else { return self.waiting.push_back(arrival) };
@@ -375,8 +375,8 @@ impl State {
         if open.execution != arrival.execution || std::mem::replace(&mut open.arrived[param], true) {
             return self.waiting.push_back(arrival);
         }
-        if open.givers.last().is_none_or(|last| !Arc::ptr_eq(last, &arrival.giver)) {
-            open.givers.push(Arc::clone(&arrival.giver));
+        if open.owners.last().is_none_or(|last| !Arc::ptr_eq(last, &arrival.owner)) {
+            open.owners.push(Arc::clone(&arrival.owner));
         }
         let ptr = arrival.data.ptr();
         open.pending[param] = Some(arrival);
@@ -391,7 +391,7 @@ impl State {
     }
 
     /// ARR-5.
-    fn landed(&mut self, bucket: usize, result: Result<()>, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn landed(&mut self, bucket: usize, result: Result<()>, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         match &mut self.phase {
             Phase::Open(open) => {
                 open.flying.retain(|flying| *flying != bucket);
@@ -413,7 +413,7 @@ impl State {
         }
     }
 
-    fn reduced(&mut self, bucket: usize, arrivals: &Arc<Arrivals>, answers: &mut Vec<Answer>) {
+    fn reduced(&mut self, bucket: usize, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
         let (Phase::Open(open), Some(reducer)) = (&mut self.phase, &self.reducer) else { return };
         let mut of_bucket: Vec<Answer> = open.plan.buckets()[bucket]
             .slots
@@ -425,18 +425,18 @@ impl State {
         if open.reduced < open.plan.buckets().len() {
             return answers.append(&mut of_bucket);
         }
-        let givers = std::mem::take(&mut open.givers);
+        let owners = std::mem::take(&mut open.owners);
         if reducer.finishes_alone() {
             let result = reducer.finish().map(drop);
             if result.is_ok() {
-                givers.iter().for_each(|giver| giver.release());
+                owners.iter().for_each(|owner| owner.release());
             }
             let told =
                 of_bucket.into_iter().map(|answer| Answer { result: result.clone().and(answer.result), ..answer });
             answers.extend(told);
             return self.rest(arrivals, answers);
         }
-        self.phase = Phase::Finishing { givers, answers: of_bucket };
+        self.phase = Phase::Finishing { owners, answers: of_bucket };
         // This may be the communicator's thread, which the end of the step needs.
         let (reducer, arrivals) = (Arc::clone(reducer), Arc::clone(arrivals));
         let finish = {
@@ -468,7 +468,7 @@ impl State {
     fn abandon(&mut self, error: &Error, answers: &mut Vec<Answer>) {
         let Phase::Open(open) = &mut self.phase else { return };
         let mut leases = Vec::new();
-        let mut held = |bucket: usize| -> Vec<Arrival> {
+        let mut held = |bucket: usize| -> Vec<ReadyGradient> {
             open.plan.buckets()[bucket].slots.iter().filter_map(|slot| open.pending[slot.param].take()).collect()
         };
         let flying = open.flying.iter().map(|&bucket| (bucket, held(bucket))).collect();
@@ -499,7 +499,7 @@ fn is_at_rest(device: u16, stream: usize) -> bool {
 
 impl Open {
     /// Has a full bucket on a device reduced.
-    fn launch(&mut self, bucket: usize, reducer: &Arc<Reducer>, arrivals: &Arc<Arrivals>) -> Result<()> {
+    fn launch(&mut self, bucket: usize, reducer: &Arc<Reducer>, arrivals: &Arc<ArrivalDriver>) -> Result<()> {
         let planned = &self.plan.buckets()[bucket];
         let wire = reducer.wire_dtype(planned.dtype);
         let mut pieces = Vec::new();
@@ -532,8 +532,8 @@ impl Open {
             [] => None,
             _ => {
                 let elems = planned.elems();
-                let memory = last.giver.lend(last.position, elems * wire.size())?;
-                // SAFETY: the giver lends as many bytes, until the gradient is answered: when the bucket has landed.
+                let memory = last.owner.allocate(last.position, elems * wire.size())?;
+                // SAFETY: the owner lends as many bytes, until the gradient is answered: when the bucket has landed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
                 Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
@@ -552,12 +552,12 @@ impl Open {
 }
 
 /// A reducer's listener. It does not keep what it tells alive.
-struct Ear(Weak<Arrivals>);
+struct ArrivalListener(Weak<ArrivalDriver>);
 
-impl Listener for Ear {
-    fn note(&self, news: News) {
+impl Listener for ArrivalListener {
+    fn note(&self, event: ReducerEvent) {
         if let Some(arrivals) = self.0.upgrade() {
-            arrivals.put(Event::News(news));
+            arrivals.put(Event::Reducer(event));
         }
     }
 

@@ -60,7 +60,7 @@ mod tests;
 pub use arena::{Arena, SlotLease};
 pub use device_queue::DeviceBucket;
 pub use plan::{Bucket, BucketPlan, Slot};
-pub use runner::{Listener, News, Reducer};
+pub use runner::{Listener, Reducer, ReducerEvent};
 pub use sizes::{bucket_bytes, bucket_sizes};
 pub use state::Record;
 pub use step::Step;

@@ -41,14 +41,14 @@ pub struct Reducer {
 pub trait Listener: Send + Sync {
     /// Takes a note, in the order in which things happened. Called with no lock held, but inside calls of the
     /// reducer, so that it must not call the reducer.
-    fn note(&self, news: News);
+    fn note(&self, event: ReducerEvent);
     /// Follows one or more notes; may call the reducer.
     fn wake(&self);
 }
 
 /// What a [`Listener`] hears.
 #[derive(Debug)]
-pub enum News {
+pub enum ReducerEvent {
     /// The bucket with this index.
     Reduced(usize),
     /// The step failed; [`Reducer::abandon`] ends it.
@@ -494,10 +494,10 @@ impl Reducer {
 
     /// The communicator has done its part for `bucket`, or for giving up.
     fn answered(self: &Arc<Self>, id: u64, bucket: Option<usize>, result: Result<()>) {
-        let news = match (&result, bucket) {
-            (Ok(()), Some(bucket)) => Some(News::Reduced(bucket)),
+        let event = match (&result, bucket) {
+            (Ok(()), Some(bucket)) => Some(ReducerEvent::Reduced(bucket)),
             (Ok(()), None) => None,
-            (Err(error), _) => Some(News::Failed(error.clone())),
+            (Err(error), _) => Some(ReducerEvent::Failed(error.clone())),
         };
         let (action, settled) = {
             let state = &mut *self.state.lock();
@@ -514,9 +514,9 @@ impl Reducer {
         };
         let listener = self.listener.get();
         if let Some(listener) = listener {
-            news.into_iter().for_each(|news| listener.note(news));
+            event.into_iter().for_each(|event| listener.note(event));
             if settled {
-                listener.note(News::Settled);
+                listener.note(ReducerEvent::Settled);
             }
         }
         self.perform(action);
@@ -773,7 +773,7 @@ impl Reducer {
             action
         };
         if let (true, Some(listener)) = (settled, self.listener.get()) {
-            listener.note(News::Settled);
+            listener.note(ReducerEvent::Settled);
         }
         self.perform(action);
     }

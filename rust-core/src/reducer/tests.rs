@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use super::arrival::{Arrival, Arrivals, Execution, Giver};
+use super::arrival::{ArrivalDriver, Execution, GradientOwner, ReadyGradient};
 use super::fingerprint::{Description, view};
 use super::{Options, ParamSpec, Reducer, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
@@ -376,7 +376,7 @@ struct Given {
     answers: Sender<(usize, Result<f32>)>,
 }
 
-impl Giver for Given {
+impl GradientOwner for Given {
     fn reduced(&self, _position: usize, result: Result<Option<SlotLease>>) {
         let value = result.map(|lease| match lease {
             // SAFETY: the slot holds `ELEMS` floats.
@@ -386,7 +386,7 @@ impl Giver for Given {
         self.answers.send((self.param, value)).expect("the rank waits for its answers");
     }
 
-    fn lend(&self, _position: usize, _bytes: usize) -> Result<*mut u8> {
+    fn allocate(&self, _position: usize, _bytes: usize) -> Result<*mut u8> {
         unreachable!("the gradients are in CPU memory")
     }
 
@@ -397,7 +397,7 @@ fn execution(step: i64) -> Execution {
     Execution { step, frame: 0, iteration: 0 }
 }
 
-fn give(arrivals: &Arc<Arrivals>, step: i64, param: usize, value: f32, answers: &Sender<(usize, Result<f32>)>) {
+fn give(arrivals: &Arc<ArrivalDriver>, step: i64, param: usize, value: f32, answers: &Sender<(usize, Result<f32>)>) {
     let mut given = Given { param, outside: vec![value; ELEMS], answers: answers.clone() };
     let mut ptr = given.outside.as_mut_ptr().cast();
     let mut lease = arrivals.take_slot(param);
@@ -406,11 +406,11 @@ fn give(arrivals: &Arc<Arrivals>, step: i64, param: usize, value: f32, answers: 
         unsafe { lease.fill(ptr) };
         ptr = lease.ptr();
     }
-    let giver = Arc::new(given);
-    // SAFETY: the giver, which has the vector, lives until it is answered.
+    let owner = Arc::new(given);
+    // SAFETY: the owner, which has the vector, lives until it is answered.
     let data = unsafe { TensorView::new(ptr, ELEMS, DType::Float32, Device::Cpu, 0) }.unwrap();
     // SAFETY: as above.
-    unsafe { arrivals.arrive(Arrival { param, data, lease, execution: execution(step), giver, position: 0 }) };
+    unsafe { arrivals.arrive(ReadyGradient { param, data, lease, execution: execution(step), owner, position: 0 }) };
 }
 
 fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usize, Result<f32>)> {
@@ -423,7 +423,7 @@ fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usiz
 #[test]
 fn gradients_that_arrive_are_answered_and_later_steps_wait() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
         let (sender, answers) = channel();
         // Two steps before there is a reducer, mixed up.
         for param in 0..PARAMS {
@@ -450,7 +450,7 @@ fn gradients_that_arrive_are_answered_and_later_steps_wait() {
 #[test]
 fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
         arrivals.made(Reducer::new(communicator, params(), options()));
         let (sender, answers) = channel();
         let mut failed = Vec::new();
@@ -495,7 +495,7 @@ fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works(
 #[test]
 fn gradients_of_a_reducer_that_cannot_be_made_get_the_reason() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = Arrivals::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
         let (sender, answers) = channel();
         give(&arrivals, 1, 0, 1.0, &sender);
         let options = Options { absent: if me == 0 { vec!["p10".to_owned()] } else { Vec::new() }, ..options() };

@@ -10,7 +10,7 @@ use super::Session;
 use super::groups::WORLD;
 use crate::error::{Error, Result};
 use crate::negotiation::{Elsewhere, End};
-use crate::reducer::arrival::{Arrival, Arrivals};
+use crate::reducer::arrival::{ArrivalDriver, ReadyGradient};
 use crate::reducer::fingerprint::{self, Description};
 use crate::reducer::op_placement::{Gradient, OpPlacement};
 use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
@@ -25,7 +25,7 @@ const TELLING: Duration = Duration::from_secs(2);
 /// By number of the spec.
 #[derive(Default)]
 pub struct Plans {
-    open: Mutex<HashMap<usize, Arc<Arrivals>>>,
+    open: Mutex<HashMap<usize, Arc<ArrivalDriver>>>,
     workshop: Mutex<Workshop>,
     op_placement: Mutex<OpPlacement>,
 }
@@ -33,7 +33,7 @@ pub struct Plans {
 /// Reducers to be made, one after the other.
 #[derive(Default)]
 struct Workshop {
-    orders: VecDeque<(usize, Arc<Arrivals>)>,
+    orders: VecDeque<(usize, Arc<ArrivalDriver>)>,
     /// Whether a thread works on them.
     is_open: bool,
     /// How often everything was ended; a thread works for one of these times.
@@ -49,7 +49,7 @@ impl Steps {
     }
 
     /// Those of all ranks. Where not all reduce, these may wait while others wait for something else, and all is well.
-    fn of_all_ranks(&self) -> Vec<Arc<Arrivals>> {
+    fn of_all_ranks(&self) -> Vec<Arc<ArrivalDriver>> {
         let Some(session) = self.0.upgrade() else { return Vec::new() };
         let is_for_all = |number: usize| spec::get(number).is_ok_and(|spec| spec.ranks.is_none());
         let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
@@ -65,7 +65,7 @@ impl Elsewhere for Steps {
     }
 
     fn is_at_rest(&self) -> bool {
-        let on_device = |arrivals: &Arrivals| arrivals.reducer().is_some_and(|reducer| reducer.is_on_device());
+        let on_device = |arrivals: &ArrivalDriver| arrivals.reducer().is_some_and(|reducer| reducer.is_on_device());
         self.of_all_ranks().iter().any(|arrivals| on_device(arrivals) && arrivals.waits(RESTS_AFTER).is_some())
     }
 
@@ -86,7 +86,7 @@ impl Plans {
 
 impl Session {
     /// What takes the gradients of a spec, if some have come already.
-    pub fn find_arrivals(&self, number: usize) -> Option<Arc<Arrivals>> {
+    pub fn find_arrivals(&self, number: usize) -> Option<Arc<ArrivalDriver>> {
         self.plans.open.lock().get(&number).cloned()
     }
 
@@ -94,11 +94,11 @@ impl Session {
     /// the core: collective, without a wait for this thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an unknown spec. The giver is not answered then.
+    /// [`Error::InvalidArgument`] for an unknown spec. The owner is not answered then.
     ///
     /// # Safety
-    /// See [`Arrivals::arrive`].
-    pub unsafe fn arrive(self: &Arc<Self>, number: usize, arrival: Arrival) -> Result<()> {
+    /// See [`ArrivalDriver::arrive`].
+    pub unsafe fn arrive(self: &Arc<Self>, number: usize, arrival: ReadyGradient) -> Result<()> {
         let arrivals = match self.find_arrivals(number) {
             Some(arrivals) => arrivals,
             None => self.make_plans(number)?,
@@ -140,7 +140,7 @@ impl Session {
         self.plans.op_placement.lock().reject(gradient, bytes);
     }
 
-    fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<Arrivals>> {
+    fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<ArrivalDriver>> {
         spec::get(number)?;
         let mut open = self.plans.open.lock();
         if let Some(arrivals) = open.get(&number) {
@@ -150,7 +150,7 @@ impl Session {
         for number in spec::made_with(number) {
             let spec = spec::get(number)?;
             open.entry(number).or_insert_with(|| {
-                let arrivals = Arrivals::new(&spec.description);
+                let arrivals = ArrivalDriver::new(&spec.description);
                 orders.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
@@ -173,7 +173,7 @@ impl Session {
     /// Ends all steps that are under way: ranks do not agree on whose they are. What comes next begins with new
     /// reducers on every rank, as which of the old ones others still have nobody knows.
     fn end_plans(self: Arc<Self>, end: End) {
-        let open: Vec<(usize, Arc<Arrivals>)> = {
+        let open: Vec<(usize, Arc<ArrivalDriver>)> = {
             let mut open = self.plans.open.lock();
             let workshop = &mut *self.plans.workshop.lock();
             *workshop = Workshop { ended: workshop.ended + 1, ..Workshop::default() };
@@ -181,7 +181,7 @@ impl Session {
             open.drain().collect()
         };
         let mismatch = |detail| Error::Mismatch { during: "the reduction of gradients".to_owned(), detail };
-        let all: Vec<Arc<Arrivals>> = open.iter().map(|(_, arrivals)| Arc::clone(arrivals)).collect();
+        let all: Vec<Arc<ArrivalDriver>> = open.iter().map(|(_, arrivals)| Arc::clone(arrivals)).collect();
         let close = move |session: &Self, error: &Error| {
             for arrivals in all {
                 arrivals.end(error);

@@ -16,7 +16,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::mailbox::{Header, Link, Mailbox, Messages};
-use super::ports::{Arrivals, Carrier, PAYLOAD_BYTES, Port};
+use super::ports::{Carrier, MailboxProgress, PAYLOAD_BYTES, Port};
 use super::shm::{Rings, SharedMemory};
 use super::{Members, Transport};
 use crate::error::Result;
@@ -190,14 +190,15 @@ impl HostsTransport {
             remote: Port::open(&carrier, key, &members, processes, monitor.clone()),
         };
         let mailbox = Arc::new(Mailbox::new(link, members.clone()));
-        let arrivals: Weak<dyn Arrivals> = Arc::downgrade(&(mailbox.clone() as Arc<dyn Arrivals>));
-        carrier.ports().attach(key, members.me, arrivals);
+        let mailbox_progress: Weak<dyn MailboxProgress> =
+            Arc::downgrade(&(mailbox.clone() as Arc<dyn MailboxProgress>));
+        carrier.ports().attach(key, members.me, mailbox_progress);
         let everybody = carrier.needs_everybody().then(|| (0..size).collect());
         Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, carrier, everybody, mailbox }))
     }
 }
 
-impl Arrivals for Mailbox<HostsLink> {
+impl MailboxProgress for Mailbox<HostsLink> {
     fn arrived(&self) {
         self.progress();
     }

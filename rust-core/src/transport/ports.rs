@@ -5,7 +5,7 @@
 //!   (any thread)                                    (carrier's thread)
 //! ```
 //!
-//! The carrier's thread also brings the messages of the mailbox on ([`Arrivals`]), so that they move while every other
+//! The carrier's thread also brings the messages of the mailbox on ([`MailboxProgress`]), so that they move while every other
 //! thread of the process computes.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -40,7 +40,7 @@ pub(crate) trait Carrier: Send + Sync {
     /// Where the frames that come are taken.
     fn ports(&self) -> &Ports;
     /// Takes a frame, which `write` appends to a buffer, for the process with the number `to`; never waits. False if
-    /// there is no room: then the port `from` hears ([`Arrivals`]) when there is. `write` is called only if there is.
+    /// there is no room: then the port `from` hears ([`MailboxProgress`]) when there is. `write` is called only if there is.
     fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
     /// Somebody began, or ceased, to wait for frames: for carriers that must look for them.
     fn hurry(&self, waits: bool);
@@ -51,7 +51,7 @@ pub(crate) trait Carrier: Send + Sync {
 }
 
 /// Brings on the messages of a group for which frames have come, or for which there is room again.
-pub(crate) trait Arrivals: Send + Sync {
+pub(crate) trait MailboxProgress: Send + Sync {
     fn arrived(&self);
 }
 
@@ -94,7 +94,7 @@ struct Open {
     inbox: Arc<Inbox>,
     /// Number of each member's process.
     processes: Arc<[usize]>,
-    arrivals: Option<Weak<dyn Arrivals>>,
+    mailbox_progress: Option<Weak<dyn MailboxProgress>>,
     monitor: Arc<Monitor>,
 }
 
@@ -134,10 +134,10 @@ impl Ports {
         Self { table: Mutex::default(), buffers: Pool::new(buffer_bytes) }
     }
 
-    /// From now on `arrivals` hears of frames for the port of member `me` in the group that `key` names.
-    pub(crate) fn attach(&self, key: u64, me: usize, arrivals: Weak<dyn Arrivals>) {
+    /// From now on `mailbox_progress` hears of frames for the port of member `me` in the group that `key` names.
+    pub(crate) fn attach(&self, key: u64, me: usize, mailbox_progress: Weak<dyn MailboxProgress>) {
         if let Some(open) = self.table.lock().open.get_mut(&(key, me)) {
-            open.arrivals = Some(arrivals);
+            open.mailbox_progress = Some(mailbox_progress);
         }
     }
 
@@ -170,9 +170,9 @@ impl Ports {
     /// Tells these ports that frames have come, or that there is room for theirs.
     pub(super) fn bring_on(&self, keys: impl IntoIterator<Item = Key>) {
         for key in keys {
-            let arrivals = self.table.lock().open.get(&key).and_then(|open| open.arrivals.clone());
-            if let Some(arrivals) = arrivals.and_then(|arrivals| arrivals.upgrade()) {
-                arrivals.arrived();
+            let mailbox_progress = self.table.lock().open.get(&key).and_then(|open| open.mailbox_progress.clone());
+            if let Some(mailbox_progress) = mailbox_progress.and_then(|mailbox_progress| mailbox_progress.upgrade()) {
+                mailbox_progress.arrived();
             }
         }
     }
@@ -221,8 +221,12 @@ impl Port {
         let inbox = Arc::new(Inbox::default());
         let key = (key, members.me);
         let mut table = carrier.ports().table.lock();
-        let open =
-            Open { inbox: inbox.clone(), processes: processes.clone(), arrivals: None, monitor: monitor.clone() };
+        let open = Open {
+            inbox: inbox.clone(),
+            processes: processes.clone(),
+            mailbox_progress: None,
+            monitor: monitor.clone(),
+        };
         for (source, from, frame) in table.early.remove(&key).unwrap_or_default() {
             open.deliver(source, from, frame);
         }

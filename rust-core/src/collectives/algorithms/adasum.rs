@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use super::{Algorithm, copy};
 use crate::buffer::{DType, TensorView};
-use crate::collectives::arrival;
+use crate::collectives::agreement;
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
@@ -29,10 +29,10 @@ impl Algorithm for Adasum {
         let Request::Adasum { input, output } = request else { unreachable!("`accepts` looked at the kind") };
         match group.memory {
             Some(memory) => {
-                arrival::publish(memory, call);
-                arrival::agree(memory, call, group)?;
+                agreement::publish(memory, call);
+                agreement::agree(memory, call, group)?;
             }
-            None => arrival::agree_without_memory(call, group)?,
+            None => agreement::agree_without_memory(call, group)?,
         }
         // SAFETY: validation made them equally long; they are the same memory or do not overlap.
         unsafe { copy(input.ptr(), output.ptr(), input.bytes()) };

@@ -3,7 +3,7 @@
 
 use super::{Algorithm, copy};
 use crate::buffer::TensorView;
-use crate::collectives::arrival::{TAG_DATA, agree_without_memory};
+use crate::collectives::agreement::{TAG_DATA, agree_without_memory};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, ReduceOp, Request};

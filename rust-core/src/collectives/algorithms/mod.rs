@@ -3,7 +3,7 @@
 //! algorithm begins.
 
 use super::call::Call;
-use super::{Group, Request, arrival};
+use super::{Group, Request, agreement};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
@@ -58,7 +58,7 @@ struct Steps<'a> {
 
 impl<'a> Steps<'a> {
     fn new(memory: &'a SharedMemory, call: &'a Call, group: &'a Group<'a>) -> Self {
-        arrival::publish(memory, call);
+        agreement::publish(memory, call);
         Self { memory, call, group, calls: None }
     }
 
@@ -67,7 +67,7 @@ impl<'a> Steps<'a> {
         if self.calls.is_some() {
             return self.memory.sync(&self.group.wait);
         }
-        self.calls = Some(arrival::agree(self.memory, self.call, self.group)?);
+        self.calls = Some(agreement::agree(self.memory, self.call, self.group)?);
         Ok(())
     }
 }

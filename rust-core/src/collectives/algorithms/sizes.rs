@@ -4,7 +4,7 @@
 
 use super::messages::exchange;
 use crate::collectives::Group;
-use crate::collectives::arrival::{agree, agree_without_memory, publish};
+use crate::collectives::agreement::{agree, agree_without_memory, publish};
 use crate::collectives::call::Call;
 use crate::collectives::rows::rows_for;
 use crate::error::{Error, Result};

@@ -4,7 +4,7 @@
 use super::{Algorithm, Steps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
-use crate::collectives::{Group, Request, arrival};
+use crate::collectives::{Group, Request, agreement};
 use crate::error::Result;
 
 /// See the module's text.
@@ -32,7 +32,7 @@ impl Algorithm for Window {
         let range = (me * part).min(bytes)..((me + 1) * part).min(bytes);
         let mut places = Vec::with_capacity(size);
         for rank in 0..size {
-            let offset = arrival::offset_bytes(memory, rank, memory.phase(), window, bytes)?;
+            let offset = agreement::offset_bytes(memory, rank, memory.phase(), window, bytes)?;
             let start = window.peer(rank).expect("a window of a group with shared memory is visible to all");
             places.push(start.wrapping_add(offset + range.start));
         }

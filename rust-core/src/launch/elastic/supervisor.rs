@@ -27,7 +27,7 @@ use super::hosts::{Hosts, Place, jitter};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
-use crate::world::rendezvous::job::News;
+use crate::world::rendezvous::job::JobEvent;
 use crate::world::rendezvous::message::HostsUpdated;
 
 /// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
@@ -151,7 +151,7 @@ impl Supervisor {
                 self.handle(signal);
             }
             self.read_output();
-            self.take_news();
+            self.take_events();
             self.notice_ends()?;
             self.keep_deadlines();
             let mut said = Vec::new();
@@ -165,7 +165,7 @@ impl Supervisor {
         }
     }
 
-    /// Sleeps until there is a signal, output, news, or `sleep` has passed.
+    /// Sleeps until there is a signal, output, events, or `sleep` has passed.
     fn wait_for_events(&self, signals: &Signals, sleep: Duration) -> Result<()> {
         let pipes = self.workers.values().flat_map(|worker| worker.streams.pipes());
         let mut fds: Vec<_> = [signals.as_fd(), self.server.bell()]
@@ -192,12 +192,12 @@ impl Supervisor {
         }
     }
 
-    fn take_news(&mut self) {
-        for news in self.server.take_news() {
+    fn take_events(&mut self) {
+        for event in self.server.take_events() {
             let now = Instant::now();
-            match news {
-                News::Entered(name) => id(&name).into_iter().for_each(|id| self.driver.entered(id, now)),
-                News::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
+            match event {
+                JobEvent::Entered(name) => id(&name).into_iter().for_each(|id| self.driver.entered(id, now)),
+                JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
             }
         }
     }

@@ -65,7 +65,7 @@ struct Suspect {
 
 /// What the launcher of an elastic job hears.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum JobEvent {
     /// A worker asks for a rank.
     Entered(String),
     /// It does not any more: its connection has ended.
@@ -80,7 +80,7 @@ struct Elastic {
     seated: HashMap<ConnectionId, (u64, usize)>,
     /// Each worker's last seat.
     workers: HashMap<String, (u64, usize)>,
-    news: Vec<News>,
+    events: Vec<JobEvent>,
 }
 
 /// See the module's text.
@@ -124,8 +124,8 @@ impl Job {
     }
 
     /// What the launcher has not heard yet, in order.
-    pub fn take_news(&mut self) -> Vec<News> {
-        self.elastic.as_mut().map(|elastic| std::mem::take(&mut elastic.news)).unwrap_or_default()
+    pub fn take_events(&mut self) -> Vec<JobEvent> {
+        self.elastic.as_mut().map(|elastic| std::mem::take(&mut elastic.events)).unwrap_or_default()
     }
 
     /// Begins a session of these workers, in the order of ranks. One that has gone meanwhile counts as dead in it.
@@ -177,7 +177,7 @@ impl Job {
             return Disposition::Close;
         };
         elastic.entered.insert(worker.clone(), from);
-        elastic.news.push(News::Entered(worker));
+        elastic.events.push(JobEvent::Entered(worker));
         Disposition::Keep
     }
 
@@ -188,7 +188,7 @@ impl Job {
             elastic.entered.iter().find(|(_, connection)| **connection == from).map(|(name, _)| name.clone())
         {
             elastic.entered.remove(&worker);
-            elastic.news.push(News::Withdrew(worker));
+            elastic.events.push(JobEvent::Withdrew(worker));
         }
         if let Some((id, rank)) = elastic.seated.remove(&from) {
             self.depart(id, rank, departure);

@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::frame::{MAX_PAYLOAD, Opener, Sealer};
 use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
-use super::job::{Disposition, Job, News};
+use super::job::{Disposition, Job, JobEvent};
 use super::message::{self, HostsUpdated, ToServer};
 use super::refusals::Refusals;
 use crate::error::{Error, Result};
@@ -67,8 +67,8 @@ struct Shared {
     commands: Mutex<Vec<Command>>,
     connected: Mutex<usize>,
     changed: Condvar,
-    news: Mutex<Vec<News>>,
-    /// Becomes readable when there are news.
+    events: Mutex<Vec<JobEvent>>,
+    /// Becomes readable when there are events.
     bell: OwnedFd,
 }
 
@@ -127,7 +127,7 @@ impl Server {
             commands: Mutex::default(),
             connected: Mutex::default(),
             changed: Condvar::new(),
-            news: Mutex::default(),
+            events: Mutex::default(),
             bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?,
         });
         let server = Loop {
@@ -165,13 +165,13 @@ impl Server {
     }
 
     /// What workers of an elastic job have asked for since the last call.
-    pub fn take_news(&self) -> Vec<News> {
+    pub fn take_events(&self) -> Vec<JobEvent> {
         // The counter only wakes who waits; what it says does not matter.
         let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
-        std::mem::take(&mut *self.shared.news.lock())
+        std::mem::take(&mut *self.shared.events.lock())
     }
 
-    /// Is readable while there may be news.
+    /// Is readable while there may be events.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.shared.bell.as_fd()
     }
@@ -515,9 +515,9 @@ impl Loop {
     }
 
     fn publish(&mut self) {
-        let news = self.job.take_news();
-        if !news.is_empty() {
-            self.shared.news.lock().extend(news);
+        let events = self.job.take_events();
+        if !events.is_empty() {
+            self.shared.events.lock().extend(events);
             // It can only fail by being full, and then it is readable.
             let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
         }

@@ -312,7 +312,7 @@ impl<'a> Owner<'a> {
             return;
         }
         let place = self.chain.first_place(piece, self.hosts);
-        // SAFETY: nobody writes to a result any more; it is there until the next arrival, before which the message is
+        // SAFETY: nobody writes to a result any more; it is there until the next agreement, before which the message is
         // done or cancelled.
         let message =
             unsafe { self.group.transport.post_send(map.owner(before, self.lane), TAG_RESULT, place, piece.bytes) };

@@ -7,7 +7,7 @@
 use super::{Algorithm, copy};
 use crate::buffer::TensorView;
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::{Group, ReduceOp, Request, arrival};
+use crate::collectives::{Group, ReduceOp, Request, agreement};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::layout::ARENA_BYTES;
@@ -32,7 +32,7 @@ impl Algorithm for Reduction {
     }
 
     fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
-        arrival::agree_without_memory(call, group)?;
+        agreement::agree_without_memory(call, group)?;
         match request {
             Request::AllReduce { input, output, op } => {
                 reduce(std::slice::from_ref(input), Some(output), |_| To::All, *op, group)
@@ -47,7 +47,7 @@ impl Algorithm for Reduction {
                 let (bytes, arrived) = (call.bytes(), memory.phase().wrapping_sub(1));
                 let mut parts = Vec::with_capacity(memory.size());
                 for (position, member) in map.members_of(map.host_of(group.members.me)).iter().enumerate() {
-                    let offset = arrival::offset_bytes(memory, position, arrived, window, bytes)?;
+                    let offset = agreement::offset_bytes(memory, position, arrived, window, bytes)?;
                     let start = window.peer(*member).expect("a window is visible to the members of one host");
                     parts.push(start.wrapping_add(offset));
                 }

@@ -7,7 +7,7 @@ use super::super::messages::exchange;
 use super::super::{Algorithm, copy};
 use super::spreads;
 use crate::buffer::TensorView;
-use crate::collectives::arrival::agree_without_memory;
+use crate::collectives::agreement::agree_without_memory;
 use crate::collectives::call::Call;
 use crate::collectives::{Group, Request};
 use crate::error::Result;

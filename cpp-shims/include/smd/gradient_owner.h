@@ -14,12 +14,12 @@ struct SlotLease;
 
 // One operation of a framework. The core holds it until all of its gradients are answered. All may be called on any
 // thread, several at once, and must not take Python's lock.
-class Giver {
+class GradientOwner {
  public:
-  Giver() = default;
-  Giver(const Giver&) = delete;
-  Giver& operator=(const Giver&) = delete;
-  virtual ~Giver() = default;
+  GradientOwner() = default;
+  GradientOwner(const GradientOwner&) = delete;
+  GradientOwner& operator=(const GradientOwner&) = delete;
+  virtual ~GradientOwner() = default;
 
   // The gradient that was given as `position` is reduced, in the slot that `lease` holds, or where it lay. `error` is
   // the core's report, ending in ` [smd:<code>]`; empty if all went well. Once for each gradient.
@@ -28,7 +28,7 @@ class Giver {
   // Memory for `bytes` bytes on the device of the gradient that was given as `position`, until that is answered.
   // Whatever used it before was queued into the gradient's stream. Throws a std::exception if there is none. Called
   // with locks of the core held.
-  virtual std::uint8_t* lend(std::size_t position, std::size_t bytes) const {
+  virtual std::uint8_t* allocate(std::size_t position, std::size_t bytes) const {
     (void)position;
     throw std::logic_error("no memory for " + std::to_string(bytes) + " bytes of gradients on a device");
   }
