@@ -4,14 +4,14 @@
 //! a receive takes it. A larger one asks first; its bytes travel when a receive with its tag is there:
 //!
 //! ```text
-//! sender    Ask{tag, bytes, id} -->              Part{slot, offset} --> Part ..
-//! receiver                      <-- Grant{id, slot}   (or Refuse{id, bytes} if the lengths differ)
+//! sender    Rts{tag, bytes, id} -->              Data{slot, offset} --> Data ..
+//! receiver                      <-- Cts{id, slot}   (or Nack{id, bytes} if the lengths differ)
 //! ```
 //!
 //! - MBX-1: an arriving frame is always taken, whatever is posted: so no message blocks another (TRA-1).
-//! - MBX-2: `Eager` and `Ask` frames to one peer leave in the order of their posts, so equal tags stay in order. Frames
+//! - MBX-2: `Eager` and `Rts` frames to one peer leave in the order of their posts, so equal tags stay in order. Frames
 //!   without a tag leave before both.
-//! - MBX-3: a send that is cancelled after its `Ask` withdraws it. The receiver forgets the announcement; a receive that
+//! - MBX-3: a send that is cancelled after its `Rts` withdraws it. The receiver forgets the announcement; a receive that
 //!   was matched with it waits again at its place in the order, for the next message with its tag.
 //! - MBX-4: a receiver keeps at most [`EAGER_LIMIT`] of each sender's messages that no receive has taken. The sender counts
 //!   what it has sent, and the receiver returns what receives took (`Credit`). A small message beyond that asks first like a
@@ -31,10 +31,10 @@ use crate::error::{Error, Result};
 #[repr(u64)]
 pub(crate) enum FrameKind {
     Eager = 1,
-    Ask = 2,
-    Grant = 3,
-    Refuse = 4,
-    Part = 5,
+    Rts = 2,
+    Cts = 3,
+    Nack = 4,
+    Data = 5,
     Withdraw = 6,
     Credit = 7,
 }
@@ -53,13 +53,13 @@ fn eager_cost(bytes: usize) -> usize {
 
 impl FrameKind {
     fn decode(value: u64) -> Option<Self> {
-        let all = [Self::Eager, Self::Ask, Self::Grant, Self::Refuse, Self::Part, Self::Withdraw, Self::Credit];
+        let all = [Self::Eager, Self::Rts, Self::Cts, Self::Nack, Self::Data, Self::Withdraw, Self::Credit];
         all.into_iter().find(|kind| *kind as u64 == value)
     }
 }
 
 /// The words before a frame's payload: `[kind, a, b, c, payload bytes]`, where a, b, c are
-/// Eager: tag; Ask: tag, bytes, id; Grant: id, slot; Refuse: id, bytes; Part: slot, offset; Withdraw: id; Credit: bytes.
+/// Eager: tag; Rts: tag, bytes, id; Cts: id, slot; Nack: id, bytes; Data: slot, offset; Withdraw: id; Credit: bytes.
 pub(crate) type Header = [u64; 5];
 
 /// Carries frames between pairs, in order, without waiting.
@@ -121,7 +121,7 @@ struct Outgoing {
     bytes: usize,
 }
 
-struct Granted {
+struct ClearedSend {
     send: Outgoing,
     slot: u64,
     sent: usize,
@@ -145,7 +145,7 @@ struct Filling {
 
 enum Body {
     Eager(Vec<u8>),
-    Ask { id: u64, bytes: usize },
+    Rts { id: u64, bytes: usize },
 }
 
 struct Unexpected {
@@ -168,8 +168,8 @@ struct Peer {
     waiting: VecDeque<Outgoing>,
     /// Asked for, by id.
     asked: HashMap<u64, Outgoing>,
-    /// Granted, being streamed one after the other.
-    streams: VecDeque<Granted>,
+    /// ClearedSend, being streamed one after the other.
+    streams: VecDeque<ClearedSend>,
 }
 
 #[derive(Default)]
@@ -255,7 +255,7 @@ impl<L: Link> Mailbox<L> {
             let eager = send.bytes <= payload_bytes && peer.eager_sent + cost <= EAGER_LIMIT;
             let header = match eager {
                 true => [FrameKind::Eager as u64, send.tag, 0, 0, send.bytes as u64],
-                false => [FrameKind::Ask as u64, send.tag, send.bytes as u64, send.message.0.id, 0],
+                false => [FrameKind::Rts as u64, send.tag, send.bytes as u64, send.message.0.id, 0],
             };
             // SAFETY: an eager message's bytes are valid until it completes, and fit a frame; an ask has no payload.
             if !unsafe { self.link.push(to, header, send.data) } {
@@ -272,7 +272,7 @@ impl<L: Link> Mailbox<L> {
         }
         while let Some(stream) = peer.streams.front_mut() {
             let part = (stream.send.bytes - stream.sent).min(payload_bytes);
-            let header = [FrameKind::Part as u64, stream.slot, stream.sent as u64, 0, part as u64];
+            let header = [FrameKind::Data as u64, stream.slot, stream.sent as u64, 0, part as u64];
             // SAFETY: `sent + part <= bytes`, and the message's memory is valid until it completes.
             if !unsafe { self.link.push(to, header, stream.send.data.add(stream.sent)) } {
                 return;
@@ -400,24 +400,24 @@ impl State {
                 let sent = &mut self.peers[from].eager_sent;
                 *sent = sent.saturating_sub(usize::try_from(a).unwrap_or(usize::MAX));
             }
-            Some(FrameKind::Ask) => {
+            Some(FrameKind::Rts) => {
                 let bytes = usize::try_from(b).unwrap_or(usize::MAX);
-                self.arrive(from, a, Body::Ask { id: c, bytes }, members);
+                self.arrive(from, a, Body::Rts { id: c, bytes }, members);
             }
-            Some(FrameKind::Grant) => {
+            Some(FrameKind::Cts) => {
                 let peer = &mut self.peers[from];
                 if let Some(send) = peer.asked.remove(&a) {
-                    peer.streams.push_back(Granted { send, slot: b, sent: 0 });
+                    peer.streams.push_back(ClearedSend { send, slot: b, sent: 0 });
                 }
             }
-            Some(FrameKind::Refuse) => {
+            Some(FrameKind::Nack) => {
                 if let Some(send) = self.peers[from].asked.remove(&a) {
                     let error = length_mismatch(send.tag, members.me, send.bytes as u64, from, b, members);
                     send.message.complete(Err(error));
                     self.completed = true;
                 }
             }
-            Some(FrameKind::Part) => {
+            Some(FrameKind::Data) => {
                 let Some(filling) = self.filling.get_mut(&a) else { return };
                 // Parts of one message arrive in order, so the offset is known; another one is forged.
                 if filling.from != from
@@ -457,7 +457,7 @@ impl State {
 
     /// The sender has cancelled its message `id` (MBX-3).
     fn withdraw(&mut self, from: usize, id: u64, members: &Members) {
-        let announced = |it: &Unexpected| it.from == from && matches!(it.body, Body::Ask { id: own, .. } if own == id);
+        let announced = |it: &Unexpected| it.from == from && matches!(it.body, Body::Rts { id: own, .. } if own == id);
         self.unexpected.retain(|it| !announced(it));
         let slot = self.filling.iter().find(|(_, it)| it.from == from && it.id == id).map(|(slot, _)| *slot);
         let Some(Filling { recv, .. }) = slot.and_then(|slot| self.filling.remove(&slot)) else { return };
@@ -493,13 +493,13 @@ impl State {
         match body {
             // SAFETY: the vector is valid for its length.
             Body::Eager(bytes) => unsafe { self.finish(recv, from, bytes.as_ptr(), bytes.len(), members) },
-            Body::Ask { id, bytes } if bytes == recv.bytes => {
+            Body::Rts { id, bytes } if bytes == recv.bytes => {
                 let slot = recv.message.0.id;
                 self.filling.insert(slot, Filling { recv, from, id, received: 0 });
-                self.peers[from].replies.push_back([FrameKind::Grant as u64, id, slot, 0, 0]);
+                self.peers[from].replies.push_back([FrameKind::Cts as u64, id, slot, 0, 0]);
             }
-            Body::Ask { id, bytes } => {
-                self.peers[from].replies.push_back([FrameKind::Refuse as u64, id, recv.bytes as u64, 0, 0]);
+            Body::Rts { id, bytes } => {
+                self.peers[from].replies.push_back([FrameKind::Nack as u64, id, recv.bytes as u64, 0, 0]);
                 let error = length_mismatch(recv.tag, from, bytes as u64, members.me, recv.bytes as u64, members);
                 recv.message.complete(Err(error));
                 self.completed = true;

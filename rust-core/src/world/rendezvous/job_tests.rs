@@ -62,7 +62,10 @@ fn a_silent_host_takes_all_of_its_ranks_along() {
     let death = "died (no sign of host node-1, where ranks [2, 3] ran, for 10s)";
     let events: Vec<String> = told(&mut job).into_iter().filter(|told| told.starts_with(['0', '1'])).collect();
     let expected = |to: usize| [2, 3].map(|rank| format!("{to}: rank {rank} {death}"));
-    assert_eq!(events, [expected(0)[0].clone(), expected(1)[0].clone(), expected(0)[1].clone(), expected(1)[1].clone()]);
+    assert_eq!(
+        events,
+        [expected(0)[0].clone(), expected(1)[0].clone(), expected(0)[1].clone(), expected(1)[1].clone()]
+    );
     job.host_lost(2, Duration::from_secs(10));
     assert!(told(&mut job).is_empty());
 }
