@@ -680,7 +680,7 @@ impl Shared {
             deadline: start + timeout.unwrap_or(self.timeout),
             monitor: &self.monitor,
             members: self.transport.depends_on().unwrap_or(&members.ranks),
-            last_words: self.transport.last_words(),
+            drain_timeout: self.transport.drain_timeout(),
             closed: &self.closed,
         };
         let group = Group {

@@ -151,8 +151,8 @@ impl Shared {
         let (monitor, closed) = (&*self.monitor, &*self.closed);
         let members = self.transport.depends_on().unwrap_or(partners);
         let deadline = start + timeout.unwrap_or(self.timeout);
-        let last_words = self.transport.last_words();
-        Wait { during, start, deadline, monitor, members, last_words, closed }
+        let drain_timeout = self.transport.drain_timeout();
+        Wait { during, start, deadline, monitor, members, drain_timeout, closed }
     }
 
     fn start(&self, request: &Request) -> Result<Message> {

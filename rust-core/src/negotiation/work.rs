@@ -409,7 +409,7 @@ impl Work {
             && let Err(error) = shared.monitor.check(&shared.members.ranks, "`collectives by name`")
         {
             let since = *self.departed.get_or_insert_with(Instant::now);
-            let grace = GRACE.max(self.transport.last_words());
+            let grace = GRACE.max(self.transport.drain_timeout());
             if since.elapsed() >= grace || error.code() == crate::error::Code::Closed {
                 return Err(error);
             }

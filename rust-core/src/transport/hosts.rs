@@ -234,7 +234,7 @@ impl Link for HostsLink {
     }
 
     fn doze(&self, seen: u32, limit: Duration) {
-        let _hurry = self.remote.hurry();
+        let _busy_poll = self.remote.busy_poll();
         self.rings.doze(seen, limit);
     }
 
@@ -268,7 +268,7 @@ impl Transport for HostsTransport {
         self.everybody.as_deref()
     }
 
-    fn last_words(&self) -> Duration {
+    fn drain_timeout(&self) -> Duration {
         LAST_WORDS
     }
 }

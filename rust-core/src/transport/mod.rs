@@ -61,8 +61,8 @@ pub struct Wait<'a> {
     pub monitor: &'a Monitor,
     /// Global ranks whose departure ends the wait.
     pub members: &'a [usize],
-    /// See [`Transport::last_words`].
-    pub last_words: Duration,
+    /// See [`Transport::drain_timeout`].
+    pub drain_timeout: Duration,
     /// Filled with the reason when the communicator is closed under the wait.
     pub closed: &'a OnceLock<String>,
 }
@@ -90,7 +90,7 @@ impl Wait<'_> {
                         None => false,
                         Some(Departure::Left) => {
                             let heard = self.monitor.heard(*rank).unwrap_or(now);
-                            missing.contains(rank) && now.saturating_duration_since(heard) >= self.last_words
+                            missing.contains(rank) && now.saturating_duration_since(heard) >= self.drain_timeout
                         }
                         Some(_) => true,
                     })
@@ -171,7 +171,7 @@ pub trait Transport: Send + Sync {
     }
     /// How long after the news that a member left in good order something may come that it sent before: the news and
     /// the messages go different ways.
-    fn last_words(&self) -> Duration {
+    fn drain_timeout(&self) -> Duration {
         Duration::ZERO
     }
 }

@@ -43,7 +43,7 @@ pub(crate) trait Carrier: Send + Sync {
     /// there is no room: then the port `from` hears ([`MailboxProgress`]) when there is. `write` is called only if there is.
     fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
     /// Somebody began, or ceased, to wait for frames: for carriers that must look for them.
-    fn hurry(&self, waits: bool);
+    fn busy_poll(&self, waits: bool);
     /// Waits until the network has taken all that groups gave, for as long as it works and the deadline has not come.
     fn flush(&self, deadline: Instant);
     /// Whether nothing moves any more once any process of the job has died, whoever the frames are for.
@@ -168,7 +168,7 @@ impl Ports {
     }
 
     /// Tells these ports that frames have come, or that there is room for theirs.
-    pub(super) fn bring_on(&self, keys: impl IntoIterator<Item = Key>) {
+    pub(super) fn progress(&self, keys: impl IntoIterator<Item = Key>) {
         for key in keys {
             let mailbox_progress = self.table.lock().open.get(&key).and_then(|open| open.mailbox_progress.clone());
             if let Some(mailbox_progress) = mailbox_progress.and_then(|mailbox_progress| mailbox_progress.upgrade()) {
@@ -269,18 +269,18 @@ impl Port {
     }
 
     /// While the guard lives, somebody waits for frames.
-    pub(super) fn hurry(&self) -> Hurry<'_> {
-        self.carrier.hurry(true);
-        Hurry(&*self.carrier)
+    pub(super) fn busy_poll(&self) -> BusyPoll<'_> {
+        self.carrier.busy_poll(true);
+        BusyPoll(&*self.carrier)
     }
 }
 
-/// See [`Port::hurry`].
-pub(super) struct Hurry<'a>(&'a dyn Carrier);
+/// See [`Port::busy_poll`].
+pub(super) struct BusyPoll<'a>(&'a dyn Carrier);
 
-impl Drop for Hurry<'_> {
+impl Drop for BusyPoll<'_> {
     fn drop(&mut self) {
-        self.0.hurry(false);
+        self.0.busy_poll(false);
     }
 }
 

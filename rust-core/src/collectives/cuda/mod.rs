@@ -387,7 +387,7 @@ impl Cuda {
             deadline: start + self.timeout,
             monitor: &self.monitor,
             members: &self.members.ranks,
-            last_words: Duration::ZERO,
+            drain_timeout: Duration::ZERO,
             closed: &self.closed,
         }
     }

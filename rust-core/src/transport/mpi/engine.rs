@@ -6,7 +6,7 @@
 //! ```
 //!
 //! MPI cannot wake a thread that sleeps, so the thread looks: without a pause while something moves, often while
-//! somebody waits ([`Carrier::hurry`]), and rarely otherwise.
+//! somebody waits ([`Carrier::busy_poll`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -199,7 +199,7 @@ impl Carrier for Engine {
         true
     }
 
-    fn hurry(&self, waits: bool) {
+    fn busy_poll(&self, waits: bool) {
         let waiters = &self.shared.waiters;
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
@@ -329,19 +329,19 @@ impl Slots {
                 self.receive(slot, shared.ports.buffers.take(), wire)?;
                 touched.extend(shared.ports.take(source, frame, 0, bytes));
             }
-            shared.ports.bring_on(touched.drain());
+            shared.ports.progress(touched.drain());
             if moved {
                 idle = 0;
                 continue;
             }
             idle += 1;
             let sending = self.free.len() < self.sends.len();
-            let hurry = sending || shared.waiters.load(Ordering::Relaxed) > 0;
-            if hurry && idle < spins {
+            let busy_poll = sending || shared.waiters.load(Ordering::Relaxed) > 0;
+            if busy_poll && idle < spins {
                 std::hint::spin_loop();
                 continue;
             }
-            if hurry && idle < spins + YIELDS {
+            if busy_poll && idle < spins + YIELDS {
                 std::thread::yield_now();
                 continue;
             }
@@ -350,7 +350,7 @@ impl Slots {
                 return Ok(());
             }
             if outbox.frames.is_empty() || self.free.is_empty() {
-                shared.news.wait_for(&mut outbox, if hurry { SHORT_PAUSE } else { LONG_PAUSE });
+                shared.news.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
             }
             drop(outbox);
             if seen.elapsed() > NAP {

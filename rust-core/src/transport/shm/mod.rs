@@ -122,7 +122,7 @@ impl SharedMemory {
             deadline: start + timeout,
             monitor,
             members: &members.ranks,
-            last_words: Duration::ZERO,
+            drain_timeout: Duration::ZERO,
             closed: &closed,
         };
         memory.sync(&wait)?;

@@ -212,7 +212,7 @@ impl Carrier for Network {
     }
 
     /// The system wakes the thread when something comes.
-    fn hurry(&self, _waits: bool) {}
+    fn busy_poll(&self, _waits: bool) {}
 
     fn flush(&self, deadline: Instant) {
         let others = || self.shared.send_queues.iter().enumerate().filter(|(rank, _)| *rank != self.shared.rank);

@@ -240,7 +240,7 @@ impl Service {
             let mut queue = self.shared.send_queues[rank].lock();
             (queue.open(line, first, &self.shared.buffers), queue.admitted())
         };
-        self.shared.ports.bring_on(admitted);
+        self.shared.ports.progress(admitted);
         if let Err(error) = outcome {
             self.lose(rank, &error.to_string());
         }
@@ -266,7 +266,7 @@ impl Service {
             let outcome = queue.write(&self.shared.buffers).and_then(|()| queue.look_for_end());
             (outcome, queue.admitted())
         };
-        self.shared.ports.bring_on(admitted);
+        self.shared.ports.progress(admitted);
         if let Err(error) = outcome {
             self.lose(rank, &error.to_string());
         }
@@ -283,7 +283,7 @@ impl Service {
         }
         self.connections.retain(|_, connection| !matches!(connection, Connection::Outbound(other) if *other == rank));
         // Their frames are dropped, so their senders need not keep them.
-        self.shared.ports.bring_on(admitted);
+        self.shared.ports.progress(admitted);
         tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
         let judge_at = Instant::now() + self.options.peer_timeout;
         if !self.losses.iter().any(|loss| loss.rank == rank) {
@@ -386,7 +386,7 @@ impl Service {
                 }
             }
         }
-        self.shared.ports.bring_on(touched);
+        self.shared.ports.progress(touched);
     }
 
     /// Ends an inbound connection's connection.
