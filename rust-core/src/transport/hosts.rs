@@ -1,15 +1,15 @@
 //! Groups whose members are on several hosts: shared memory among the members of a host, messages between hosts.
 //!
 //! ```text
-//!   member   0   1   2   3   4   5        places: 0 0 0 1 1 1      two runs, three lanes
+//!   member   0   1   2   3   4   5        places: 0 0 0 1 1 1      two spans, three channels
 //!   host     a   a   a   b   b   b
-//!   lane     0   1   2   0   1   2        member 1 and member 4 own lane 1: they talk to each other,
+//!   channel     0   1   2   0   1   2        member 1 and member 4 own channel 1: they talk to each other,
 //!                                         for their hosts
 //! ```
 //!
-//! - HST-1: a *run* is a longest row of members, one after the other in the group's order, that are on one host. A fold
-//!   that goes from run to run is a fold in rank order (COL-1), however ranks were dealt to hosts.
-//! - HST-2: there are as many *lanes* as the smallest host has members, and on each host one owner a lane. So every
+//! - HST-1: a *span* is a longest row of members, one after the other in the group's order, that are on one host. A fold
+//!   that goes from span to span is a fold in rank order (COL-1), however ranks were dealt to hosts.
+//! - HST-2: there are as many *channels* as the smallest host has members, and on each host one owner a channel. So every
 //!   pair of hosts has that many pairs of members that move bytes at once.
 
 use std::sync::{Arc, Weak};
@@ -24,7 +24,7 @@ use crate::world::{Monitor, Store};
 
 /// One after the other in the group, on one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct RankSpan {
     pub(crate) host: usize,
     /// First member, and the one after the last.
     pub(crate) start: usize,
@@ -40,16 +40,21 @@ pub(crate) struct HostMap {
     members_of: Vec<Vec<usize>>,
     /// Position of each member among those of its host.
     position_of: Vec<usize>,
-    runs: Vec<Run>,
-    lanes: usize,
+    spans: Vec<RankSpan>,
+    channels: usize,
 }
 
 impl HostMap {
     /// From the host of each member, by any numbering.
     pub(crate) fn new(hosts: &[usize]) -> Self {
         let mut names: Vec<usize> = Vec::new();
-        let mut map =
-            Self { host_of: Vec::new(), members_of: Vec::new(), position_of: Vec::new(), runs: Vec::new(), lanes: 0 };
+        let mut map = Self {
+            host_of: Vec::new(),
+            members_of: Vec::new(),
+            position_of: Vec::new(),
+            spans: Vec::new(),
+            channels: 0,
+        };
         for (member, name) in hosts.iter().enumerate() {
             let host = names.iter().position(|known| known == name).unwrap_or_else(|| {
                 names.push(*name);
@@ -59,12 +64,12 @@ impl HostMap {
             map.host_of.push(host);
             map.position_of.push(map.members_of[host].len());
             map.members_of[host].push(member);
-            match map.runs.last_mut() {
-                Some(run) if run.host == host => run.end = member + 1,
-                _ => map.runs.push(Run { host, start: member, end: member + 1 }),
+            match map.spans.last_mut() {
+                Some(span) if span.host == host => span.end = member + 1,
+                _ => map.spans.push(RankSpan { host, start: member, end: member + 1 }),
             }
         }
-        map.lanes = map.members_of.iter().map(Vec::len).min().unwrap_or(0);
+        map.channels = map.members_of.iter().map(Vec::len).min().unwrap_or(0);
         map
     }
 
@@ -86,18 +91,18 @@ impl HostMap {
     }
 
     /// HST-1.
-    pub(crate) fn runs(&self) -> &[Run] {
-        &self.runs
+    pub(crate) fn spans(&self) -> &[RankSpan] {
+        &self.spans
     }
 
     /// HST-2.
-    pub(crate) fn lanes(&self) -> usize {
-        self.lanes
+    pub(crate) fn channels(&self) -> usize {
+        self.channels
     }
 
-    /// The member of `host` that owns `lane`.
-    pub(crate) fn owner(&self, host: usize, lane: usize) -> usize {
-        self.members_of[host][lane]
+    /// The member of `host` that owns `channel`.
+    pub(crate) fn owner(&self, host: usize, channel: usize) -> usize {
+        self.members_of[host][channel]
     }
 
     /// The member of `host` to whom `member`, of another host, gives what is for all of `host`.
@@ -280,15 +285,15 @@ mod tests {
     #[test]
     fn runs_lanes_and_owners() {
         let map = HostMap::new(&[7, 7, 7, 2, 2, 7]);
-        let run = |host, start, end| Run { host, start, end };
-        assert_eq!(map.runs(), [run(0, 0, 3), run(1, 3, 5), run(0, 5, 6)]);
-        assert_eq!((map.num_hosts(), map.lanes()), (2, 2));
+        let span = |host, start, end| RankSpan { host, start, end };
+        assert_eq!(map.spans(), [span(0, 0, 3), span(1, 3, 5), span(0, 5, 6)]);
+        assert_eq!((map.num_hosts(), map.channels()), (2, 2));
         assert_eq!((map.owner(0, 1), map.owner(1, 1)), (1, 4));
         assert_eq!(map.position_of(5), 3);
         // What members 0 to 3 of the first host give to the second one.
         assert_eq!([0, 1, 2, 5].map(|member| map.counterpart(member, 1)), [3, 4, 3, 4]);
         assert_eq!(map.shown_on(1), [(0, 1), (1, 1), (0, 2), (0, 0), (1, 0), (1, 2)]);
         let one = HostMap::new(&[0]);
-        assert_eq!((one.runs(), one.lanes()), (&[run(0, 0, 1)][..], 1));
+        assert_eq!((one.spans(), one.channels()), (&[span(0, 0, 1)][..], 1));
     }
 }

@@ -45,23 +45,23 @@ impl Algorithm for Exchange {
         let memory = group.shared();
         let (me, size) = (memory.me(), memory.size());
         let plan = plan(request, me, size);
-        // Each member reads its own lane, where the giver has one for each.
+        // Each member reads its own channel, where the giver has one for each.
         let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
         let chunk = CHUNK_BYTES.min(memory.region_limit());
-        let lane = if each { (chunk / size) & !63 } else { chunk };
+        let channel = if each { (chunk / size) & !63 } else { chunk };
         let gets: usize = plan.takes.iter().flatten().map(TensorView::bytes).sum();
         let take: unsafe fn(*const u8, *mut u8, usize) = if gets >= STREAM_BYTES { stream_unless_same } else { copy };
         let mut steps = Steps::new(memory, call, group);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
-            let region = memory.reserve(if each { size * lane } else { lane });
+            let region = memory.reserve(if each { size * channel } else { channel });
             let arena = memory.arena(me, region);
             let give = |to: usize, block: &TensorView| {
-                let length = block.bytes().saturating_sub(start).min(lane);
-                // SAFETY: the range lies inside the block; the lanes fit the region, which is this member's to write
+                let length = block.bytes().saturating_sub(start).min(channel);
+                // SAFETY: the range lies inside the block; the channels fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
-                unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * lane), length) };
+                unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * channel), length) };
             };
             match plan.gives {
                 Gives::Nothing => {}
@@ -77,22 +77,22 @@ impl Algorithm for Exchange {
                 longest = longest_block(call, steps.calls.as_deref().unwrap_or_default());
             }
             if let Some((from, to)) = plan.own {
-                let length = from.bytes().saturating_sub(start).min(lane);
+                let length = from.bytes().saturating_sub(start).min(channel);
                 let (from, to) = (from.ptr().wrapping_add(start), to.ptr().wrapping_add(start));
                 // SAFETY: validation made both equally long; they are the same memory or do not overlap.
                 unsafe { take(from, to, length) };
             }
             for from in (1..size).map(|distance| (me + distance) % size) {
                 let Some(block) = &plan.takes[from] else { continue };
-                let length = block.bytes().saturating_sub(start).min(lane);
-                let lane_start = if each { me * lane } else { 0 };
-                // SAFETY: the range lies inside the own block; the lane lies inside the region and holds the giver's
+                let length = block.bytes().saturating_sub(start).min(channel);
+                let lane_start = if each { me * channel } else { 0 };
+                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the giver's
                 // part of this phase (SHM-1).
                 unsafe {
                     take(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }
             }
-            start += lane;
+            start += channel;
         }
         Ok(())
     }

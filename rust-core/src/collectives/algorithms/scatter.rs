@@ -27,26 +27,26 @@ impl Algorithm for ReduceScatter {
         };
         let memory = group.shared();
         let (me, size) = (memory.me(), memory.size());
-        let lane = (CHUNK_BYTES.min(memory.region_limit()) / size) & !63;
+        let channel = (CHUNK_BYTES.min(memory.region_limit()) / size) & !63;
         let longest = call.sent.iter().max().map_or(0, |elems| elems * call.dtype.size());
         let mut steps = Steps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
-        for start in (0..longest.max(1)).step_by(lane) {
-            let region = memory.reserve(size * lane);
+        for start in (0..longest.max(1)).step_by(channel) {
+            let region = memory.reserve(size * channel);
             let arena = memory.arena(me, region);
             for (rank, input) in inputs.iter().enumerate().filter(|(rank, _)| *rank != me) {
-                let length = input.bytes().saturating_sub(start).min(lane);
-                // SAFETY: the range lies inside the block; `size` lanes fit the region, which is this member's to
+                let length = input.bytes().saturating_sub(start).min(channel);
+                // SAFETY: the range lies inside the block; `size` channels fit the region, which is this member's to
                 // write until the synchronisation (SHM-2).
-                unsafe { group.publisher.publish(input.ptr().wrapping_add(start), arena.add(rank * lane), length) };
+                unsafe { group.publisher.publish(input.ptr().wrapping_add(start), arena.add(rank * channel), length) };
             }
             steps.sync()?;
-            let length = output.bytes().saturating_sub(start).min(lane);
+            let length = output.bytes().saturating_sub(start).min(channel);
             for (rank, source) in sources.iter_mut().enumerate() {
                 *source = if rank == me {
                     inputs[me].ptr().wrapping_add(start).cast_const()
                 } else {
-                    memory.arena(rank, region).wrapping_add(me * lane).cast_const()
+                    memory.arena(rank, region).wrapping_add(me * channel).cast_const()
                 };
             }
             let outputs = [output.ptr().wrapping_add(start)];
@@ -60,7 +60,7 @@ impl Algorithm for ReduceScatter {
                 elems,
                 prefetch: std::ptr::null(),
             };
-            // SAFETY: the sources are this member's lane of every arena (SHM-1) and the own block, as long as the
+            // SAFETY: the sources are this member's channel of every arena (SHM-1) and the own block, as long as the
             // output, which is the same memory or apart from it. Validation checked the op.
             unsafe { kernels::fold(&fold) };
         }

@@ -1,19 +1,19 @@
 //! A fold that goes from host to host, in rank order.
 //!
 //! ```text
-//!              run 0 (host a)      run 1 (host b)      run 2 (host c)
+//!              span 0 (host a)      span 1 (host b)      span 2 (host c)
 //!   carry      fold 0 1 2 -------> + 3 4 5 ----------> + 6 7 8 = result
 //!   result     write <------------ write <------------ write
 //! ```
 //!
 //! Tensors are cut into pieces, which follow one another through the chain, so that all hosts and both directions of their
-//! links work at once. Each lane has its own chain, of one owner a host, and takes every n-th piece. Every link
+//! links work at once. Each channel has its own chain, of one owner a host, and takes every n-th piece. Every link
 //! carries a tensor once in each direction, however many hosts there are.
 //!
-//! - CHN-1: a run folds its members' values onto the carry in the accumulation type, without rounding, and the last run
+//! - CHN-1: a span folds its members' values onto the carry in the accumulation type, without rounding, and the last span
 //!   rounds: the fold of COL-1.
-//! - CHN-2: the result of a piece is written over values that have been folded: it exists only after the last run has its
-//!   carry, which is after every run has made its own.
+//! - CHN-2: the result of a piece is written over values that have been folded: it exists only after the last span has its
+//!   carry, which is after every span has made its own.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -27,7 +27,7 @@ use crate::transport::{Backoff, Message, NAP, Tag, cores};
 
 /// Bytes of a piece: large enough for a link, small enough that several are under way in a bucket.
 const PIECE_BYTES: usize = 512 << 10;
-/// Smaller pieces are not worth a second lane.
+/// Smaller pieces are not worth a second channel.
 const SMALL_BYTES: usize = 16 << 10;
 /// Receives that are open ahead in each stream, and sends that may be under way.
 const DEPTH: usize = 3;
@@ -60,8 +60,8 @@ pub(super) struct Piece {
 }
 
 /// Cuts a range into pieces, the same on all members.
-pub(super) fn pieces(range: Range<usize>, to: To, lanes: usize) -> Vec<Piece> {
-    let share = range.len().div_ceil(lanes.max(1)).next_multiple_of(64);
+pub(super) fn pieces(range: Range<usize>, to: To, channels: usize) -> Vec<Piece> {
+    let share = range.len().div_ceil(channels.max(1)).next_multiple_of(64);
     let step = share.clamp(SMALL_BYTES, PIECE_BYTES);
     let piece = |start: usize| Piece { start, bytes: step.min(range.end - start), to };
     range.clone().step_by(step).map(piece).collect()
@@ -76,10 +76,10 @@ pub(super) struct Chain<'a> {
     pub(super) pieces: &'a [Piece],
 }
 
-/// What an owner gets, piece by piece: the carry for one of its host's runs, or results.
+/// What an owner gets, piece by piece: the carry for one of its host's spans, or results.
 struct Stream {
     kind: Kind,
-    /// From whom; nobody makes a carry for the first run.
+    /// From whom; nobody makes a carry for the first span.
     from: Option<usize>,
     tag: Tag,
     pieces: Vec<Piece>,
@@ -91,7 +91,7 @@ struct Stream {
 
 #[derive(Clone, Copy)]
 enum Kind {
-    Carry { run: usize },
+    Carry { span: usize },
     Result,
 }
 
@@ -100,7 +100,7 @@ struct Owner<'a> {
     chain: &'a Chain<'a>,
     group: &'a Group<'a>,
     hosts: &'a Hosts,
-    lane: usize,
+    channel: usize,
     streams: Vec<Stream>,
     /// Sends under way, with the carries that they send.
     sends: Vec<(Message, Vec<u128>)>,
@@ -114,11 +114,11 @@ impl Chain<'_> {
     /// the members of this host only the owners among them, in here, touch them.
     pub(super) unsafe fn run(&self, group: &Group<'_>) -> Result<()> {
         let hosts = group.several_hosts();
-        let lane = hosts.map.position_of(group.members.me);
-        if lane >= hosts.map.lanes() || self.pieces.is_empty() {
+        let channel = hosts.map.position_of(group.members.me);
+        if channel >= hosts.map.channels() || self.pieces.is_empty() {
             return Ok(());
         }
-        let mut owner = Owner::new(self, group, hosts, lane);
+        let mut owner = Owner::new(self, group, hosts, channel);
         let outcome = owner.work();
         // After an error nobody may write to memory that this function was lent.
         let open = owner.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
@@ -128,17 +128,17 @@ impl Chain<'_> {
 }
 
 impl<'a> Owner<'a> {
-    fn new(chain: &'a Chain<'a>, group: &'a Group<'a>, hosts: &'a Hosts, lane: usize) -> Self {
+    fn new(chain: &'a Chain<'a>, group: &'a Group<'a>, hosts: &'a Hosts, channel: usize) -> Self {
         let map = &hosts.map;
         let host = map.host_of(group.members.me);
-        let runs = map.runs();
-        let last = runs[runs.len() - 1].host;
-        let every = chain.pieces.iter().skip(lane).step_by(map.lanes()).copied();
+        let spans = map.spans();
+        let last = spans[spans.len() - 1].host;
+        let every = chain.pieces.iter().skip(channel).step_by(map.channels()).copied();
         let mut streams = Vec::new();
-        for (run, _) in runs.iter().enumerate().filter(|(_, run)| run.host == host) {
-            let from = run.checked_sub(1).map(|before| map.owner(runs[before].host, lane));
-            let tag = TAG_CARRY + run as Tag;
-            streams.push(Stream::new(Kind::Carry { run }, from, tag, every.clone().collect()));
+        for (span, _) in spans.iter().enumerate().filter(|(_, span)| span.host == host) {
+            let from = span.checked_sub(1).map(|before| map.owner(spans[before].host, channel));
+            let tag = TAG_CARRY + span as Tag;
+            streams.push(Stream::new(Kind::Carry { span }, from, tag, every.clone().collect()));
         }
         // Results for all pass from host to host, those for one member go straight to its host.
         for (to_all, from) in [(true, (host + 1) % map.num_hosts()), (false, last)] {
@@ -147,11 +147,11 @@ impl<'a> Owner<'a> {
                 To::Member(member) => !to_all && map.host_of(member) == host,
             });
             if host != last {
-                streams.push(Stream::new(Kind::Result, Some(map.owner(from, lane)), TAG_RESULT, wanted.collect()));
+                streams.push(Stream::new(Kind::Result, Some(map.owner(from, channel)), TAG_RESULT, wanted.collect()));
             }
         }
         streams.retain(|stream| !stream.pieces.is_empty());
-        Self { chain, group, hosts, lane, streams, sends: Vec::new() }
+        Self { chain, group, hosts, channel, streams, sends: Vec::new() }
     }
 
     fn work(&mut self) -> Result<()> {
@@ -217,7 +217,7 @@ impl<'a> Owner<'a> {
                     break;
                 }
                 let carry = match (stream.from, stream.open.front()) {
-                    // Nothing holds the first run back but its own sends.
+                    // Nothing holds the first span back but its own sends.
                     (None, _) if sending >= DEPTH => break,
                     (None, _) => None,
                     (Some(_), Some((message, _))) => match message.poll() {
@@ -231,7 +231,7 @@ impl<'a> Owner<'a> {
                 stream.done += 1;
                 moved = true;
                 match kind {
-                    Kind::Carry { run } => self.fold(run, piece, carry.as_deref()),
+                    Kind::Carry { span } => self.fold(span, piece, carry.as_deref()),
                     Kind::Result => self.pass_on(piece),
                 }
             }
@@ -248,18 +248,18 @@ impl<'a> Owner<'a> {
         error.map_or(Ok(moved || self.sends.len() < before), Err)
     }
 
-    /// Folds the values of the members of `run` onto the carry, and sends what came of it to the next run, or to those
+    /// Folds the values of the members of `span` onto the carry, and sends what came of it to the next span, or to those
     /// who want the result.
-    fn fold(&mut self, run: usize, piece: Piece, carry: Option<&[u128]>) {
-        let Self { chain, hosts, lane, group, .. } = *self;
+    fn fold(&mut self, span: usize, piece: Piece, carry: Option<&[u128]>) {
+        let Self { chain, hosts, channel, group, .. } = *self;
         let map = &hosts.map;
-        let runs = map.runs();
-        let members = runs[run].start..runs[run].end;
+        let spans = map.spans();
+        let members = spans[span].start..spans[span].end;
         let at = |member: usize| chain.parts[map.position_of(member)].wrapping_add(piece.start);
         let sources: Vec<*const u8> = members.map(|member| at(member).cast_const()).collect();
         let carry = carry.map_or(std::ptr::null(), |carry| carry.as_ptr().cast());
         let elems = chain.elems(piece);
-        let next = runs.get(run + 1).map(|next| map.owner(next.host, lane));
+        let next = spans.get(span + 1).map(|next| map.owner(next.host, channel));
         let mut fold = Fold {
             dtype: chain.dtype,
             op: chain.op,
@@ -276,7 +276,7 @@ impl<'a> Owner<'a> {
             // SAFETY: the parts are valid for the piece and lent to this owner; the carries have that many elements in the
             // accumulation type. Validation checked the op.
             unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
-            return self.send(next, TAG_CARRY + run as Tag + 1, made, bytes);
+            return self.send(next, TAG_CARRY + span as Tag + 1, made, bytes);
         }
         let host = map.host_of(group.members.me);
         if let To::Member(member) = piece.to
@@ -285,7 +285,7 @@ impl<'a> Owner<'a> {
             let mut made = vec![0u128; piece.bytes.div_ceil(16)];
             // SAFETY: as above; the memory has room for the piece.
             unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
-            return self.send(map.owner(map.host_of(member), lane), TAG_RESULT, made, piece.bytes);
+            return self.send(map.owner(map.host_of(member), channel), TAG_RESULT, made, piece.bytes);
         }
         let places = chain.places(piece, hosts);
         // SAFETY: as above; the outputs are the parts themselves, at the same place as the sources.
@@ -303,19 +303,19 @@ impl<'a> Owner<'a> {
         self.send_on(piece);
     }
 
-    /// Sends a result for all to the host before this one, in a ring that begins at the host of the last run.
+    /// Sends a result for all to the host before this one, in a ring that begins at the host of the last span.
     fn send_on(&mut self, piece: Piece) {
         let map = &self.hosts.map;
-        let (num_hosts, runs) = (map.num_hosts(), map.runs());
+        let (num_hosts, spans) = (map.num_hosts(), map.spans());
         let before = (map.host_of(self.group.members.me) + num_hosts - 1) % num_hosts;
-        if piece.to != To::All || before == runs[runs.len() - 1].host {
+        if piece.to != To::All || before == spans[spans.len() - 1].host {
             return;
         }
         let place = self.chain.first_place(piece, self.hosts);
         // SAFETY: nobody writes to a result any more; it is there until the next agreement, before which the message is
         // done or cancelled.
         let message =
-            unsafe { self.group.transport.post_send(map.owner(before, self.lane), TAG_RESULT, place, piece.bytes) };
+            unsafe { self.group.transport.post_send(map.owner(before, self.channel), TAG_RESULT, place, piece.bytes) };
         self.sends.push((message, Vec::new()));
     }
 
@@ -373,8 +373,8 @@ mod tests {
     #[test]
     fn pieces_cover_the_range_and_fit_every_element() {
         for bytes in [0, 16, 48, 16 << 10, 100_000, 3 << 20] {
-            for lanes in [1, 2, 3, 8] {
-                let pieces = pieces(160..160 + bytes, To::All, lanes);
+            for channels in [1, 2, 3, 8] {
+                let pieces = pieces(160..160 + bytes, To::All, channels);
                 let mut next = 160;
                 for piece in &pieces {
                     assert_eq!(piece.start, next);

@@ -51,7 +51,7 @@ impl Algorithm for Reduction {
                     let start = window.peer(*member).expect("a window is visible to the members of one host");
                     parts.push(start.wrapping_add(offset));
                 }
-                let pieces = chain::pieces(0..bytes, To::All, map.lanes());
+                let pieces = chain::pieces(0..bytes, To::All, map.channels());
                 // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All members
                 // of this host are between the arrival that compared their calls and the one below.
                 unsafe { Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces }.run(group)? };
@@ -87,7 +87,7 @@ fn reduce(
                 // SAFETY: the range lies inside the block, and in the arena, which is this member's until the next arrival.
                 unsafe { copy(block.ptr().add(from - block_start), parts[me].add(from - start), until - from) };
                 let to = to(index);
-                pieces.extend(chain::pieces(from - start..until - start, to, map.lanes()));
+                pieces.extend(chain::pieces(from - start..until - start, to, map.channels()));
                 if to.is_for(group.members.me) {
                     mine = Some((from - start, from - block_start, until - from));
                 }

@@ -38,7 +38,7 @@ impl Algorithm for Spread {
     }
 }
 
-/// Down a binomial tree of hosts, in all lanes at once: the owner of a lane gets its share of a round, gives it to the
+/// Down a binomial tree of hosts, in all channels at once: the owner of a channel gets its share of a round, gives it to the
 /// hosts below, and all members of the host take the shares from the owners' arenas.
 fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
     let Hosts { map, memory } = group.several_hosts();
@@ -52,12 +52,12 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
     for (round, start) in (0..data.bytes()).step_by(HALF_BYTES).enumerate() {
         let half = round % 2 * HALF_BYTES;
         let bytes = HALF_BYTES.min(data.bytes() - start);
-        let share = bytes.div_ceil(map.lanes()).next_multiple_of(64);
-        let lane_range = |lane: usize| (lane * share).min(bytes)..((lane + 1) * share).min(bytes);
-        // Where the values of a lane are on this host.
-        let source = |lane: usize| match host == root_host {
-            true => memory.arena(map.position_of(root), half).wrapping_add(lane_range(lane).start),
-            false => memory.arena(lane, half).wrapping_add(lane_range(lane).start),
+        let share = bytes.div_ceil(map.channels()).next_multiple_of(64);
+        let channel_range = |channel: usize| (channel * share).min(bytes)..((channel + 1) * share).min(bytes);
+        // Where the values of a channel are on this host.
+        let source = |channel: usize| match host == root_host {
+            true => memory.arena(map.position_of(root), half).wrapping_add(channel_range(channel).start),
+            false => memory.arena(channel, half).wrapping_add(channel_range(channel).start),
         };
         if me == root {
             // SAFETY: the range lies inside the tensor; the half is this member's until the arrival below.
@@ -66,13 +66,14 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
         if host == root_host {
             memory.sync(&group.wait)?;
         }
-        let lane = memory.me();
-        if lane < map.lanes() && !lane_range(lane).is_empty() {
-            let (from, bytes) = (source(lane), lane_range(lane).len());
+        let channel = memory.me();
+        if channel < map.channels() && !channel_range(channel).is_empty() {
+            let (from, bytes) = (source(channel), channel_range(channel).len());
             if place != 0 {
-                exchange(group, &[], &[(map.owner(at(place - reach), lane), from, bytes)])?;
+                exchange(group, &[], &[(map.owner(at(place - reach), channel), from, bytes)])?;
             }
-            let below = steps().filter(|step| place + step < num_hosts).map(|step| map.owner(at(place + step), lane));
+            let below =
+                steps().filter(|step| place + step < num_hosts).map(|step| map.owner(at(place + step), channel));
             let sends: Vec<_> = below.map(|to| (to, from.cast_const(), bytes)).collect();
             exchange(group, &sends, &[])?;
         }
@@ -80,11 +81,11 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
             memory.sync(&group.wait)?;
         }
         if me != root {
-            for lane in 0..map.lanes() {
-                let range = lane_range(lane);
-                // SAFETY: the owners have written their lanes of this round before the arrival above, and do not write
+            for channel in 0..map.channels() {
+                let range = channel_range(channel);
+                // SAFETY: the owners have written their channels of this round before the arrival above, and do not write
                 // there before the next one but one; the range lies inside the tensor.
-                unsafe { copy(source(lane), data.ptr().wrapping_add(start + range.start), range.len()) };
+                unsafe { copy(source(channel), data.ptr().wrapping_add(start + range.start), range.len()) };
             }
         }
     }
@@ -96,18 +97,18 @@ fn all_gather(input: &TensorView, outputs: &[TensorView], group: &Group<'_>) -> 
     let Hosts { map, memory } = group.several_hosts();
     let (me, size) = (group.members.me, group.members.size());
     let host = map.host_of(me);
-    // Who shows the block of each member on this host, and in which lane of its arena.
+    // Who shows the block of each member on this host, and in which channel of its arena.
     let shown = map.shown_on(host);
     // All hosts make the same number of rounds.
-    let lanes = (0..map.num_hosts()).flat_map(|host| map.shown_on(host)).map(|(_, lane)| lane + 1).max();
-    let lane_bytes = (HALF_BYTES / lanes.unwrap_or(1)) & !63;
+    let channels = (0..map.num_hosts()).flat_map(|host| map.shown_on(host)).map(|(_, channel)| channel + 1).max();
+    let channel_bytes = (HALF_BYTES / channels.unwrap_or(1)) & !63;
     let longest = outputs.iter().map(TensorView::bytes).max().unwrap_or(0);
-    for (round, start) in (0..longest).step_by(lane_bytes).enumerate() {
+    for (round, start) in (0..longest).step_by(channel_bytes).enumerate() {
         let half = round % 2 * HALF_BYTES;
-        let length = |member: usize| outputs[member].bytes().saturating_sub(start).min(lane_bytes);
+        let length = |member: usize| outputs[member].bytes().saturating_sub(start).min(channel_bytes);
         let place = |member: usize| {
-            let (position, lane) = shown[member];
-            memory.arena(position, half).wrapping_add(lane * lane_bytes)
+            let (position, channel) = shown[member];
+            memory.arena(position, half).wrapping_add(channel * channel_bytes)
         };
         // SAFETY: the range lies inside the input; the half is this member's until the arrival below.
         unsafe { copy(input.ptr().wrapping_add(start), place(me), length(me)) };
