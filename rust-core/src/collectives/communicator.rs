@@ -310,8 +310,8 @@ impl Communicator {
     }
 
     /// What the first operation on CUDA tensors begins with instead of a communicator of its own making.
-    pub(crate) fn plant(&self, seed: Parent) {
-        self.shared.cuda.plant(seed);
+    pub(crate) fn adopt(&self, split_comm: Parent) {
+        self.shared.cuda.adopt(split_comm);
     }
 
     /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this

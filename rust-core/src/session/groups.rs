@@ -224,7 +224,7 @@ impl Session {
         let seed = parent.split_devices(side);
         let made = made?;
         match (&made, seed) {
-            (Some(made), Ok(Some(seed))) => made.plant(seed),
+            (Some(made), Ok(Some(seed))) => made.adopt(seed),
             (_, Ok(_)) => {}
             (made, Err(error)) => {
                 // The reason counts; that the group cannot be removed either adds nothing.

@@ -77,7 +77,7 @@ pub(super) struct Cuda {
     /// Parts so far: the same on all members.
     made: AtomicU64,
     /// What the first part begins with, if it is there (SPL-3).
-    seed: Mutex<Option<Parent>>,
+    split_comm: Mutex<Option<Parent>>,
     /// CUDA-4.
     failed: OnceLock<Error>,
     /// What suits a reducer, if it was measured.
@@ -103,7 +103,7 @@ impl Cuda {
             closing: RwLock::default(),
             making: Mutex::default(),
             made: AtomicU64::new(0),
-            seed: Mutex::default(),
+            split_comm: Mutex::default(),
             failed: OnceLock::new(),
             bucket_bytes: OnceLock::new(),
         })
@@ -264,15 +264,15 @@ impl Cuda {
             closing.extend(parts.iter().cloned());
             std::mem::take(&mut *parts)
         };
-        let seed = self.seed.lock().take();
-        if (parts.is_empty() && seed.is_none()) || self.failed.get().is_some() {
+        let split_comm = self.split_comm.lock().take();
+        if (parts.is_empty() && split_comm.is_none()) || self.failed.get().is_some() {
             return;
         }
         let (ended, end) = mpsc::channel::<()>();
         let own = self.clone();
         let work = move || {
             // Others may have used theirs.
-            seed.iter().for_each(Parent::abort);
+            split_comm.iter().for_each(Parent::abort);
             for part in &parts {
                 while own.failed.get().is_none() && !part.landed() {
                     std::thread::sleep(CLOSE_LOOK);
@@ -330,14 +330,14 @@ impl Cuda {
         let start = Instant::now();
         let wait = self.wait(&during, start);
         let number = self.made.fetch_add(1, Ordering::Relaxed);
-        let seed = self.seed.lock().take();
-        let fits = seed.as_ref().is_some_and(|seed| seed.context().device() == context.device());
+        let split_comm = self.split_comm.lock().take();
+        let fits = split_comm.as_ref().is_some_and(|split_comm| split_comm.context().device() == context.device());
         let id = self.meet(number, context, fits, &wait);
         let (me, size) = (self.members.me, self.members.size());
-        let parent = match (id, seed) {
-            (Ok(None), Some(seed)) => Ok(seed),
-            (id, seed) => {
-                seed.iter().for_each(Parent::abort);
+        let parent = match (id, split_comm) {
+            (Ok(None), Some(split_comm)) => Ok(split_comm),
+            (id, split_comm) => {
+                split_comm.iter().for_each(Parent::abort);
                 let lost = || Error::Internal("members agreed on a communicator that is not there".into());
                 Parent::init(context, id?.ok_or_else(lost)?, me, size)
             }
@@ -410,26 +410,32 @@ impl Cuda {
         })
     }
 
-    /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a seed that fits.
-    fn meet(&self, number: u64, context: &'static Context, seed: bool, wait: &Wait<'_>) -> Result<Option<UniqueId>> {
+    /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a split communicator that fits.
+    fn meet(
+        &self,
+        number: u64,
+        context: &'static Context,
+        split_comm: bool,
+        wait: &Wait<'_>,
+    ) -> Result<Option<UniqueId>> {
         let (ranks, me) = (&self.members.ranks, self.members.me);
         let key = |what: &str, rank: usize| self.key(number, what, rank);
         let give_id = || self.store()?.set(&key("id", 0), UniqueId::new()?.bytes());
-        if me == 0 && !seed {
+        if me == 0 && !split_comm {
             give_id()?;
         }
         let own = (nccl::host_id().unwrap_or_else(host::identity), context.properties().uuid);
-        // Where nobody hears of all others, a seed that one member lacks would not be missed.
-        let mut all_have_seeds = seed && ranks.len() <= COMPARED;
-        let text = postcard::to_stdvec(&(&own, seed))
+        // Where nobody hears of all others, a split communicator that one member lacks would not be missed.
+        let mut all_have_split_comms = split_comm && ranks.len() <= COMPARED;
+        let text = postcard::to_stdvec(&(&own, split_comm))
             .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
         self.store()?.set(&key("device", me), &text)?;
         if ranks.len() <= COMPARED {
             for other in (0..ranks.len()).filter(|other| *other != me) {
                 let text = self.read(&key("device", other), ranks[other], wait)?;
-                let (theirs, seed) = postcard::from_bytes::<((String, [u8; 16]), bool)>(&text)
+                let (theirs, split_comm) = postcard::from_bytes::<((String, [u8; 16]), bool)>(&text)
                     .map_err(|error| Error::Internal(format!("a member's device cannot be read: {error}")))?;
-                all_have_seeds &= seed;
+                all_have_split_comms &= split_comm;
                 if theirs == own {
                     return Err(Error::InvalidArgument(format!(
                         "ranks {} and {} use the same device (`cuda:{}` of rank {}): give every rank its own, with \
@@ -443,10 +449,10 @@ impl Cuda {
                 }
             }
         }
-        if all_have_seeds {
+        if all_have_split_comms {
             return Ok(None);
         }
-        if me == 0 && seed {
+        if me == 0 && split_comm {
             give_id()?;
         }
         UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?).map(Some)

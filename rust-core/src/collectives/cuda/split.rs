@@ -5,8 +5,8 @@
 //!   ([`split_group`](crate::session::Session::split_group)).
 //! - SPL-2: whether the parent was used on devices is known on every member alike, and if it was not, nobody says anything.
 //!   If it was, the members agree between their CPUs before they call NCCL, and then on how it went: all members of the new
-//!   groups have a seed, or none has. If one fails while others stay inside of NCCL, the parent's operations on devices end.
-//! - SPL-3: a seed becomes the communicator of the new group's first part if all its members use the devices that they used in
+//!   groups have a split communicator, or none has. If one fails while others stay inside of NCCL, the parent's operations on devices end.
+//! - SPL-3: a split communicator becomes the communicator of the new group's first part if all its members use the devices that they used in
 //!   the parent. Otherwise it ends, and they make one anew.
 
 use std::sync::{Arc, mpsc};
@@ -43,7 +43,7 @@ impl Cuda {
     /// negative one.
     ///
     /// # Errors
-    /// Those of `agree`. What NCCL refuses is none: there is no seed then.
+    /// Those of `agree`. What NCCL refuses is none: there is no split communicator then.
     pub(in crate::collectives) fn split(
         self: &Arc<Self>,
         side: Side,
@@ -63,12 +63,12 @@ impl Cuda {
             Err(error) => self.or_end(error, || agree(-1)),
         };
         match outcome {
-            Ok(seed) if matches!(all_well, Ok(true)) => {
+            Ok(split_comm) if matches!(all_well, Ok(true)) => {
                 tracing::debug!("group {} was divided on devices after {:.1?}", self.id, start.elapsed());
-                Ok(seed)
+                Ok(split_comm)
             }
-            Ok(seed) => {
-                seed.iter().for_each(Parent::abort);
+            Ok(split_comm) => {
+                split_comm.iter().for_each(Parent::abort);
                 all_well.map(|_| None)
             }
             Err(error) => {
@@ -127,12 +127,12 @@ impl Cuda {
     }
 
     /// What the first part is to begin with (SPL-3).
-    pub(in crate::collectives) fn plant(&self, seed: Parent) {
-        let mut planted = self.seed.lock();
-        planted.replace(seed).iter().for_each(Parent::abort);
+    pub(in crate::collectives) fn adopt(&self, split_comm: Parent) {
+        let mut adopted = self.split_comm.lock();
+        adopted.replace(split_comm).iter().for_each(Parent::abort);
         if self.closed.get().is_some() {
             // Nobody looks for it any more.
-            planted.take().iter().for_each(Parent::abort);
+            adopted.take().iter().for_each(Parent::abort);
         }
     }
 }
