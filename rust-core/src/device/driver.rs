@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use parking_lot::Mutex;
 
-use super::ending::{self, Visit};
+use super::ending::{self, DriverCallGuard};
 use crate::error::{Error, Result};
 
 /// CUDA's answer as a result; `doing` says what was asked for.
@@ -137,19 +137,19 @@ impl Context {
     /// # Errors
     /// [`Error::Device`]; [`Error::Closed`] when the process ends (DEV-5).
     pub fn enter(&self) -> Result<Entered> {
-        let visit = ending::visit()?;
+        let guard = ending::enter_driver()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
         let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
         check(asked, || "asking for the current CUDA context".into())?;
         if current == self.raw {
-            return Ok(Entered { pushed: false, visit, not_send: std::marker::PhantomData });
+            return Ok(Entered { pushed: false, guard, not_send: std::marker::PhantomData });
         }
         // SAFETY: the context is never released.
         check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }, || {
             format!("entering the context of `cuda:{}`", self.device)
         })?;
-        Ok(Entered { pushed: true, visit, not_send: std::marker::PhantomData })
+        Ok(Entered { pushed: true, guard, not_send: std::marker::PhantomData })
     }
 
     /// Whether kernels on this device can read and write the memory of the device at `pci` (as in
@@ -196,7 +196,7 @@ impl Context {
 pub struct Entered {
     pushed: bool,
     #[expect(dead_code, reason = "held (DEV-5)")]
-    visit: Visit,
+    guard: DriverCallGuard,
     /// What is current belongs to the thread.
     not_send: std::marker::PhantomData<*const ()>,
 }

@@ -1,7 +1,7 @@
 //! The end of the process. The driver and NCCL end in `exit`, while threads of the core may be about to call them, to free
 //! what a group had for example, and would crash.
 //!
-//! - DEV-5: whoever calls the driver or NCCL is in a [`Visit`] meanwhile; [`Context::enter`](super::Context::enter) begins
+//! - DEV-5: a call of the driver or NCCL holds a [`DriverCallGuard`] meanwhile; [`Context::enter`](super::Context::enter) takes
 //!   one. None begins once the process ends: what is not freed then ends with the process.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,44 +9,44 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// How long [`begin`] waits for visits: some call may wait for a member that is gone.
+/// How long [`begin`] waits for running calls: one of them may wait for a member that is gone.
 const LIMIT: Duration = Duration::from_secs(2);
 const NAP: Duration = Duration::from_millis(1);
 
-static GATE: Gate = Gate { ending: AtomicBool::new(false), visits: AtomicUsize::new(0) };
+static GATE: Gate = Gate { ending: AtomicBool::new(false), calls: AtomicUsize::new(0) };
 
 struct Gate {
     ending: AtomicBool,
-    visits: AtomicUsize,
+    calls: AtomicUsize,
 }
 
 /// While it lives, the process does not end.
-#[must_use = "the visit lasts while this lives"]
+#[must_use = "the call counts as running while the guard lives"]
 #[derive(Debug)]
-pub(crate) struct Visit(&'static AtomicUsize);
+pub(crate) struct DriverCallGuard(&'static AtomicUsize);
 
-impl Drop for Visit {
+impl Drop for DriverCallGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 impl Gate {
-    fn visit(&'static self) -> Result<Visit> {
+    fn enter(&'static self) -> Result<DriverCallGuard> {
         // Counted before it looks, so that either this sees the end or the end sees this.
-        self.visits.fetch_add(1, Ordering::SeqCst);
-        let visit = Visit(&self.visits);
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        let guard = DriverCallGuard(&self.calls);
         if self.ending.load(Ordering::SeqCst) {
             return Err(Error::Closed { reason: "the process ends".into() });
         }
-        Ok(visit)
+        Ok(guard)
     }
 
-    /// Whether all visits were over in time.
+    /// Whether all calls were over in time.
     fn close(&self, limit: Duration) -> bool {
         self.ending.store(true, Ordering::SeqCst);
         let start = Instant::now();
-        while self.visits.load(Ordering::SeqCst) > 0 {
+        while self.calls.load(Ordering::SeqCst) > 0 {
             if start.elapsed() >= limit {
                 return false;
             }
@@ -56,15 +56,15 @@ impl Gate {
     }
 }
 
-/// Begins a visit; one inside another is as good.
+/// Enters a call of the driver or NCCL. Calls may nest.
 ///
 /// # Errors
 /// [`Error::Closed`] when the process ends.
-pub(crate) fn visit() -> Result<Visit> {
-    GATE.visit()
+pub(crate) fn enter_driver() -> Result<DriverCallGuard> {
+    GATE.enter()
 }
 
-/// Lets no further visit begin, and waits for those that did.
+/// Refuses further calls of the driver and NCCL, and waits for those that run.
 pub(crate) fn begin() {
     if !GATE.close(LIMIT) {
         tracing::debug!("the process ends while a call of CUDA is under way");
@@ -76,17 +76,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_waits_for_visits_and_lets_no_other_begin() {
-        let gate: &Gate = Box::leak(Box::new(Gate { ending: AtomicBool::new(false), visits: AtomicUsize::new(0) }));
-        let (outer, inner) = (gate.visit().unwrap(), gate.visit().unwrap());
+    fn the_end_waits_for_calls_and_lets_no_other_begin() {
+        let gate: &Gate = Box::leak(Box::new(Gate { ending: AtomicBool::new(false), calls: AtomicUsize::new(0) }));
+        let (outer, inner) = (gate.enter().unwrap(), gate.enter().unwrap());
         drop(inner);
         assert!(!gate.close(Duration::ZERO));
-        assert!(gate.visit().is_err());
-        let visitor = std::thread::spawn(move || {
+        assert!(gate.enter().is_err());
+        let caller = std::thread::spawn(move || {
             std::thread::sleep(5 * NAP);
             drop(outer);
         });
         assert!(gate.close(Duration::from_secs(60)));
-        visitor.join().unwrap();
+        caller.join().unwrap();
     }
 }

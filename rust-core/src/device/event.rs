@@ -56,7 +56,7 @@ impl Event {
     /// # Errors
     /// [`crate::Error::Device`], also for a failure of that work.
     pub fn is_done(&self) -> Result<bool> {
-        let _visit = ending::visit()?;
+        let _guard = ending::enter_driver()?;
         // SAFETY: the event lives; asking needs no current context.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),

@@ -215,7 +215,7 @@ impl UniqueId {
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
     pub fn new() -> Result<Self> {
         let nccl = nccl()?;
-        let _visit = ending::visit()?;
+        let _guard = ending::enter_driver()?;
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: `id` is valid for the write.
         let answer = unsafe { (nccl.functions.ncclGetUniqueId)(&mut id) };

@@ -97,7 +97,7 @@ fn work() {
             }
             flying.append(&mut new);
         }
-        let Ok(_visit) = ending::visit() else { return };
+        let Ok(_guard) = ending::enter_driver() else { return };
         // Some stream of the process may be under capture, which must not mind what is asked.
         let outcomes: Vec<_> = relaxed(|| flying.iter().map(|(each, _)| each.outcome()).collect());
         if outcomes.iter().all(Option::is_none) {

@@ -53,7 +53,7 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     let start = || {
         spawn("smd-cuda-news", |group, _| look_for_news(group))?;
         spawn("smd-cuda", |group, notes| {
-            if let Ok(_visit) = ending::visit() {
+            if let Ok(_guard) = ending::enter_driver() {
                 relaxed(|| look_at(group, notes));
             }
         })
