@@ -30,9 +30,9 @@ auto plainly(Body&& body) {
   }
 }
 
-class StoreBoard final : public Board {
+class C10dStore final : public BootstrapStore {
  public:
-  explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void set(rust::Str key, rust::Slice<const std::uint8_t> value) const override {
     plainly([&] { store_->set(std::string(key), std::vector<std::uint8_t>(value.begin(), value.end())); });
@@ -125,7 +125,7 @@ c10::intrusive_ptr<Backend> Backend::make(const c10::intrusive_ptr<c10d::Store>&
   auto membership = checked([&] {
     if (ranks.empty()) {
       return join_all(static_cast<std::size_t>(rank), static_cast<std::size_t>(size), timeout_ms,
-                      std::make_unique<StoreBoard>(store));
+                      std::make_unique<C10dStore>(store));
     }
     const std::vector<std::size_t> members(ranks.begin(), ranks.end());
     const rust::Slice<const std::size_t> named{members.data(), members.size()};

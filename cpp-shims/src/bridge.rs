@@ -397,8 +397,13 @@ mod ffi {
         /// A process group with a communicator of its own; dropping it closes it.
         type Membership;
 
-        /// The group of all `size` ranks. Joins the job through `board` if this process is in none. Collective.
-        fn join_all(rank: usize, size: usize, timeout_ms: u64, board: UniquePtr<Board>) -> Result<Box<Membership>>;
+        /// The group of all `size` ranks. Joins the job through `store` if this process is in none. Collective.
+        fn join_all(
+            rank: usize,
+            size: usize,
+            timeout_ms: u64,
+            store: UniquePtr<BootstrapStore>,
+        ) -> Result<Box<Membership>>;
         /// A group of global ranks, in this order. Its members call it.
         fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
         /// A group of these global ranks out of this one, all of whose members call this or `stay_out_of_split`.
@@ -598,15 +603,15 @@ mod ffi {
         /// Appends to `outputs` memory for `rows[i]` rows from member i.
         fn make_outputs(self: Pin<&mut Completion>, rows: &[usize], outputs: &mut Vec<TensorView>) -> Result<()>;
 
-        include!("smd/board.h");
+        include!("smd/bootstrap_store.h");
 
         /// See the header.
-        type Board;
+        type BootstrapStore;
         /// Writes a key.
-        fn set(self: &Board, key: &str, value: &[u8]) -> Result<()>;
+        fn set(self: &BootstrapStore, key: &str, value: &[u8]) -> Result<()>;
         /// Appends a key's value to `value`; false if it has none.
-        fn get(self: &Board, key: &str, value: &mut Vec<u8>) -> Result<bool>;
+        fn get(self: &BootstrapStore, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         /// Forgets a key.
-        fn remove(self: &Board, key: &str) -> Result<()>;
+        fn remove(self: &BootstrapStore, key: &str) -> Result<()>;
     }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cxx::UniquePtr;
-use smd_core::session::meeting::{self, Meeting};
 use smd_core::session::membership;
+use smd_core::session::store_rendezvous::{self, StoreRendezvous};
 use smd_core::{Error, Result};
 
 use crate::bridge as ffi;
@@ -15,14 +15,14 @@ use crate::guard::{Report, guard, guard_or};
 pub struct Membership(membership::Membership);
 
 /// A framework's key-value store.
-struct Board(UniquePtr<ffi::Board>);
+struct BootstrapStore(UniquePtr<ffi::BootstrapStore>);
 
 // SAFETY: the header demands that the store may be used, and let go, on any thread, and several at once.
-unsafe impl Send for Board {}
+unsafe impl Send for BootstrapStore {}
 // SAFETY: as above.
-unsafe impl Sync for Board {}
+unsafe impl Sync for BootstrapStore {}
 
-impl meeting::Board for Board {
+impl store_rendezvous::BootstrapStore for BootstrapStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.set(key, value).map_err(|error| broken(key, &error))
     }
@@ -46,12 +46,12 @@ pub fn join_all(
     rank: usize,
     size: usize,
     timeout_ms: u64,
-    board: UniquePtr<ffi::Board>,
+    store: UniquePtr<ffi::BootstrapStore>,
 ) -> Result<Box<Membership>, Report> {
     guard(|| {
         let timeout = Duration::from_millis(timeout_ms);
-        let meeting = Meeting { rank, size, board: Arc::new(Board(board)), timeout };
-        Ok(Box::new(Membership(membership::Membership::of_all(meeting)?)))
+        let store_rendezvous = StoreRendezvous { rank, size, store: Arc::new(BootstrapStore(store)), timeout };
+        Ok(Box::new(Membership(membership::Membership::of_all(store_rendezvous)?)))
     })
 }
 

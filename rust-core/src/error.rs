@@ -95,7 +95,7 @@ pub enum Limit {
     /// `SMD_INIT_TIMEOUT_SECONDS`.
     Init,
     /// The timeout that the caller of `torch.distributed.init_process_group` gave.
-    Meeting,
+    Rendezvous,
     /// `SMD_STALL_SHUTDOWN_SECONDS`, or `SMD_TIMEOUT_SECONDS` without it.
     Stall,
     /// The `timeout_seconds` of a checkpoint manager.
@@ -112,7 +112,7 @@ impl std::fmt::Display for Limit {
                 TIMEOUT_SECONDS.name
             ),
             Self::Init => write!(f, "to wait longer, set `{}`", INIT_TIMEOUT_SECONDS.name),
-            Self::Meeting => f.write_str("to wait longer, give `init_process_group` a longer `timeout`"),
+            Self::Rendezvous => f.write_str("to wait longer, give `init_process_group` a longer `timeout`"),
             Self::Stall => {
                 write!(f, "to wait longer, set `{}` and `{}`", TIMEOUT_SECONDS.name, STALL_SHUTDOWN_SECONDS.name)
             }

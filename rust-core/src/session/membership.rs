@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::meeting::Meeting;
+use super::store_rendezvous::StoreRendezvous;
 use super::{InitOptions, STATE, Session, State};
 use crate::collectives::Communicator;
 use crate::error::{Error, Result};
@@ -18,14 +18,14 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// The group of all ranks. Joins the job first if this process is in none, or in one that a meeting made: that
+    /// The group of all ranks. Joins the job first if this process is in none, or in one that a store_rendezvous made: that
     /// one has ended, or a framework would not begin anew. Collective.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the session that `init()` made knows this process as another rank; what
     /// [`super::init`] and [`Session::new_group`] say.
-    pub fn of_all(meeting: Meeting) -> Result<Self> {
-        let (rank, size, timeout) = (meeting.rank, meeting.size, meeting.timeout);
+    pub fn of_all(store_rendezvous: StoreRendezvous) -> Result<Self> {
+        let (rank, size, timeout) = (store_rendezvous.rank, store_rendezvous.size, store_rendezvous.timeout);
         super::refuse_child()?;
         let running = match &*STATE.lock() {
             State::Running(session) => Some(session.clone()),
@@ -46,7 +46,7 @@ impl Membership {
                 if ended.is_some() {
                     super::shutdown();
                 }
-                super::init(InitOptions { meeting: Some(meeting), ..InitOptions::default() })?
+                super::init(InitOptions { store_rendezvous: Some(store_rendezvous), ..InitOptions::default() })?
             }
         };
         let ranks: Vec<usize> = (0..size).collect();

@@ -15,13 +15,13 @@ mod groups;
 mod hosts;
 pub(crate) mod log;
 pub mod making;
-pub mod meeting;
 pub mod membership;
 pub mod place;
 mod plans;
 mod process_sets;
 pub mod replicas;
 mod serve;
+pub mod store_rendezvous;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -43,11 +43,11 @@ use crate::world::{LocalStore, Monitor, Store, fork, host};
 
 use groups::Groups;
 use hosts::Between;
-use meeting::Meeting;
 use plans::Plans;
 use process_sets::ProcessSets;
 pub use process_sets::WorldPlace;
 use replicas::Replicas;
+use store_rendezvous::StoreRendezvous;
 
 /// What `init` may be told beyond the environment.
 #[derive(Clone, Debug, Default)]
@@ -55,7 +55,7 @@ pub struct InitOptions {
     /// Instead of the environment's variables, for tests.
     pub variables: Option<env::Variables>,
     /// Who this process is, where a caller knows it better than the environment.
-    pub meeting: Option<Meeting>,
+    pub store_rendezvous: Option<StoreRendezvous>,
 }
 
 /// A running session; owns the control connection, the communicators and their threads.
@@ -69,7 +69,7 @@ pub struct Session {
     groups: Groups,
     /// Set before the first group is made.
     between: OnceLock<Between>,
-    /// It was made by a meeting, so the next meeting replaces it.
+    /// The ranks met on a store, so the next rendezvous on a store replaces this session.
     met: bool,
     /// Processes that are not the job's may know its secret.
     open: bool,
@@ -199,41 +199,41 @@ impl Session {
     fn start(options: &InitOptions) -> Result<Arc<Self>> {
         let start = Instant::now();
         let variables = options.variables.clone().unwrap_or_else(env::variables);
-        let meeting = options.meeting.as_ref();
-        if let (None, Some(worker)) = (meeting, config::WORKER.text()) {
+        let store_rendezvous = options.store_rendezvous.as_ref();
+        if let (None, Some(worker)) = (store_rendezvous, config::WORKER.text()) {
             return Self::start_as_worker(&worker, &variables).map_err(|error| error.limited_by(Limit::Init));
         }
-        let limit = if meeting.is_some() { Limit::Meeting } else { Limit::Init };
+        let limit = if store_rendezvous.is_some() { Limit::Rendezvous } else { Limit::Init };
         Self::start_as_rank(options, &variables, start).map_err(|error| error.limited_by(limit))
     }
 
     fn start_as_rank(options: &InitOptions, variables: &env::Variables, start: Instant) -> Result<Arc<Self>> {
-        let meeting = options.meeting.as_ref();
-        let launch = match meeting {
-            Some(meeting) => meeting.launch(variables),
+        let store_rendezvous = options.store_rendezvous.as_ref();
+        let launch = match store_rendezvous {
+            Some(store_rendezvous) => store_rendezvous.launch(variables),
             None => env::detect(variables)?,
         };
         log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
         config::check_unread()?;
         let timeout = config::TIMEOUT_SECONDS.seconds()?;
-        let init_timeout = match meeting {
-            Some(meeting) => meeting.timeout,
+        let init_timeout = match store_rendezvous {
+            Some(store_rendezvous) => store_rendezvous.timeout,
             None => config::INIT_TIMEOUT_SECONDS.seconds()?,
         };
         let alone = launch.size == 1 && (config::RENDEZVOUS.text().is_none() || launch.launcher == Launcher::Single);
         let session = if alone {
-            Self::alone(launch, monitor, timeout, meeting.is_some())
+            Self::alone(launch, monitor, timeout, store_rendezvous.is_some())
         } else {
             let deadline = start + init_timeout;
-            let rendezvous = match meeting {
-                Some(meeting) => meeting.find(&launch, &monitor, deadline)?,
+            let rendezvous = match store_rendezvous {
+                Some(store_rendezvous) => store_rendezvous.find(&launch, &monitor, deadline)?,
                 None => serve::find(&launch)?,
             };
-            let session = Self::join(launch, monitor, timeout, deadline, rendezvous, meeting.is_some())?;
-            if let Some(meeting) = meeting {
+            let session = Self::join(launch, monitor, timeout, deadline, rendezvous, store_rendezvous.is_some())?;
+            if let Some(store_rendezvous) = store_rendezvous {
                 // Nobody's `init` returns before rank 0 has made the world below.
-                meeting.clear();
+                store_rendezvous.clear();
             }
             session
         };

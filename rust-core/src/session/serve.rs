@@ -69,7 +69,7 @@ pub fn find(launch: &Launch) -> Result<Rendezvous> {
         ));
     };
     let one_host = launch.on_one_host() || is_loopback(&master);
-    // One host needs no door to the network.
+    // One host needs no endpoint to the network.
     let master = if one_host { "127.0.0.1".to_owned() } else { master };
     let given = given_secret();
     let open = given.is_none() && !one_host;
@@ -164,7 +164,7 @@ fn loopback() -> Result<TcpListener> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| Error::io("binding the rendezvous", error))
 }
 
-/// What a meeting's ranks need to reach the server.
+/// What a store_rendezvous's ranks need to reach the server.
 pub struct Reached {
     pub port: u16,
     pub secret: Vec<u8>,

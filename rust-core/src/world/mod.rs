@@ -3,7 +3,7 @@
 //! - [`env`]: what the launcher says.
 //! - [`layout`]: which part each rank plays in a model-parallel job.
 //! - [`monitor`]: the list of ranks that died, left or failed; every wait in the core looks at it.
-//! - [`store`]: the key-value board on which members of a job meet.
+//! - [`store`]: the key-value store on which members of a job meet.
 //! - [`rendezvous`]: how they find each other, over TCP with a shared secret.
 //! - [`fork`]: what a forked child must not do. [`host`]: which host this is.
 

@@ -1,4 +1,4 @@
-//! The key-value board on which members of a job meet: how a group's leader tells the others where its shared
+//! The key-value store on which members of a job meet: how a group's leader tells the others where its shared
 //! memory is, for example. Small values only; it is no path for tensors.
 
 use std::collections::HashMap;

@@ -366,9 +366,9 @@ impl Cuda {
     /// What part `number` has besides its communicator.
     fn equip(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
         let (context, me, size) = (comm.context(), self.members.me, self.members.size());
-        let board = Board { owner: self, number, wait };
-        let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &board)?;
-        let choice = tune::agree(me, size, &context.properties().name, &board, |calls| {
+        let store = GroupStore { owner: self, number, wait };
+        let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &store)?;
+        let choice = tune::agree(me, size, &context.properties().name, &store, |calls| {
             measure::measure(calls, comm, peers.as_ref(), wait, &|| self.others())
         })?;
         if let (Some(peers), Some(tuning)) = (&peers, choice.and_then(|choice| choice.peers)) {
@@ -575,13 +575,13 @@ fn discard(abort: impl FnOnce() + Send + 'static) {
 }
 
 /// What the members of a part decide on, on the store.
-struct Board<'a> {
+struct GroupStore<'a> {
     owner: &'a Cuda,
     number: u64,
     wait: &'a Wait<'a>,
 }
 
-impl p2p::Board for Board<'_> {
+impl p2p::MemberStore for GroupStore<'_> {
     fn write(&self, what: &str, value: &[u8]) -> Result<()> {
         self.owner.store()?.set(&self.owner.key(self.number, what, self.owner.members.me), value)
     }

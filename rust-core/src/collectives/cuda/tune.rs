@@ -8,7 +8,7 @@ use std::path::Path;
 
 use parking_lot::Mutex;
 
-use super::p2p::{Board, Tuning, read, write};
+use super::p2p::{MemberStore, Tuning, read, write};
 use crate::config;
 use crate::error::{Error, Result};
 
@@ -78,7 +78,7 @@ pub(super) fn agree(
     me: usize,
     size: usize,
     device: &str,
-    board: &dyn Board,
+    store: &dyn MemberStore,
     measure: impl FnOnce(&[(usize, DeviceAlgorithm)]) -> Result<Vec<Sample>>,
 ) -> Result<Option<Choice>> {
     /// Choices of this process's groups.
@@ -86,16 +86,16 @@ pub(super) fn agree(
     let file = config::AUTOTUNE_FILE.text();
     if me == 0 {
         let decision = decide(&KNOWN.lock(), file.as_deref().map(Path::new), config::AUTOTUNE.flag()?, device, size)?;
-        write(board, "decision", &decision)?;
+        write(store, "decision", &decision)?;
     }
-    match read(board, "decision", 0)? {
+    match read(store, "decision", 0)? {
         TuningDecision::Usual => return Ok(None),
         TuningDecision::Known(choice) => return Ok(Some(choice)),
         TuningDecision::Measure => {}
     }
     let own = measure(&calls())?;
-    write(board, "samples", &own)?;
-    let all: Vec<Vec<Sample>> = (0..size).map(|member| read(board, "samples", member)).collect::<Result<_>>()?;
+    write(store, "samples", &own)?;
+    let all: Vec<Vec<Sample>> = (0..size).map(|member| read(store, "samples", member)).collect::<Result<_>>()?;
     let samples = slowest(&all)?;
     samples.iter().for_each(|Sample { bytes, algorithm, micros }| {
         tracing::debug!("{bytes} bytes, {algorithm:?}: {micros:.1} us")

@@ -13,7 +13,7 @@
 
 mod chunks;
 mod kernel_launch;
-mod meeting;
+mod memory_exchange;
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,7 @@ use crate::device::{
 use crate::error::{Error, Result};
 pub use kernel_launch::Tuning;
 use kernel_launch::{KernelLaunch, block_bytes, half_bytes};
-pub use meeting::{Board, read, write};
+pub use memory_exchange::{MemberStore, read, write};
 
 const SOURCE: Source = Source { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
 
@@ -182,13 +182,13 @@ impl Peers {
     /// `peer_bytes` (the smallest that a member says counts). `None` if not, with the reason in the log.
     ///
     /// # Errors
-    /// Those of `board`.
+    /// Those of `store`.
     pub fn join(
         context: &'static Context,
         me: usize,
         size: usize,
         peer_bytes: usize,
-        board: &dyn Board,
+        store: &dyn MemberStore,
     ) -> Result<Option<Self>> {
         if !(2..=MAX_RANKS).contains(&size) {
             return Ok(None);
@@ -207,7 +207,9 @@ impl Peers {
             }
             Ok(())
         };
-        let Some(shared) = meeting::share(context, me, size, peer_bytes, board, compile)? else { return Ok(None) };
+        let Some(shared) = memory_exchange::share(context, me, size, peer_bytes, store, compile)? else {
+            return Ok(None);
+        };
         let mut arenas = [0; MAX_RANKS];
         let others = (0..size).filter(|rank| *rank != me).zip(&shared.mapped);
         others.for_each(|(rank, memory)| arenas[rank] = memory.ptr());

@@ -1,5 +1,5 @@
 //! How processes that were told their ranks, and nothing of a launcher, become a session: a framework's key-value store
-//! serves as the board on which they tell each other what the launcher did not.
+//! serves as the store on which they tell each other what the launcher did not.
 //!
 //! - MEET-1: rank 0 decides where the rendezvous is and writes it down; the others follow, so no two ranks can decide
 //!   differently. If `smdrun` serves one for exactly these ranks, it is that one: `smdrun` sees deaths first.
@@ -21,18 +21,18 @@ use crate::world::env::{self, Launch, Launcher};
 use crate::world::rendezvous::{JobKey, Whereabouts};
 use crate::world::{Monitor, host};
 
-/// First and longest pause between two looks at the board.
+/// First and longest pause between two looks at the store.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
-const DOOR: &str = "smd/door";
+const ENDPOINT_KEY: &str = "smd/endpoint";
 
 fn host_key(rank: usize) -> String {
     format!("smd/host/{rank}")
 }
 
 /// A key-value store that all ranks of a job reach. Nothing of it waits.
-pub trait Board: Send + Sync {
+pub trait BootstrapStore: Send + Sync {
     /// Writes a key.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
     /// What was written to a key, if somebody has.
@@ -43,18 +43,18 @@ pub trait Board: Send + Sync {
 
 /// What a process was told instead of a launcher's environment.
 #[derive(Clone)]
-pub struct Meeting {
+pub struct StoreRendezvous {
     /// Global rank.
     pub rank: usize,
     /// Processes of the job.
     pub size: usize,
     /// Where they meet.
-    pub board: Arc<dyn Board>,
+    pub store: Arc<dyn BootstrapStore>,
     /// Longest wait for the other ranks.
     pub timeout: Duration,
 }
 
-impl std::fmt::Debug for Meeting {
+impl std::fmt::Debug for StoreRendezvous {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "rank {} of {}", self.rank, self.size)
     }
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Meeting {
 
 /// Where the rendezvous is.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Door {
+enum RendezvousEndpoint {
     /// Where the launcher's variables say.
     Launcher,
     /// In rank 0's process.
@@ -80,7 +80,7 @@ enum Secret {
     Written(Vec<u8>),
 }
 
-impl Meeting {
+impl StoreRendezvous {
     /// What the environment says if it speaks of this very rank, and otherwise just the rank and the size.
     pub(super) fn launch(&self, variables: &env::Variables) -> Launch {
         match env::detect(variables) {
@@ -109,26 +109,26 @@ impl Meeting {
             _ => serve::launchers(launch),
         };
         if self.rank == 0 {
-            let (rendezvous, door) = match served_by_launcher() {
-                Some(rendezvous) => (rendezvous, Door::Launcher),
+            let (rendezvous, endpoint) = match served_by_launcher() {
+                Some(rendezvous) => (rendezvous, RendezvousEndpoint::Launcher),
                 None => self.serve(launch, monitor, deadline)?,
             };
-            let text = postcard::to_stdvec(&door)
-                .map_err(|error| Error::Internal(format!("a door cannot be written down: {error}")))?;
-            self.board.set(DOOR, &text)?;
+            let text = postcard::to_stdvec(&endpoint)
+                .map_err(|error| Error::Internal(format!("the endpoint cannot be written down: {error}")))?;
+            self.store.set(ENDPOINT_KEY, &text)?;
             return Ok(rendezvous);
         }
-        self.board.set(&host_key(self.rank), host::identity().as_bytes())?;
-        let text = self.read(DOOR, 0, monitor, deadline)?;
+        self.store.set(&host_key(self.rank), host::identity().as_bytes())?;
+        let text = self.read(ENDPOINT_KEY, 0, monitor, deadline)?;
         match postcard::from_bytes(&text) {
-            Ok(Door::Launcher) => served_by_launcher().ok_or_else(|| {
+            Ok(RendezvousEndpoint::Launcher) => served_by_launcher().ok_or_else(|| {
                 Error::Config(format!(
                     "rank 0 was started by `smdrun` as rank 0 of {}, but the variables of this process do not say \
                      that it is rank {} of the same job",
                     self.size, self.rank
                 ))
             }),
-            Ok(Door::RankZero { addresses, secret }) => self.follow(addresses, secret),
+            Ok(RendezvousEndpoint::RankZero { addresses, secret }) => self.follow(addresses, secret),
             Err(error) => Err(Error::Rendezvous(format!(
                 "what rank 0 wrote to the store cannot be read: {error}; do all ranks use the same version?"
             ))),
@@ -157,7 +157,7 @@ impl Meeting {
     }
 
     /// Rank 0: serves the rendezvous where all others reach it, and says how.
-    fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Rendezvous, Door)> {
+    fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Rendezvous, RendezvousEndpoint)> {
         let mut hosts = BTreeSet::from([host::identity().into_bytes()]);
         // A launcher is believed rather than the store, to which others may write.
         for rank in (1..self.size).take_while(|_| !launch.on_one_host()) {
@@ -180,18 +180,21 @@ impl Meeting {
         let open = matches!(secret, Secret::Written(_));
         let addresses: Vec<String> = names.iter().map(|name| format!("{name}:{}", reached.port)).collect();
         let whereabouts = Whereabouts::At { addresses: addresses.clone(), key };
-        Ok((Rendezvous { whereabouts, served_by_rank_0: true, open }, Door::RankZero { addresses, secret }))
+        Ok((
+            Rendezvous { whereabouts, served_by_rank_0: true, open },
+            RendezvousEndpoint::RankZero { addresses, secret },
+        ))
     }
 
-    /// All ranks have joined: MEET-3. A job of one board is often the job of the next.
+    /// All ranks have joined: MEET-3. A job of one store is often the job of the next.
     pub(super) fn clear(&self) {
         if self.rank != 0 {
             return;
         }
         // A store that cannot forget serves one session.
-        let _ = self.board.remove(DOOR);
+        let _ = self.store.remove(ENDPOINT_KEY);
         for rank in 1..self.size {
-            let _ = self.board.remove(&host_key(rank));
+            let _ = self.store.remove(&host_key(rank));
         }
     }
 
@@ -200,13 +203,13 @@ impl Meeting {
         let start = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            if let Some(value) = self.board.get(key)? {
+            if let Some(value) = self.store.get(key)? {
                 return Ok(value);
             }
             let during = || "joining the job".to_owned();
             let waited = start.elapsed();
             if Instant::now() >= deadline {
-                return Err(Error::Timeout { during: during(), waited, missing: vec![from], limit: Limit::Meeting });
+                return Err(Error::Timeout { during: during(), waited, missing: vec![from], limit: Limit::Rendezvous });
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during() });
@@ -227,7 +230,7 @@ mod tests {
     #[derive(Default)]
     struct Local(Mutex<HashMap<String, Vec<u8>>>);
 
-    impl Board for Local {
+    impl BootstrapStore for Local {
         fn set(&self, key: &str, value: &[u8]) -> Result<()> {
             self.0.lock().insert(key.to_owned(), value.to_owned());
             Ok(())
@@ -241,29 +244,29 @@ mod tests {
         }
     }
 
-    fn meeting(rank: usize, board: &Arc<Local>) -> Meeting {
-        Meeting { rank, size: 2, board: board.clone(), timeout: Duration::from_secs(5) }
+    fn store_rendezvous(rank: usize, store: &Arc<Local>) -> StoreRendezvous {
+        StoreRendezvous { rank, size: 2, store: store.clone(), timeout: Duration::from_secs(5) }
     }
 
     #[test]
     fn variables_of_another_rank_are_passed_over() {
-        let board = Arc::default();
+        let store = Arc::default();
         let mut variables = env::Variables::new();
         variables.insert("RANK".into(), "1".into());
         variables.insert("WORLD_SIZE".into(), "2".into());
-        assert_eq!(meeting(1, &board).launch(&variables).launcher, Launcher::Torch);
-        assert_eq!(meeting(0, &board).launch(&variables).launcher, Launcher::Single);
+        assert_eq!(store_rendezvous(1, &store).launch(&variables).launcher, Launcher::Torch);
+        assert_eq!(store_rendezvous(0, &store).launch(&variables).launcher, Launcher::Single);
         variables.insert("RANK".into(), "first".into());
-        assert_eq!(meeting(1, &board).launch(&variables).rank, 1);
+        assert_eq!(store_rendezvous(1, &store).launch(&variables).rank, 1);
     }
 
     #[test]
     fn ranks_agree_on_one_door_and_leave_nothing_behind() {
-        let board = Arc::default();
+        let store = Arc::default();
         let find = |rank: usize| {
-            let meeting = meeting(rank, &board);
-            let launch = meeting.launch(&env::Variables::new());
-            meeting.find(&launch, &Monitor::new(rank), Instant::now() + meeting.timeout).unwrap()
+            let store_rendezvous = store_rendezvous(rank, &store);
+            let launch = store_rendezvous.launch(&env::Variables::new());
+            store_rendezvous.find(&launch, &Monitor::new(rank), Instant::now() + store_rendezvous.timeout).unwrap()
         };
         let (first, second) = std::thread::scope(|scope| {
             let second = scope.spawn(|| find(1));
@@ -275,16 +278,17 @@ mod tests {
             "the store does not tell the secret: {second:?}"
         );
         assert!(!first.open && !second.open);
-        meeting(0, &board).clear();
-        assert!(board.0.lock().is_empty());
+        store_rendezvous(0, &store).clear();
+        assert!(store.0.lock().is_empty());
     }
 
     #[test]
     fn a_missing_rank_is_named() {
-        let board = Arc::default();
-        let meeting = meeting(0, &board);
-        let launch = meeting.launch(&env::Variables::new());
-        let error = meeting.find(&launch, &Monitor::new(0), Instant::now() + Duration::from_millis(30)).unwrap_err();
+        let store = Arc::default();
+        let store_rendezvous = store_rendezvous(0, &store);
+        let launch = store_rendezvous.launch(&env::Variables::new());
+        let error =
+            store_rendezvous.find(&launch, &Monitor::new(0), Instant::now() + Duration::from_millis(30)).unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
     }
 }

@@ -9,12 +9,12 @@ namespace smd {
 
 // The core owns it until the job has come together. Any thread may call it, several at once; nothing of it waits for
 // other ranks or takes Python's lock. What it throws is a std::exception whose text the core passes on.
-class Board {
+class BootstrapStore {
  public:
-  Board() = default;
-  Board(const Board&) = delete;
-  Board& operator=(const Board&) = delete;
-  virtual ~Board() = default;
+  BootstrapStore() = default;
+  BootstrapStore(const BootstrapStore&) = delete;
+  BootstrapStore& operator=(const BootstrapStore&) = delete;
+  virtual ~BootstrapStore() = default;
 
   virtual void set(rust::Str key, rust::Slice<const std::uint8_t> value) const = 0;
   // Appends to `value` what was written to `key`; false if nothing was.

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::world::host;
 
 /// Where members tell each other what they decide on: values that each writes once.
-pub trait Board {
+pub trait MemberStore {
     /// Writes this member's value.
     fn write(&self, what: &str, value: &[u8]) -> Result<()>;
     /// The value of a member, once it is there.
@@ -14,15 +14,15 @@ pub trait Board {
 }
 
 /// Writes a value as [`read`] reads it.
-pub fn write<T: serde::Serialize>(board: &dyn Board, what: &str, value: &T) -> Result<()> {
+pub fn write<T: serde::Serialize>(store: &dyn MemberStore, what: &str, value: &T) -> Result<()> {
     let bytes = postcard::to_stdvec(value)
         .map_err(|error| Error::Internal(format!("`{what}` cannot be written down: {error}")))?;
-    board.write(what, &bytes)
+    store.write(what, &bytes)
 }
 
 /// The value that a member wrote.
-pub fn read<T: serde::de::DeserializeOwned>(board: &dyn Board, what: &str, member: usize) -> Result<T> {
-    postcard::from_bytes(&board.read(what, member)?)
+pub fn read<T: serde::de::DeserializeOwned>(store: &dyn MemberStore, what: &str, member: usize) -> Result<T> {
+    postcard::from_bytes(&store.read(what, member)?)
         .map_err(|error| Error::Internal(format!("`{what}` of member {member} cannot be read: {error}")))
 }
 
@@ -53,13 +53,13 @@ pub(super) fn share(
     me: usize,
     size: usize,
     peer_bytes: usize,
-    board: &dyn Board,
+    store: &dyn MemberStore,
     ready: impl FnOnce() -> Result<()>,
 ) -> Result<Option<Shared>> {
     // Every member says something in both rounds, so that none waits for one that gave up.
     let own = ready().and_then(|()| offer(context, peer_bytes, size));
-    write(board, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
-    let offers: Vec<Result<Offer, String>> = (0..size).map(|rank| read(board, "offer", rank)).collect::<Result<_>>()?;
+    write(store, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
+    let offers: Vec<Result<Offer, String>> = (0..size).map(|rank| read(store, "offer", rank)).collect::<Result<_>>()?;
     let shared = own.map_err(|error| error.text()).and_then(|(arena, control, _)| {
         let offers: Vec<&Offer> =
             offers.iter().map(|offer| offer.as_ref().map_err(String::clone)).collect::<Result<_, _>>()?;
@@ -67,9 +67,9 @@ pub(super) fn share(
         let bytes = offers.iter().map(|offer| offer.bytes as usize).min().unwrap_or(0);
         Ok(Shared { arena, control, mapped, bytes })
     });
-    write(board, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
+    write(store, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
     for rank in 0..size {
-        if let Err(why) = read::<Result<(), String>>(board, "mapped", rank)? {
+        if let Err(why) = read::<Result<(), String>>(store, "mapped", rank)? {
             tracing::info!("small messages between devices go through NCCL too: member {rank}: {why}");
             return Ok(None);
         }
