@@ -215,7 +215,7 @@ void Reducer::complete() {
     for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
     // What no rank used keeps what it has: no gradient, so that optimizers pass it over, or an earlier one.
     const auto is_used = [&](std::size_t index) { return used.empty() || used[index] != 0; };
-    for (auto& [index, value] : stand_ins_) {
+    for (auto& [index, value] : unused_gradients_) {
       if (!is_used(index)) continue;
       auto& gradient = watched_[index].parameter.tensor.mutable_grad();
       if (gradient.defined()) {
@@ -273,7 +273,7 @@ void Reducer::leave(bool finished) {
   mode_ = Mode::Outside;
   must_sync_ = false;
   copy_back_.clear();
-  stand_ins_.clear();
+  unused_gradients_.clear();
   to_hook_.clear();
   to_reduce_.clear();
   device_gradients_.clear();

@@ -92,7 +92,7 @@ void Reducer::place_copy(std::size_t index, const at::Tensor& gradient) {
   check(watched, gradient);
   auto copy = at::empty_strided(watched.sizes, watched.strides, watched.options);
   copy.copy_(gradient);
-  stand_ins_.emplace_back(index, copy);
+  unused_gradients_.emplace_back(index, copy);
   mark_ready(index, copy, false);
 }
 
@@ -107,7 +107,7 @@ void Reducer::place_zeros(std::size_t index) {
   } else {
     zeros = at::empty_strided(watched.sizes, watched.strides, watched.options).zero_();
   }
-  stand_ins_.emplace_back(index, zeros);
+  unused_gradients_.emplace_back(index, zeros);
   mark_ready(index, zeros, false);
 }
 
@@ -120,7 +120,7 @@ void Reducer::place_missing() {
   for (const auto index : missing) {
     if (!watched_[index].parameter.tensor.requires_grad()) frozen.push_back(index);
   }
-  for (const auto index : checked([&] { return (*core_)->stand_ins({frozen.data(), frozen.size()}); })) {
+  for (const auto index : checked([&] { return (*core_)->unused_parameters({frozen.data(), frozen.size()}); })) {
     auto& gradient = watched_[index].parameter.tensor.mutable_grad();
     if (!gradient.defined()) {
       place_zeros(index);
@@ -164,10 +164,10 @@ void Reducer::reduce_on_device() {
     for (const auto param : plan.params) {
       auto& gradient = device_gradients_[param];
       if (!gradient) continue;
-      const auto is_for = [&](const auto& stand_in) { return stand_in.first == param; };
-      const auto stand_in = std::find_if(stand_ins_.begin(), stand_ins_.end(), is_for);
-      if (stand_in != stand_ins_.end()) {
-        stand_in->second = std::move(gradient->value);
+      const auto is_for = [&](const auto& unused_gradient) { return unused_gradient.first == param; };
+      const auto unused_gradient = std::find_if(unused_gradients_.begin(), unused_gradients_.end(), is_for);
+      if (unused_gradient != unused_gradients_.end()) {
+        unused_gradient->second = std::move(gradient->value);
       } else {
         watched_[param].parameter.tensor.mutable_grad() = std::move(gradient->value);
       }

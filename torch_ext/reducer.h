@@ -216,7 +216,7 @@ class Reducer : public torch::CustomClassHolder {
   // Gradients that are not parameters' own tensors, and where their reduced values go.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
   // What parameters that this backward did not reach get if another rank's did.
-  std::vector<std::pair<std::size_t, at::Tensor>> stand_ins_;
+  std::vector<std::pair<std::size_t, at::Tensor>> unused_gradients_;
   std::vector<at::Tensor> buffers_;
   bool buffers_stale_ = false;
   std::optional<at::Tensor> scale_;

@@ -491,7 +491,7 @@ mod ffi {
         /// Parameters without a gradient in this backward so far.
         fn missing(self: &Reducer) -> Result<Vec<usize>>;
         /// The same in the order in which they get a stand-in, or an error if they must have a gradient.
-        fn stand_ins(self: &Reducer, frozen: &[usize]) -> Result<Vec<usize>>;
+        fn unused_parameters(self: &Reducer, frozen: &[usize]) -> Result<Vec<usize>>;
         /// Waits until everything is reduced; for each parameter whether any rank used it, where this is tracked.
         fn finish(self: &Reducer) -> Result<Vec<u8>>;
         /// Ends a backward that cannot go on.

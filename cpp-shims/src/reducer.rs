@@ -312,10 +312,10 @@ impl Reducer {
         guard(|| Ok(self.inner.missing()))
     }
 
-    pub fn stand_ins(&self, frozen: &[usize]) -> Result<Vec<usize>, Report> {
+    pub fn unused_parameters(&self, frozen: &[usize]) -> Result<Vec<usize>, Report> {
         guard(|| {
             frozen.iter().try_for_each(|param| self.check(*param).map(drop))?;
-            self.inner.stand_ins(frozen)
+            self.inner.unused_parameters(frozen)
         })
     }
 

@@ -251,7 +251,7 @@ impl Reducer {
     }
 
     /// In a static graph: takes note that autograd has accumulated into the gradient of `param`. Returns whether the
-    /// gradient is complete; if not, [`Reducer::stand_ins`] may ask for it at the end of backward.
+    /// gradient is complete; if not, [`Reducer::unused_parameters`] may ask for it at the end of backward.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if this backward does more than the first one did.
@@ -540,7 +540,7 @@ impl Reducer {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the parameters that should have got a gradient, on every member.
-    pub fn stand_ins(self: &Arc<Self>, frozen: &[usize]) -> Result<Vec<usize>> {
+    pub fn unused_parameters(self: &Arc<Self>, frozen: &[usize]) -> Result<Vec<usize>> {
         let (without, order) = {
             let state = self.state.lock();
             let Some(active) = &state.active else { return Ok(Vec::new()) };
@@ -567,7 +567,7 @@ impl Reducer {
     pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
         let missing = self.missing();
         if !missing.is_empty() {
-            // The caller has not asked for `stand_ins`: the wait would not end.
+            // The caller has not asked for `unused_parameters`: the wait would not end.
             return Err(self.give_up(self.unused_message(&missing, &[])));
         }
         self.ask_for_end();

@@ -88,7 +88,7 @@ fn backward(
             return Err(error);
         }
     }
-    reducer.stand_ins(&[])?;
+    reducer.unused_parameters(&[])?;
     reducer.finish()?;
     let mut reduced = vec![f32::NAN; PARAMS];
     for (param, lease) in &leases {
