@@ -15,14 +15,14 @@ constexpr std::chrono::milliseconds kLookForSignals(50);
 Work::Work(TensorOperation operation) : group_(operation.core.group) {
   std::vector<TensorOperation> operations;
   operations.push_back(std::move(operation));
-  flight_ = std::make_unique<Flight>(std::move(operations));
+  pending_ = std::make_unique<PendingWork>(std::move(operations));
 }
 
 void Work::wait() {
-  if (flight_) {
+  if (pending_) {
     checked([this] { check_device(group_, "wait for an asynchronous operation"); });
     const std::lock_guard lock(mutex_);
-    return flight_->wait();
+    return pending_->wait();
   }
   std::unique_lock lock(mutex_);
   while (!completed_.wait_for(lock, kLookForSignals, [this] { return done_; })) {
@@ -35,11 +35,11 @@ void Work::wait() {
 }
 
 bool Work::is_completed() {
-  if (flight_ && !flight_->is_done()) {
+  if (pending_ && !pending_->is_done()) {
     checked([this] { check_device(group_, "an asynchronous operation"); });
     return false;
   }
-  if (flight_) return true;
+  if (pending_) return true;
   const std::lock_guard lock(mutex_);
   return done_;
 }

@@ -36,7 +36,7 @@ class Work : public torch::CustomClassHolder {
   bool done_ = false;
   std::string error_;
   std::uint64_t group_ = 0;
-  std::unique_ptr<Flight> flight_;
+  std::unique_ptr<PendingWork> pending_;
 };
 
 // The last step of an operation that the core is done with; the report of an error, or nothing.

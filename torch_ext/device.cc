@@ -49,7 +49,7 @@ void queue(const std::vector<TensorOperation>& operations) {
   run_together({calls.data(), calls.size()});
 }
 
-Flight::Flight(std::vector<TensorOperation> operations)
+PendingWork::PendingWork(std::vector<TensorOperation> operations)
     : operations_(std::move(operations)),
       issuer_(current_stream(*operations_.at(0).device())),
       stream_(communication_stream(static_cast<std::int64_t>(operations_[0].core.group), issuer_.device())),
@@ -70,15 +70,15 @@ Flight::Flight(std::vector<TensorOperation> operations)
   }
 }
 
-Flight::~Flight() { let_go(false); }
+PendingWork::~PendingWork() { let_go(false); }
 
-void Flight::wait() {
+void PendingWork::wait() {
   const auto here = current_stream(issuer_.device());
   done_.block(here);
   let_go(here == issuer_);
 }
 
-void Flight::let_go(bool used_here_only) noexcept {
+void PendingWork::let_go(bool used_here_only) noexcept {
   if (!used_here_only) {
     for (const auto& operation : operations_) {
       for (const auto& storage : operation.storages()) {

@@ -48,13 +48,13 @@ void queue(const std::vector<TensorOperation>& operations);
 // The memory of the tensors is held until then. After that, the stream that waited is where it is used next, as it was
 // before; for every other case PyTorch's allocator is told of the communication stream, and does not give the memory
 // away early.
-class Flight {
+class PendingWork {
  public:
   // Throws rust::Error.
-  explicit Flight(std::vector<TensorOperation> operations);
-  Flight(const Flight&) = delete;
-  Flight& operator=(const Flight&) = delete;
-  ~Flight();
+  explicit PendingWork(std::vector<TensorOperation> operations);
+  PendingWork(const PendingWork&) = delete;
+  PendingWork& operator=(const PendingWork&) = delete;
+  ~PendingWork();
 
   const c10::Stream& stream() const { return stream_; }
   // Makes the current stream wait; the host goes on.

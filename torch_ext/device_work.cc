@@ -26,7 +26,7 @@ void DeviceWork::run(const std::vector<TensorOperation>& operations) {
 }
 
 void DeviceWork::start(std::vector<TensorOperation> operations) {
-  checked([&] { flight_.emplace(std::move(operations)); });
+  checked([&] { pending_.emplace(std::move(operations)); });
   // For the profiler: what is queued is done, as far as the host is concerned.
   finish();
 }
@@ -34,7 +34,7 @@ void DeviceWork::start(std::vector<TensorOperation> operations) {
 bool DeviceWork::isCompleted() {
   {
     const std::lock_guard lock(mutex_);
-    if (!flight_ || flight_->is_done()) return completed_;
+    if (!pending_ || pending_->is_done()) return completed_;
   }
   return exception() != nullptr;
 }
@@ -70,7 +70,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 void DeviceWork::synchronize() {
   check();
   const std::lock_guard lock(mutex_);
-  if (flight_) flight_->wait();
+  if (pending_) pending_->wait();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
@@ -81,7 +81,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     // The future notes where the current stream is.
     std::optional<StreamScope> scope;
-    if (flight_) scope.emplace(flight_->stream());
+    if (pending_) scope.emplace(pending_->stream());
     future_->markCompleted(c10::IValue(outputs_));
   }
   return future_;

@@ -40,7 +40,7 @@ class DeviceWork final : public c10d::Work {
   const char* title_;
   std::vector<at::Tensor> outputs_;
   // What follows is guarded by mutex_.
-  std::optional<Flight> flight_;
+  std::optional<PendingWork> pending_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

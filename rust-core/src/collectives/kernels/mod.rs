@@ -194,7 +194,9 @@ mod tests {
                             let sources = &pointers[cut[0]..cut[1]];
                             let prefetch = std::ptr::null();
                             // SAFETY: all have `elems` elements, aligned; nothing overlaps.
-                            unsafe { run(&Fold { dtype, op, sources, stage: part, outputs: &outputs, elems, prefetch }) };
+                            unsafe {
+                                run(&Fold { dtype, op, sources, stage: part, outputs: &outputs, elems, prefetch })
+                            };
                             carry = output;
                         }
                         // SAFETY: the last output holds `elems` elements.
