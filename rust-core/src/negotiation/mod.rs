@@ -54,7 +54,7 @@ pub use factors::Factors;
 pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
 pub use numbers::Numbers;
 pub use presence::Gradients;
-pub use tune::Tuning;
+pub use tune::FusionTuning;
 pub(crate) use tune::{VOTE, VOTE_END};
 
 /// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each

@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::description::Description;
 use super::factors::Factors;
 use super::supply::Signs;
-use super::tune::Tuning;
+use super::tune::FusionTuning;
 use super::work::Work;
 use super::{Elsewhere, Gradients, affinity};
 use crate::buffer::Device;
@@ -41,7 +41,7 @@ pub struct Options {
     /// A wait of this length ends everything that waits.
     pub stall_limit: Duration,
     /// Tries sizes of what runs together. The first member's counts.
-    pub tuning: Option<Tuning>,
+    pub tuning: Option<FusionTuning>,
     /// The core that the thread stays on.
     pub core: Option<usize>,
     /// This process's number on its host.

@@ -28,7 +28,7 @@ const SAMPLES: usize = 5;
 
 /// How a negotiation tries sizes; see the knobs of the same names.
 #[derive(Clone, Debug)]
-pub struct Tuning {
+pub struct FusionTuning {
     /// Samples before the first that counts.
     pub warmup_samples: u32,
     /// Steps of a sample. A step is over when one of its names comes again.
@@ -70,7 +70,7 @@ pub(super) struct Tuner {
 }
 
 impl Tuner {
-    pub(super) fn new(tuning: &Tuning, fusion_bytes: u64) -> Self {
+    pub(super) fn new(tuning: &FusionTuning, fusion_bytes: u64) -> Self {
         let mut search = (!tuning.fixed).then(|| Search::new(NUM_SIZES, tuning.max_samples as usize, tuning.noise));
         let place = search.as_mut().and_then(Search::next);
         Self {
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     /// Runs steps of two names, whose time follows from the size; returns the sizes that were tried, and the last trial.
-    fn tuned(tuning: &Tuning, micros: impl Fn(u64) -> u64) -> (Vec<u64>, Trial) {
+    fn tuned(tuning: &FusionTuning, micros: impl Fn(u64) -> u64) -> (Vec<u64>, Trial) {
         let names: [Arc<str>; 2] = ["a".into(), "b".into()];
         let mut tuner = Tuner::new(tuning, 3 << 20);
         let (mut size, mut now, mut tried) = (tuner.first(), Duration::ZERO, Vec::new());
@@ -192,8 +192,8 @@ mod tests {
         panic!("it never ends: {tried:?}");
     }
 
-    fn tuning(max_samples: u32, fixed: bool) -> Tuning {
-        Tuning { warmup_samples: 3, steps_per_sample: 2, max_samples, noise: 0.8, fixed, log: None }
+    fn tuning(max_samples: u32, fixed: bool) -> FusionTuning {
+        FusionTuning { warmup_samples: 3, steps_per_sample: 2, max_samples, noise: 0.8, fixed, log: None }
     }
 
     #[test]

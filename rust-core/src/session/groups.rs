@@ -109,11 +109,11 @@ fn negotiation_id(group: u64) -> u64 {
 }
 
 /// How sizes of what runs together are tried, if they are.
-fn tuning() -> Result<Option<negotiation::Tuning>> {
+fn tuning() -> Result<Option<negotiation::FusionTuning>> {
     if !config::AUTOTUNE.flag()? {
         return Ok(None);
     }
-    Ok(Some(negotiation::Tuning {
+    Ok(Some(negotiation::FusionTuning {
         warmup_samples: config::AUTOTUNE_WARMUP_SAMPLES.count()?,
         steps_per_sample: config::AUTOTUNE_STEPS_PER_SAMPLE.count()?,
         max_samples: config::AUTOTUNE_MAX_SAMPLES.count()?,

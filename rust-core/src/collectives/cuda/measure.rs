@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::p2p::{Peers, Tuning};
+use super::p2p::{KernelTuning, Peers};
 use super::tune::{DeviceAlgorithm, Sample};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Overlap, ReduceOp, Request};
@@ -38,12 +38,17 @@ pub(super) fn measure(
     let stream = Stream::new(context, Priority::High)?;
     let mut samples = Vec::new();
     for &(bytes, algorithm) in calls {
-        let tuning = |one_shot_bytes, channels| Tuning { one_shot_bytes, peer_bytes: bytes, channels, ..Tuning::NEVER };
+        let tuning = |one_shot_bytes, channels| KernelTuning {
+            one_shot_bytes,
+            peer_bytes: bytes,
+            channels,
+            ..KernelTuning::NEVER
+        };
         let tuning = match algorithm {
             DeviceAlgorithm::OneShot { channels } => tuning(usize::MAX, channels),
             DeviceAlgorithm::TwoShot { channels } => tuning(0, channels),
-            DeviceAlgorithm::Chunks => Tuning { chunks_bytes: bytes, ..Tuning::NEVER },
-            DeviceAlgorithm::Nccl => Tuning::NEVER,
+            DeviceAlgorithm::Chunks => KernelTuning { chunks_bytes: bytes, ..KernelTuning::NEVER },
+            DeviceAlgorithm::Nccl => KernelTuning::NEVER,
         };
         let peers = match (algorithm, peers) {
             (DeviceAlgorithm::Nccl, _) => None,

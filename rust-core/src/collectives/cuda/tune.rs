@@ -8,7 +8,7 @@ use std::path::Path;
 
 use parking_lot::Mutex;
 
-use super::p2p::{MemberStore, Tuning, read, write};
+use super::p2p::{KernelTuning, MemberStore, read, write};
 use crate::config;
 use crate::error::{Error, Result};
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Choice {
     /// For kernels between peers, where there are peers.
-    pub(super) peers: Option<Tuning>,
+    pub(super) peers: Option<KernelTuning>,
     /// Bytes of gradients that a reducer sends at once.
     pub(super) bucket_bytes: usize,
 }
@@ -187,7 +187,7 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
         let faster = |bytes: usize| Some(time(bytes, DeviceAlgorithm::Chunks)? <= time(bytes, DeviceAlgorithm::Nccl)?);
         let in_chunks = large().all(|bytes| faster(bytes) == Some(true));
         let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
-        Tuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
+        KernelTuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
     });
     let chosen = |bytes: usize| match peers {
         Some(tuning) if tuning.chunks_bytes <= bytes => time(bytes, DeviceAlgorithm::Chunks),
@@ -211,7 +211,7 @@ fn describe(kept: &Kept) -> String {
         bytes => format!("{} KiB", bytes >> 10),
     };
     let peers = match choice.peers {
-        Some(Tuning { one_shot_bytes, peer_bytes, channels, chunks_bytes }) => format!(
+        Some(KernelTuning { one_shot_bytes, peer_bytes, channels, chunks_bytes }) => format!(
             "one shot up to {}, between peers up to {}, {channels} channels, {}",
             size(one_shot_bytes),
             size(peer_bytes),
@@ -272,7 +272,7 @@ mod tests {
     fn ways_change_where_their_lines_cross() {
         let choice = choose(&machine(true)).unwrap();
         // 8 + b/128 = 12 + b/256 at 1.02 MB; 12 + b/256 = 36 + b/350 at 22.9 MB, which is more than is measured.
-        let peers = Tuning { one_shot_bytes: 512 << 10, ..Tuning::usual(2, 8 << 20) };
+        let peers = KernelTuning { one_shot_bytes: 512 << 10, ..KernelTuning::usual(2, 8 << 20) };
         assert_eq!(choice.peers, Some(peers));
         // 36 us and b/350 is nine tenths of the bandwidth of 128 MiB at some 100 MB.
         assert_eq!(choice.bucket_bytes, 64 << 20);
@@ -310,7 +310,7 @@ mod tests {
         let mut samples = machine(true);
         samples
             .retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.algorithm, DeviceAlgorithm::OneShot { .. }));
-        let peers = Tuning { one_shot_bytes: 256 << 10, ..Tuning::usual(2, 8 << 20) };
+        let peers = KernelTuning { one_shot_bytes: 256 << 10, ..KernelTuning::usual(2, 8 << 20) };
         assert_eq!(choose(&samples).unwrap().peers, Some(peers));
     }
 

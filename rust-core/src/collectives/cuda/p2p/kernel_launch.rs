@@ -11,7 +11,7 @@ pub(super) const CHUNKS_ABOVE: usize = 8 << 20;
 
 /// Where members of a group change over from one way to the next; the same on all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Tuning {
+pub struct KernelTuning {
     /// Largest all-reduce that each member folds whole, in bytes; there must be room as well.
     pub one_shot_bytes: usize,
     /// Largest message that does not go to NCCL, in bytes.
@@ -27,7 +27,7 @@ fn never() -> usize {
     usize::MAX
 }
 
-impl Tuning {
+impl KernelTuning {
     /// Everything goes to NCCL.
     pub const NEVER: Self = Self { one_shot_bytes: 0, peer_bytes: 0, channels: 1, chunks_bytes: usize::MAX };
 
@@ -57,7 +57,7 @@ impl KernelLaunch {
     pub(super) const TWO_SHOT: &'static str = "two_shot";
 
     /// The launch of all-reduce of `bytes` bytes.
-    pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &Tuning) -> Self {
+    pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &KernelTuning) -> Self {
         let vectors = bytes.div_ceil(VECTOR);
         if bytes <= tuning.one_shot_bytes && vectors * VECTOR * size <= half_bytes {
             Self::new(Self::ONE_SHOT, vectors, tuning)
@@ -67,12 +67,12 @@ impl KernelLaunch {
     }
 
     /// The launch of reduce-scatter to blocks of `bytes` bytes.
-    pub(super) fn reduce_scatter(bytes: usize, tuning: &Tuning) -> Self {
+    pub(super) fn reduce_scatter(bytes: usize, tuning: &KernelTuning) -> Self {
         Self::new("reduce_scatter", bytes.div_ceil(VECTOR), tuning)
     }
 
     /// Blocks for a thread to each of `vectors` positions, as far as there are.
-    fn new(entry: &'static str, vectors: usize, tuning: &Tuning) -> Self {
+    fn new(entry: &'static str, vectors: usize, tuning: &KernelTuning) -> Self {
         let most = tuning.channels.clamp(1, MAX_BLOCKS) as usize;
         let blocks = vectors.div_ceil(THREADS as usize).clamp(1, most) as u32;
         Self { entry, grid: Grid { blocks, threads: THREADS } }
@@ -100,7 +100,8 @@ mod tests {
     fn small_messages_take_one_shot_and_few_blocks() {
         let all_reduce = |bytes, size| {
             let most = 8 << 20;
-            let launch = KernelLaunch::all_reduce(bytes, size, half_bytes(most, size), &Tuning::usual(size, most));
+            let launch =
+                KernelLaunch::all_reduce(bytes, size, half_bytes(most, size), &KernelTuning::usual(size, most));
             (launch.entry, launch.grid.blocks)
         };
         assert_eq!(all_reduce(1, 4), ("one_shot", 1));
@@ -114,7 +115,7 @@ mod tests {
     #[test]
     fn one_shot_needs_room_for_everybody() {
         let (half, tuning) =
-            (half_bytes(8 << 20, 4), Tuning { one_shot_bytes: usize::MAX, ..Tuning::usual(4, 8 << 20) });
+            (half_bytes(8 << 20, 4), KernelTuning { one_shot_bytes: usize::MAX, ..KernelTuning::usual(4, 8 << 20) });
         assert_eq!(KernelLaunch::all_reduce(4 << 20, 4, half, &tuning).entry, "one_shot");
         assert_eq!(KernelLaunch::all_reduce((4 << 20) + 1, 4, half, &tuning).entry, "two_shot");
     }
@@ -122,7 +123,7 @@ mod tests {
     #[test]
     fn there_are_no_more_blocks_than_flags() {
         for channels in [0, 1, 64, MAX_BLOCKS, 100_000] {
-            let tuning = Tuning { channels, ..Tuning::usual(2, 8 << 20) };
+            let tuning = KernelTuning { channels, ..KernelTuning::usual(2, 8 << 20) };
             let blocks = KernelLaunch::reduce_scatter(8 << 20, &tuning).grid.blocks;
             assert!((1..=MAX_BLOCKS).contains(&blocks), "{blocks} blocks for {channels} channels");
         }

@@ -27,7 +27,7 @@ use crate::device::{
     Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, PeerMemory, Source, Stream, nccl,
 };
 use crate::error::{Error, Result};
-pub use kernel_launch::Tuning;
+pub use kernel_launch::KernelTuning;
 use kernel_launch::{KernelLaunch, block_bytes, half_bytes};
 pub use memory_exchange::{MemberStore, read, write};
 
@@ -91,7 +91,7 @@ pub struct Peers {
     control: ManuallyDrop<HostMapped>,
     arenas: [u64; MAX_RANKS],
     half_bytes: usize,
-    tuning: Mutex<Tuning>,
+    tuning: Mutex<KernelTuning>,
     turn: Mutex<Turn>,
     /// Whether there were calls that a CUDA graph repeats.
     captured: AtomicBool,
@@ -224,7 +224,7 @@ impl Peers {
             control: ManuallyDrop::new(shared.control),
             arenas,
             half_bytes: half_bytes(shared.bytes, size),
-            tuning: Mutex::new(Tuning::usual(size, shared.bytes)),
+            tuning: Mutex::new(KernelTuning::usual(size, shared.bytes)),
             turn: Mutex::new(turn),
             captured: AtomicBool::new(false),
             unused: AtomicBool::new(false),
@@ -232,12 +232,12 @@ impl Peers {
     }
 
     /// Where this member changes over from one way to the next.
-    pub fn tuning(&self) -> Tuning {
+    pub fn tuning(&self) -> KernelTuning {
         *self.tuning.lock()
     }
 
     /// Changes that; on all members, between the same calls.
-    pub fn set_tuning(&self, tuning: Tuning) {
+    pub fn set_tuning(&self, tuning: KernelTuning) {
         *self.tuning.lock() = tuning;
     }
 
@@ -247,7 +247,7 @@ impl Peers {
     }
 
     /// Whether an all-reduce of `bytes` would be made as `tuning` says: in one piece, or in chunks.
-    pub fn takes(&self, bytes: usize, tuning: &Tuning) -> bool {
+    pub fn takes(&self, bytes: usize, tuning: &KernelTuning) -> bool {
         if tuning.chunks_bytes <= bytes {
             return self.size == 2;
         }
