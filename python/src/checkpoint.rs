@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use smd_core::checkpoint::{
-    self, Attempt, Checkpoint, Element, Job, Kind, Options, Saver, Setting, Slice, Source, Target,
+    self, Attempt, Checkpoint, Job, Kind, Options, Saver, Setting, Slice, Source, StoredDType, Target,
 };
 use smd_core::world::monitor;
 use smd_core::{Error, Result, session};
@@ -327,7 +327,7 @@ fn json(what: &str, text: &str) -> Result<serde_json::Value> {
 }
 
 fn source((name, dtype, shape, start, lengths, address, held): Place) -> Result<Source> {
-    let Some(dtype) = Element::named(&dtype) else {
+    let Some(dtype) = StoredDType::named(&dtype) else {
         return Err(Error::InvalidArgument(format!("tensor `{name}`: `{dtype}` is no element type of a checkpoint")));
     };
     Ok(Source { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })

@@ -12,29 +12,29 @@ use crate::error::{Error, Result};
 
 /// An element type, as safetensors names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Element {
+pub struct StoredDType {
     name: &'static str,
     bytes: u64,
 }
 
-impl Element {
-    const ALL: [Element; 16] = [
-        Element { name: "BOOL", bytes: 1 },
-        Element { name: "U8", bytes: 1 },
-        Element { name: "I8", bytes: 1 },
-        Element { name: "F8_E5M2", bytes: 1 },
-        Element { name: "F8_E4M3", bytes: 1 },
-        Element { name: "I16", bytes: 2 },
-        Element { name: "U16", bytes: 2 },
-        Element { name: "F16", bytes: 2 },
-        Element { name: "BF16", bytes: 2 },
-        Element { name: "I32", bytes: 4 },
-        Element { name: "U32", bytes: 4 },
-        Element { name: "F32", bytes: 4 },
-        Element { name: "F64", bytes: 8 },
-        Element { name: "I64", bytes: 8 },
-        Element { name: "U64", bytes: 8 },
-        Element { name: "C64", bytes: 8 },
+impl StoredDType {
+    const ALL: [StoredDType; 16] = [
+        StoredDType { name: "BOOL", bytes: 1 },
+        StoredDType { name: "U8", bytes: 1 },
+        StoredDType { name: "I8", bytes: 1 },
+        StoredDType { name: "F8_E5M2", bytes: 1 },
+        StoredDType { name: "F8_E4M3", bytes: 1 },
+        StoredDType { name: "I16", bytes: 2 },
+        StoredDType { name: "U16", bytes: 2 },
+        StoredDType { name: "F16", bytes: 2 },
+        StoredDType { name: "BF16", bytes: 2 },
+        StoredDType { name: "I32", bytes: 4 },
+        StoredDType { name: "U32", bytes: 4 },
+        StoredDType { name: "F32", bytes: 4 },
+        StoredDType { name: "F64", bytes: 8 },
+        StoredDType { name: "I64", bytes: 8 },
+        StoredDType { name: "U64", bytes: 8 },
+        StoredDType { name: "C64", bytes: 8 },
     ];
 
     /// The type with this name.
@@ -53,20 +53,20 @@ impl Element {
     }
 }
 
-impl Serialize for Element {
+impl Serialize for StoredDType {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name)
     }
 }
 
-impl<'de> Deserialize<'de> for Element {
+impl<'de> Deserialize<'de> for StoredDType {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let name = String::deserialize(deserializer)?;
         Self::named(&name).ok_or_else(|| de::Error::custom(format!("`{name}` is no element type")))
     }
 }
 
-impl fmt::Display for Element {
+impl fmt::Display for StoredDType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name)
     }
@@ -143,7 +143,7 @@ pub struct TensorEntry {
     /// Unique in the checkpoint.
     pub name: String,
     /// Type of its elements.
-    pub dtype: Element,
+    pub dtype: StoredDType,
     /// Of the whole tensor.
     pub shape: Vec<u64>,
     /// Slices that make it up.

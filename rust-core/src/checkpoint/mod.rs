@@ -38,7 +38,7 @@ mod tests;
 mod write;
 
 pub use attempt::{Attempt, Setting};
-pub use manifest::{Element, FileEntry, Kind, Manifest, Piece, TensorEntry};
+pub use manifest::{FileEntry, Kind, Manifest, Piece, StoredDType, TensorEntry};
 pub use merge::{describe, merge};
 pub use place::{check_tag, content_of, list, locate, newest};
 pub use read::{Checkpoint, Target, verify_file};

@@ -36,13 +36,13 @@ impl Drop for Folder {
 #[derive(Clone, Debug)]
 struct Tensor {
     name: String,
-    dtype: Element,
+    dtype: StoredDType,
     shape: Vec<u64>,
     bytes: Vec<u8>,
 }
 
 fn tensor(name: &str, dtype: &str, shape: &[u64]) -> Tensor {
-    let dtype = Element::named(dtype).unwrap();
+    let dtype = StoredDType::named(dtype).unwrap();
     let count = shape.iter().product::<u64>() * dtype.bytes();
     let seed = crc32fast::hash(name.as_bytes()) as u64;
     let bytes = (0..count).map(|at| ((at * 2_654_435_761 + seed) >> 7) as u8).collect();

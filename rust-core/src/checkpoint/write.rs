@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::manifest::{Element, FileEntry, Piece, TensorEntry};
+use super::manifest::{FileEntry, Piece, StoredDType, TensorEntry};
 use super::slices::Slice;
 use super::{CHUNK_BYTES, failed};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ pub struct Source {
     /// The tensor's name.
     pub name: String,
     /// Its type.
-    pub dtype: Element,
+    pub dtype: StoredDType,
     /// Of the whole tensor.
     pub shape: Vec<u64>,
     /// What is here.

@@ -30,7 +30,7 @@ pub(crate) trait Algorithm: Sync {
 /// In order of preference.
 pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
     &adasum::Adasum,
-    &window::Window,
+    &window::WindowAllReduce,
     &one_shot::OneShot,
     &two_shot::TwoShot,
     &scatter::ReduceScatter,

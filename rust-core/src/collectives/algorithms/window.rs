@@ -8,9 +8,9 @@ use crate::collectives::{Group, Request, agreement};
 use crate::error::Result;
 
 /// See the module's text.
-pub(super) struct Window;
+pub(super) struct WindowAllReduce;
 
-impl Algorithm for Window {
+impl Algorithm for WindowAllReduce {
     fn name(&self) -> &'static str {
         "window"
     }

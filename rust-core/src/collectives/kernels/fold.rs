@@ -2,7 +2,7 @@
 
 use num_complex::Complex;
 
-use super::number::{Bits, Bool, Brain, Element, Half, HalfConversion, Number, Ordered, Plain};
+use super::number::{Bits, Bool, Brain, ElementFormat, Half, HalfConversion, Number, Ordered, Plain};
 use super::{Fold, FoldStage};
 use crate::buffer::DType;
 use crate::collectives::ReduceOp;
@@ -43,7 +43,7 @@ unsafe fn integer<I: HalfConversion, T: Ordered + Bits>(fold: &Fold<'_>) {
 }
 
 #[inline(always)]
-unsafe fn bits<I, E: Element<I, N, Number: Ordered + Bits>, const N: usize>(fold: &Fold<'_>) {
+unsafe fn bits<I, E: ElementFormat<I, N, Number: Ordered + Bits>, const N: usize>(fold: &Fold<'_>) {
     // SAFETY: the caller's promise.
     unsafe {
         match fold.op {
@@ -58,7 +58,7 @@ unsafe fn bits<I, E: Element<I, N, Number: Ordered + Bits>, const N: usize>(fold
 }
 
 #[inline(always)]
-unsafe fn ordered<I, E: Element<I, N, Number: Ordered>, const N: usize>(fold: &Fold<'_>) {
+unsafe fn ordered<I, E: ElementFormat<I, N, Number: Ordered>, const N: usize>(fold: &Fold<'_>) {
     // SAFETY: the caller's promise.
     unsafe {
         match fold.op {
@@ -79,7 +79,7 @@ where
 }
 
 #[inline(always)]
-unsafe fn arithmetic<I, E: Element<I, N>, const N: usize>(fold: &Fold<'_>) {
+unsafe fn arithmetic<I, E: ElementFormat<I, N>, const N: usize>(fold: &Fold<'_>) {
     let ranks = match fold.stage {
         FoldStage::Last { ranks, .. } => ranks,
         FoldStage::Whole | FoldStage::Middle { .. } => fold.sources.len(),
@@ -96,7 +96,7 @@ unsafe fn arithmetic<I, E: Element<I, N>, const N: usize>(fold: &Fold<'_>) {
 }
 
 #[inline(always)]
-unsafe fn run<I, E: Element<I, N>, const N: usize>(
+unsafe fn run<I, E: ElementFormat<I, N>, const N: usize>(
     fold: &Fold<'_>,
     combine: impl Fn(E::Number, E::Number) -> E::Number + Copy,
     divide: Option<usize>,

@@ -136,7 +136,7 @@ impl Bits for Truth {
 }
 
 /// How elements lie in memory and become numbers, `W` at a time. `I` is the instruction set.
-pub(super) trait Element<I, const W: usize> {
+pub(super) trait ElementFormat<I, const W: usize> {
     /// What they are folded in.
     type Number: Number;
     /// What lies in memory.
@@ -148,7 +148,7 @@ pub(super) trait Element<I, const W: usize> {
 /// Elements that are folded as they are.
 pub(super) struct Plain<T>(T);
 
-impl<I, T: Number, const W: usize> Element<I, W> for Plain<T> {
+impl<I, T: Number, const W: usize> ElementFormat<I, W> for Plain<T> {
     type Number = T;
     type Stored = T;
     #[inline(always)]
@@ -164,7 +164,7 @@ impl<I, T: Number, const W: usize> Element<I, W> for Plain<T> {
 /// Bools.
 pub(super) struct Bool;
 
-impl<I, const W: usize> Element<I, W> for Bool {
+impl<I, const W: usize> ElementFormat<I, W> for Bool {
     type Number = Truth;
     type Stored = u8;
     #[inline(always)]
@@ -180,7 +180,7 @@ impl<I, const W: usize> Element<I, W> for Bool {
 /// bfloat16: the upper half of a float32.
 pub(super) struct Brain;
 
-impl<I, const W: usize> Element<I, W> for Brain {
+impl<I, const W: usize> ElementFormat<I, W> for Brain {
     type Number = f32;
     type Stored = u16;
     #[inline(always)]
@@ -208,7 +208,7 @@ pub(super) trait HalfConversion {
     fn narrow(numbers: [f32; 16]) -> [u16; 16];
 }
 
-impl<I: HalfConversion> Element<I, 16> for Half {
+impl<I: HalfConversion> ElementFormat<I, 16> for Half {
     type Number = f32;
     type Stored = u16;
     #[inline(always)]
@@ -232,7 +232,7 @@ mod tests {
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let number = f32::from_bits(u32::from(high) << 16 | low);
-                let [narrow] = <Brain as Element<(), 1>>::narrow([number]);
+                let [narrow] = <Brain as ElementFormat<(), 1>>::narrow([number]);
                 assert_eq!(narrow, bf16::from_f32(number).to_bits(), "{number:?} = {:08x}", number.to_bits());
             }
         }
