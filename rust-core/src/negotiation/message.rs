@@ -16,7 +16,7 @@ pub(super) struct Up {
     /// Cache positions for which all ranks behind the sender are ready.
     pub(super) ready: Bits,
     /// Those of `ready` which some rank need not be ready for, since it has joined.
-    pub(super) lent: Bits,
+    pub(super) with_neutral: Bits,
     /// The same for names that are not in the cache, or there with another description.
     pub(super) named: Vec<Announcement>,
     /// All ranks behind the sender have joined, this one last.
@@ -33,7 +33,7 @@ pub(super) struct Announcement {
     pub(super) name: String,
     /// What they ask for; more than one if they disagree.
     pub(super) variants: Vec<Variant>,
-    pub(super) lent: bool,
+    pub(super) with_neutral: bool,
 }
 
 /// What some ranks ask for.
@@ -86,7 +86,7 @@ pub(super) struct Down {
     /// Cache positions that all ranks are ready for.
     pub(super) ready: Bits,
     /// Those of `ready` in which ranks that have joined take part with neutral elements.
-    pub(super) lent: Bits,
+    pub(super) with_neutral: Bits,
     pub(super) named: Vec<Answer>,
     /// All ranks have joined, this one last.
     pub(super) joined: Option<u32>,
@@ -118,7 +118,7 @@ pub(super) enum Outcome {
         /// As what.
         description: Description,
         /// Ranks that have joined take part in it.
-        lent: bool,
+        with_neutral: bool,
     },
     /// It fails, for this reason.
     Refused(String),

@@ -62,20 +62,20 @@ impl Signs {
 }
 
 /// See the module's text.
-pub(super) struct Supply {
+pub(super) struct NeutralMemory {
     stream: Arc<Stream>,
     spare: Arc<Mutex<Vec<DeviceBuffer>>>,
 }
 
 /// Memory of one operation.
-pub(super) struct Loan {
+pub(super) struct NeutralBuffers {
     stream: Arc<Stream>,
     buffer: Option<DeviceBuffer>,
     used: usize,
     home: Weak<Mutex<Vec<DeviceBuffer>>>,
 }
 
-impl Supply {
+impl NeutralMemory {
     /// # Errors
     /// [`Error::Device`], [`Error::Unsupported`].
     pub(super) fn of(device: u16) -> Result<Self> {
@@ -87,7 +87,7 @@ impl Supply {
     ///
     /// # Errors
     /// [`Error::Device`], when the memory is exhausted for example.
-    pub(super) fn lend<'a>(&self, tensors: impl Iterator<Item = &'a Description>) -> Result<Loan> {
+    pub(super) fn allocate<'a>(&self, tensors: impl Iterator<Item = &'a Description>) -> Result<NeutralBuffers> {
         let bytes = tensors.map(|one| (one.bytes as usize).next_multiple_of(ALIGNMENT)).sum::<usize>().max(1);
         let mut spare = self.spare.lock();
         let fitting = spare.iter().position(|buffer| buffer.bytes() >= bytes);
@@ -98,11 +98,16 @@ impl Supply {
         drop(spare);
         // SAFETY: the memory is ours, and nothing that is under way uses it.
         unsafe { memory::fill(buffer.ptr(), 0, bytes, &self.stream)? };
-        Ok(Loan { stream: self.stream.clone(), buffer: Some(buffer), used: 0, home: Arc::downgrade(&self.spare) })
+        Ok(NeutralBuffers {
+            stream: self.stream.clone(),
+            buffer: Some(buffer),
+            used: 0,
+            home: Arc::downgrade(&self.spare),
+        })
     }
 }
 
-impl Loan {
+impl NeutralBuffers {
     /// The next tensor's memory, full of what changes nothing; it is there when its stream gets so far.
     ///
     /// # Errors
@@ -121,12 +126,12 @@ impl Loan {
         let ptr = (buffer.ptr() + self.used as u64) as *mut u8;
         self.used += bytes.next_multiple_of(ALIGNMENT);
         let device = Device::Cuda(self.stream.context().device());
-        // SAFETY: the range lies in the buffer, apart from other tensors', and the operation keeps the loan until it is over.
+        // SAFETY: the range lies in the buffer, apart from other tensors', and the operation keeps the buffers until it is over.
         unsafe { TensorView::new(ptr, elems, description.dtype, device, self.stream.raw()) }
     }
 }
 
-impl Drop for Loan {
+impl Drop for NeutralBuffers {
     fn drop(&mut self) {
         if let (Some(home), Some(buffer)) = (self.home.upgrade(), self.buffer.take()) {
             home.lock().push(buffer);

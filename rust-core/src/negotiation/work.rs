@@ -16,7 +16,7 @@ use super::negotiator::{Call, Options, Shared, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
-use super::supply::{Loan, Signs, Supply};
+use super::supply::{NeutralBuffers, NeutralMemory, Signs};
 use super::timeline::{self, Traced, Traces};
 use super::tree::Tree;
 use super::tune::{self, Tuner};
@@ -62,7 +62,7 @@ pub(super) struct Work {
     joining: Option<Done>,
     /// Where this member takes part on devices after it has joined, and with what memory.
     device: Option<u16>,
-    supply: Option<Supply>,
+    supply: Option<NeutralMemory>,
     ticket: Ticket,
     actions: Vec<Action>,
     calls: Vec<Call>,
@@ -312,7 +312,7 @@ impl Work {
         let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
         let mut traces: Option<Traces> = None;
-        let mut loan = self.lend(&parts)?;
+        let mut buffers = self.allocate(&parts)?;
         for part in parts {
             match part {
                 Operand::Own(ticket) => {
@@ -333,8 +333,8 @@ impl Work {
                 Operand::Neutral(group) => {
                     bytes += group.all_bytes();
                     for description in group.each().filter(|one| one.kind != Kind::Presence) {
-                        let data = match &mut loan {
-                            Some(loan) => loan.next(description)?,
+                        let data = match &mut buffers {
+                            Some(buffers) => buffers.next(description)?,
                             None => {
                                 let elems = description.shape.iter().product::<u64>() as usize;
                                 let mut memory = Neutral::new(description.dtype, description.op, elems);
@@ -355,29 +355,29 @@ impl Work {
             }
         }
         after.traces = traces.map(Arc::new);
-        after.loan = loan;
+        after.buffers = buffers;
         Ok((requests, bytes))
     }
 
     /// Memory for this member's part in an operation on devices, after it has joined. An operation is in one kind of memory.
-    fn lend(&mut self, parts: &[Operand]) -> Result<Option<Loan>> {
-        let lent = || {
+    fn allocate(&mut self, parts: &[Operand]) -> Result<Option<NeutralBuffers>> {
+        let neutral = || {
             let groups = parts.iter().filter_map(|part| match part {
                 Operand::Neutral(group) if group.on_device => Some(group),
                 _ => None,
             });
             groups.flat_map(|group| group.each())
         };
-        if lent().next().is_none() {
+        if neutral().next().is_none() {
             return Ok(None);
         }
         let supply = match self.supply.take() {
             Some(supply) => supply,
-            None => {
-                Supply::of(self.device.ok_or_else(|| Error::Internal("a rank without a device was to lend".into()))?)?
-            }
+            None => NeutralMemory::of(
+                self.device.ok_or_else(|| Error::Internal("a rank without a device was to contribute".into()))?,
+            )?,
         };
-        self.supply.insert(supply).lend(lent()).map(Some)
+        self.supply.insert(supply).allocate(neutral()).map(Some)
     }
 
     /// What carries an operation, for the timeline.
@@ -446,7 +446,7 @@ struct After {
     calls: Vec<Done>,
     traces: Option<Arc<Traces>>,
     neutral: Vec<Neutral>,
-    loan: Option<Loan>,
+    buffers: Option<NeutralBuffers>,
     memory: Vec<Vec<u64>>,
     factors: Vec<(TensorView, f64)>,
 }

@@ -16,14 +16,14 @@ use crate::negotiation::stall::REPORT_AFTER;
 impl Machine {
     /// The root's answer to what is ready, if anything is.
     pub(super) fn decide(&mut self) -> Option<Down> {
-        let (mut ready, mut lent) = self.complete();
+        let (mut ready, mut with_neutral) = self.complete();
         let mut failure = None;
         let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it, &mut failure)).collect();
-        for position in lent.clone().iter() {
+        for position in with_neutral.clone().iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
-            if let Some(reason) = self.refuse_lent(&slot.description) {
+            if let Some(reason) = self.refuse_neutral(&slot.description) {
                 ready.take(position);
-                lent.take(position);
+                with_neutral.take(position);
                 named.push(Answer { name: slot.name.to_string(), outcome: Outcome::Refused(reason) });
             }
         }
@@ -32,7 +32,7 @@ impl Machine {
             return None;
         }
         let joined = joined.map(|rank| self.ranks[rank as usize] as u32);
-        Some(Down { ready, lent, named, joined, failure, ..self.next() })
+        Some(Down { ready, with_neutral, named, joined, failure, ..self.next() })
     }
 
     pub(super) fn next(&mut self) -> Down {
@@ -44,17 +44,17 @@ impl Machine {
 
     /// What becomes of a name, and in `verdict` of all that waits.
     fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Answer {
-        let Announcement { name, mut variants, lent } = announcement;
+        let Announcement { name, mut variants, with_neutral } = announcement;
         let first = &variants[0].description;
         let refusal = match variants.len() {
             1 if first.kind == Kind::Poison => Some(format!("every rank asks for {first}")),
-            1 if lent => self.refuse_lent(first),
+            1 if with_neutral => self.refuse_neutral(first),
             1 => None,
             _ => Some(self.disagreement(&variants, failure)),
         };
         let outcome = match refusal {
             Some(reason) => Outcome::Refused(reason),
-            None => Outcome::Agreed { description: variants.swap_remove(0).description, lent },
+            None => Outcome::Agreed { description: variants.swap_remove(0).description, with_neutral },
         };
         Answer { name, outcome }
     }
@@ -86,7 +86,7 @@ impl Machine {
         let mut next = Offers::new();
         for source in &mut self.sources {
             source.ready.remove(&down.ready);
-            source.lent.remove(&down.ready);
+            source.with_neutral.remove(&down.ready);
         }
         self.sent.remove(&down.ready);
         for position in down.ready.iter() {
@@ -103,11 +103,11 @@ impl Machine {
                 self.sent.take(position);
                 for source in &mut self.sources {
                     source.ready.take(position);
-                    source.lent.take(position);
+                    source.with_neutral.take(position);
                 }
             }
             match outcome {
-                Outcome::Agreed { description, lent: _ } => {
+                Outcome::Agreed { description, with_neutral: _ } => {
                     let description = Arc::new(description);
                     self.note_run(&name, &description, now, actions);
                     self.take_part(&name, description.clone(), &mut parts, &mut next);
@@ -206,8 +206,8 @@ impl Machine {
     fn evict(&mut self, old: Evicted) {
         for at in 0..self.sources.len() {
             if self.sources[at].ready.take(old.position) {
-                let lent = self.sources[at].lent.take(old.position);
-                self.put_in_words(at, &old.name, &old.description, lent);
+                let with_neutral = self.sources[at].with_neutral.take(old.position);
+                self.put_in_words(at, &old.name, &old.description, with_neutral);
             }
         }
         if self.sent.take(old.position)
@@ -229,7 +229,7 @@ impl Machine {
         self.sent.clear();
         for source in &mut self.sources {
             source.ready.clear();
-            source.lent.clear();
+            source.with_neutral.clear();
         }
         self.stall.forget();
         let is_young = |queue: &Queue| {
@@ -254,7 +254,7 @@ impl Machine {
     }
 
     /// Why ranks that have joined cannot be done without.
-    fn refuse_lent(&self, description: &Description) -> Option<String> {
+    fn refuse_neutral(&self, description: &Description) -> Option<String> {
         let is_supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum | Kind::Presence);
         if let Some(one) = description.each().find(|one| !is_supported(one)) {
             let (name, title) = (one.kind.name(), one.kind.title());

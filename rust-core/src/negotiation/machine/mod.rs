@@ -79,7 +79,7 @@ struct Source {
     ranks: Range<usize>,
     /// Ready by cache position, without an answer.
     ready: Bits,
-    lent: Bits,
+    with_neutral: Bits,
     /// All its ranks have joined.
     joined: bool,
     /// Answers that it has seen.
@@ -92,7 +92,7 @@ struct Named {
     variants: Vec<Variant>,
     /// Sources that announced it, as bits.
     from: u32,
-    lent: bool,
+    with_neutral: bool,
     /// Passed on to the parent.
     sent: bool,
 }
@@ -152,7 +152,8 @@ pub(super) struct Machine {
 impl Machine {
     /// The part of the member at `tree`. `limits` are the root's.
     pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: Limits, patience: Patience) -> Self {
-        let source = |ranks| Source { ranks, ready: Bits::default(), lent: Bits::default(), joined: false, heard: 0 };
+        let source =
+            |ranks| Source { ranks, ready: Bits::default(), with_neutral: Bits::default(), joined: false, heard: 0 };
         let sources: Vec<Source> =
             std::iter::once(tree.me..tree.me + 1).chain(tree.children.iter().cloned()).map(source).collect();
         let stall = Stall::new(tree.children.len(), patience);
@@ -334,13 +335,13 @@ impl Machine {
                 log.extend(known.map(|slot| (slot.name.clone(), members.clone())));
                 log.extend(up.named.iter().map(|named| (Arc::from(named.name.as_str()), members.clone())));
             }
-            self.hear_ready(at, &up.ready, &up.lent);
-            for Announcement { name, variants, lent } in up.named {
+            self.hear_ready(at, &up.ready, &up.with_neutral);
+            for Announcement { name, variants, with_neutral } in up.named {
                 let name = self.known_name(name);
                 let named = self.named.entry(name.clone()).or_default();
                 variants.iter().for_each(|variant| named.add(&variant.description, &variant.ranks));
                 named.from |= 1 << at;
-                named.lent |= lent;
+                named.with_neutral |= with_neutral;
                 self.fresh.push(name);
             }
         }
@@ -348,7 +349,7 @@ impl Machine {
         self.evictions.retain(|(number, _)| *number >= seen);
     }
 
-    fn hear_ready(&mut self, at: usize, ready: &Bits, lent: &Bits) {
+    fn hear_ready(&mut self, at: usize, ready: &Bits, with_neutral: &Bits) {
         let heard = self.sources[at].heard;
         if self.evictions.iter().any(|(number, _)| *number >= heard) {
             // The sender's positions may mean what was there before (NEG-4).
@@ -357,19 +358,19 @@ impl Machine {
                 match self.evictions.iter().find(then) {
                     Some((_, old)) => {
                         let (name, description) = (old.name.clone(), old.description.clone());
-                        self.put_in_words(at, &name, &description, lent.get(position));
+                        self.put_in_words(at, &name, &description, with_neutral.get(position));
                     }
                     None => {
                         self.sources[at].ready.set(position);
-                        if lent.get(position) {
-                            self.sources[at].lent.set(position);
+                        if with_neutral.get(position) {
+                            self.sources[at].with_neutral.set(position);
                         }
                     }
                 }
             }
         } else {
             self.sources[at].ready.add(ready);
-            self.sources[at].lent.add(lent);
+            self.sources[at].with_neutral.add(with_neutral);
         }
         // Others may have announced such a name in words, with another description.
         let mixed = |name: &&Arc<str>| self.cache.position(name).is_some_and(|position| ready.get(position));
@@ -377,12 +378,12 @@ impl Machine {
     }
 
     /// A source is ready for a name that it said by position.
-    fn put_in_words(&mut self, at: usize, name: &Arc<str>, description: &Description, lent: bool) {
+    fn put_in_words(&mut self, at: usize, name: &Arc<str>, description: &Description, with_neutral: bool) {
         let ranks = RankSet::of(self.sources[at].ranks.clone());
         let named = self.named.entry(name.clone()).or_default();
         named.add(description, &ranks);
         named.from |= 1 << at;
-        named.lent |= lent;
+        named.with_neutral |= with_neutral;
         self.fresh.push(name.clone());
     }
 
@@ -420,41 +421,41 @@ impl Machine {
 
     /// Cache positions that all ranks behind this member have become ready for, and those of them that were lent.
     fn complete(&mut self) -> (Bits, Bits) {
-        let (mut complete, mut lent) = Default::default();
+        let (mut complete, mut with_neutral) = Default::default();
         let words = self.sources.iter().map(|source| source.ready.num_words()).max().unwrap_or(0);
         for index in 0..words {
-            let (mut all, mut any, mut borrowed) = (!self.sent.word(index), 0, 0);
+            let (mut all, mut any, mut any_neutral) = (!self.sent.word(index), 0, 0);
             for source in &self.sources {
                 let ready = source.ready.word(index);
                 any |= ready;
-                borrowed |= source.lent.word(index);
+                any_neutral |= source.with_neutral.word(index);
                 if source.joined {
-                    borrowed |= !ready;
+                    any_neutral |= !ready;
                 } else {
                     all &= ready;
                 }
             }
             Bits::set_word(&mut complete, index, all & any);
-            Bits::set_word(&mut lent, index, all & any & borrowed);
+            Bits::set_word(&mut with_neutral, index, all & any & any_neutral);
         }
-        (complete, lent)
+        (complete, with_neutral)
     }
 
     /// A name in words that all ranks behind this member have become ready for.
     fn announcement(&mut self, name: &Arc<str>) -> Option<Announcement> {
         let named = self.named.get(name).filter(|named| !named.sent)?;
         let position = self.cache.position(name);
-        let (mut spoken, mut lent) = (Vec::new(), named.lent);
+        let (mut spoken, mut with_neutral) = (Vec::new(), named.with_neutral);
         for (at, source) in self.sources.iter().enumerate() {
             if named.from >> at & 1 == 1 {
                 continue;
             }
             match position.filter(|position| source.ready.get(*position)) {
                 Some(position) => {
-                    lent |= source.lent.get(position);
+                    with_neutral |= source.with_neutral.get(position);
                     spoken.push((position, RankSet::of(source.ranks.clone())));
                 }
-                None if source.joined => lent = true,
+                None if source.joined => with_neutral = true,
                 None => return None,
             }
         }
@@ -466,7 +467,7 @@ impl Machine {
         }
         named.sent = true;
         named.variants.sort_by_key(|variant| variant.ranks.first());
-        Some(Announcement { name: name.to_string(), variants: named.variants.clone(), lent })
+        Some(Announcement { name: name.to_string(), variants: named.variants.clone(), with_neutral })
     }
 
     fn announcements(&mut self) -> Vec<Announcement> {
@@ -479,7 +480,7 @@ impl Machine {
     }
 
     fn tell_parent(&mut self, actions: &mut Vec<Action>) {
-        let (ready, lent) = self.complete();
+        let (ready, with_neutral) = self.complete();
         self.sent.add(&ready);
         let named = self.announcements();
         let joined = self.all_joined().filter(|_| !self.told_joined);
@@ -487,7 +488,15 @@ impl Machine {
         let unable = self.unable.filter(|_| !self.told_unable);
         self.told_unable |= unable.is_some();
         if !ready.is_empty() || !named.is_empty() || joined.is_some() || unable.is_some() {
-            actions.push(Action::Up(Up { heard: self.number, ready, lent, named, joined, unable, report: None }));
+            actions.push(Action::Up(Up {
+                heard: self.number,
+                ready,
+                with_neutral,
+                named,
+                joined,
+                unable,
+                report: None,
+            }));
         }
     }
 
