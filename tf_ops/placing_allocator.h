@@ -9,8 +9,8 @@
 
 namespace smd::tf_ops {
 
-// Makes CPU devices whose allocator places predicted gradients in their slots, and that are TensorFlow's own in all other
-// respects. Devices that exist when this library is loaded stay as they are: then gradients are copied.
+// Makes CPU devices whose allocator places predicted gradients in their slots, and that are TensorFlow's own in all
+// other respects. Devices that exist when this library is loaded stay as they are: then gradients are copied.
 class PlacingDeviceFactory final : public tensorflow::DeviceFactory {
  public:
   absl::Status ListPhysicalDevices(std::vector<std::string>* devices) override;

@@ -1,4 +1,4 @@
-//! Coming together: every member says what it calls, and all come to the same verdict before data moves (COL-3).
+//! The agreement on a call: each member publishes its call, and all members compare the calls before data moves (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
 use super::{Group, ReduceOp, Window};
@@ -13,15 +13,15 @@ use crate::transport::{Message, Tag, wait_all};
 pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
-/// Makes a verdict an error where it is one.
-fn judge(verdict: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
-    // Every member comes to the same verdict, and none goes on with this operation.
-    let failed = verdict != CallAgreement::Agreed;
+/// Turns a failed agreement into an error.
+fn judge(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
+    // Every member reaches the same result, so none continues with this operation.
+    let failed = agreement != CallAgreement::Agreed;
     group.in_step.set(failed);
     if let Some(memory) = group.memory.filter(|_| failed) {
         memory.reset_regions();
     }
-    match verdict {
+    match agreement {
         CallAgreement::Agreed => Ok(()),
         // The same text on every member, so it cannot say what this one called.
         CallAgreement::Mismatch(detail) => Err(Error::Mismatch { during: group.title(), detail }),
@@ -170,8 +170,8 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
         None => {
             let me = group.members.me;
             let members: Vec<usize> = (0..group.members.size()).collect();
-            let verdict = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
-            judge(verdict, call, group)
+            let result = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
+            judge(result, call, group)
         }
     }
 }
@@ -190,19 +190,19 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
             .map(|(position, member)| Ok((*member, decode(&get(memory, position, NOTE_CALL), group, *member)?)))
             .collect::<Result<_>>()?;
         let speakers: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
-        let verdict = agree_in_tree(&speakers, map.host_of(group.members.me), calls, group)?;
-        put(memory, NOTE_VERDICT, &encode(&verdict)?);
+        let result = agree_in_tree(&speakers, map.host_of(group.members.me), calls, group)?;
+        put(memory, NOTE_RESULT, &encode(&result)?);
     }
     memory.sync(&group.wait)?;
-    let verdict = decode(&get(memory, 0, NOTE_VERDICT), group, here[0])?;
-    judge(verdict, call, group)
+    let result = decode(&get(memory, 0, NOTE_RESULT), group, here[0])?;
+    judge(result, call, group)
 }
 
 /// Notes lie in the results, which nothing else uses in a group on several hosts. A member's call is written before the
 /// first arrival of an operation and read before the second one; the speaker's verdict is written between these two and
 /// read before the next operation's first one.
 const NOTE_CALL: usize = 0;
-const NOTE_VERDICT: usize = NOTE_BYTES;
+const NOTE_RESULT: usize = NOTE_BYTES;
 const NOTE_BYTES: usize = ARENA_BYTES / 2;
 
 fn put(memory: &SharedMemory, note: usize, bytes: &[u8]) {
@@ -244,7 +244,7 @@ fn agree_in_tree(
         let below: Vec<(usize, Call)> = decode(&receive(group, child)?, group, child)?;
         calls.extend(below);
     }
-    let verdict = if me == 0 {
+    let result = if me == 0 {
         calls.sort_by_key(|(member, _)| *member);
         let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
         if calls.len() != group.members.size() {
@@ -256,11 +256,11 @@ fn agree_in_tree(
         send(group, parent, &encode(&calls)?)?;
         decode(&receive(group, parent)?, group, parent)?
     };
-    let bytes = encode(&verdict)?;
+    let bytes = encode(&result)?;
     for step in children() {
         send(group, nodes[me + step], &bytes)?;
     }
-    Ok(verdict)
+    Ok(result)
 }
 
 fn encode<T: serde::Serialize>(value: &T) -> Result<Vec<u8>> {

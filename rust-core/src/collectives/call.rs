@@ -397,7 +397,7 @@ fn list(counts: &[usize]) -> String {
     }
 }
 
-/// What the members' calls, compared, come to.
+/// The result of comparing the members' calls.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum CallAgreement {
     /// All agree.

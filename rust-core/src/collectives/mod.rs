@@ -40,14 +40,14 @@ pub(crate) use cuda::Side;
 pub use rows::MakeOutputs;
 pub use window::Window;
 
-/// What a device does while an operation runs on it, which says how much of the device the operation may take.
+/// What the device computes while a collective runs. It decides how much of the device the collective may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overlap {
     /// A computation.
     Computation,
     /// Nothing: what comes next waits for the operation.
     Nothing,
-    /// That is the script's to know: the operation is a call of its.
+    /// The caller of the operation does not say.
     Unknown,
 }
 

@@ -1,5 +1,5 @@
-//! Messages between pairs: blocking ones on the caller's thread, asynchronous ones on a thread of their own, which
-//! the first of them starts. All are under way at once (TRA-1).
+//! Point-to-point messages and the monitored barrier. Blocking messages run on the caller's thread. Asynchronous messages run
+//! on one thread, which the first of them starts. All messages are in flight at once (TRA-1).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,15 +16,15 @@ use crate::error::{Error, Limit, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
-/// Marks the questions of monitored barriers, and the answers and verdicts; to these the number of the call is added, so that a
-/// latecomer's answer does not count for the next call.
+/// Tags of the questions of monitored barriers, and of their answers and results. The number of the barrier is added to the
+/// latter, so that the answer of a late member does not count for the next barrier.
 const TAG_QUESTION: Tag = 3 << 40;
 const TAG_BARRIER: Tag = 4 << 40;
 
-/// How long the first member of a failed monitored barrier tells those who came.
+/// How long the first member tells the members that came that a monitored barrier failed.
 const FAILURE_NOTICE: Duration = Duration::from_millis(200);
 
-/// See the module's text.
+/// The point-to-point operations of one communicator.
 pub(super) struct PointToPoint {
     shared: Arc<Shared>,
 }

@@ -20,7 +20,7 @@ struct Gate {
     calls: AtomicUsize,
 }
 
-/// While it lives, the process does not end.
+/// A running call of the driver or NCCL. The process waits for it before it ends.
 #[must_use = "the call counts as running while the guard lives"]
 #[derive(Debug)]
 pub(crate) struct DriverCallGuard(&'static AtomicUsize);

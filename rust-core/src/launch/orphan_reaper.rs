@@ -31,12 +31,12 @@ impl OrphanReaper {
         }
     }
 
-    /// Puts a process group under watch.
+    /// Adds a process group to those that are ended with `smdrun`.
     pub fn add(&self, group: i32) {
         self.tell(group);
     }
 
-    /// Takes it back: before its leader is reaped, since then the number may become somebody else's.
+    /// Removes a process group. Must be called before its leader is reaped, since the number may be reused afterwards.
     pub fn remove(&self, group: i32) {
         self.tell(-group);
     }
@@ -47,12 +47,12 @@ impl OrphanReaper {
     }
 
     fn tell(&self, number: i32) {
-        // A write of four bytes to a pipe is whole or nothing. If the orphan reaper is gone, its service is, too.
+        // A write of four bytes to a pipe is whole or nothing. If the orphan reaper has died, there is nobody to tell.
         let _ = (&self.pipe).write_all(&number.to_ne_bytes());
     }
 }
 
-/// The orphan reaper's life.
+/// The main loop of the orphan reaper.
 ///
 /// # Safety
 /// Runs in a freshly forked child; `pipe` is a descriptor of it. Calls async-signal-safe functions only.

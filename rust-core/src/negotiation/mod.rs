@@ -20,7 +20,7 @@
 //!   between two answers, and needs no number to say which call it means.
 //! - NEG-4: a member that says "ready" by position may not have heard of an answer that gave the position away; its
 //!   message says what it has heard, and the receiver remembers what the position was.
-//! - NEG-5: a verdict ends all that waits, and what was sent by who had not heard of it counts for nothing; a member that
+//! - NEG-5: a failure ends all that waits, and what was sent by who had not heard of it counts for nothing; a member that
 //!   keeps a call nevertheless says so again.
 //! - NEG-6: a rank that has joined has nothing waiting, and says nothing until all have joined. So a name can be answered
 //!   without it.

@@ -8,7 +8,7 @@ use super::tree::Tree;
 use crate::error::{Error, Result};
 use crate::transport::{self, Tag, Transport};
 
-/// Those of collectives and couriers are below.
+/// The tags of collectives and of point-to-point messages are smaller.
 const TAG_NEGOTIATION: Tag = 5 << 40;
 /// Room for some 1,500 names in the cache.
 const HEAD_BYTES: usize = 256;

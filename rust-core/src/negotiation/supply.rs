@@ -61,7 +61,7 @@ impl Signs {
     }
 }
 
-/// See the module's text.
+/// Device memory for the neutral elements that this rank contributes.
 pub(super) struct NeutralMemory {
     stream: Arc<Stream>,
     spare: Arc<Mutex<Vec<DeviceBuffer>>>,

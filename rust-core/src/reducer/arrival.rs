@@ -12,7 +12,7 @@
 //!   the lock, so news may come from inside calls that handling makes.
 //! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until nothing is under way in them, and its
 //!   later gradients get the error that ended it.
-//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their owner lends. They
+//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their owner allocates. They
 //!   are answered when the device is done with their bucket, also in a step that was abandoned.
 //! - ARR-6: who waits in a step says so after a while ([`ArrivalDriver::waits`]), since ranks whose steps differ would wait for ever.
 //!   On a device, reductions have a stream of their own, and that in which the gradients were made never waits for them:
@@ -44,7 +44,7 @@ pub struct Execution {
     pub iteration: i64,
 }
 
-/// The operation that gave one or more gradients and gets them back.
+/// The operation of a framework that gave one or more gradients and gets them back.
 pub trait GradientOwner: Send + Sync {
     /// The gradient that it gave as `position` is reduced: in the slot that `lease` holds, or where it lay.
     fn reduced(&self, position: usize, result: Result<Option<SlotLease>>);
@@ -74,7 +74,7 @@ pub struct ReadyGradient {
     pub position: usize,
 }
 
-/// See the module's text.
+/// Drives the steps of one reducer by the gradients that arrive.
 pub struct ArrivalDriver {
     /// What they are the gradients of, in words that are the same on all ranks.
     what: String,
@@ -533,7 +533,7 @@ impl Open {
             _ => {
                 let elems = planned.elems();
                 let memory = last.owner.allocate(last.position, elems * wire.size())?;
-                // SAFETY: the owner lends as many bytes, until the gradient is answered: when the bucket has landed.
+                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has landed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
                 Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
@@ -544,14 +544,14 @@ impl Open {
             own.handle();
         };
         // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
-        // what was lent.
+        // that memory.
         unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(landed)) }?;
         self.flying.push(bucket);
         Ok(())
     }
 }
 
-/// A reducer's listener. It does not keep what it tells alive.
+/// Forwards the events of a reducer to its driver, without keeping the driver alive.
 struct ArrivalListener(Weak<ArrivalDriver>);
 
 impl Listener for ArrivalListener {

@@ -1,4 +1,4 @@
-//! What reducers will be made from: registry when a graph is traced, which ranks do at different times and different numbers
+//! Specifications of reducers: registered when a graph is traced, which ranks do at different times and different numbers
 //! of times, and used when it runs.
 //!
 //! - BLU-1: the same parameters and options, for the n-th time in a graph, are the same spec. So a graph that is
@@ -19,7 +19,7 @@ pub const NO_GRAPH: u64 = 0;
 
 static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
 
-/// What a reducer is made from.
+/// The parameters, options and ranks of a reducer.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ReducerSpec {
     /// What its ranks compare.
@@ -32,7 +32,7 @@ pub struct ReducerSpec {
 struct Registry {
     /// By number.
     specs: Vec<Arc<ReducerSpec>>,
-    /// By what a spec says and how many that say it the graph has before it.
+    /// By the content of a spec, and the number of equal specs that the graph names before it.
     numbers: HashMap<(Vec<u8>, usize), usize>,
     /// What each graph names, in order.
     graphs: HashMap<u64, Vec<usize>>,
@@ -40,7 +40,7 @@ struct Registry {
     graph_of: Vec<u64>,
 }
 
-/// The number of the spec that `graph` names next, or without a graph, of the only one that says this.
+/// Registers the spec that `graph` names next and returns its number. Without a graph, equal specs have the same number.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for options that no reducer can have.
@@ -97,7 +97,7 @@ mod tests {
     use crate::reducer::{Options, ParamSpec};
 
     #[test]
-    fn graphs_that_are_traced_again_find_their_blueprints() {
+    fn graphs_that_are_traced_again_find_their_specs() {
         let of = |name: &str, ranks: Option<Vec<usize>>| ReducerSpec {
             description: Description {
                 params: vec![ParamSpec::dense(name, [3], DType::Float32)],

@@ -18,7 +18,7 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// The group of all ranks. Joins the job first if this process is in none, or in one that a store_rendezvous made: that
+    /// The group of all ranks. Joins the job first if this process is in none, or in one that a rendezvous on a store made: that
     /// one has ended, or a framework would not begin anew. Collective.
     ///
     /// # Errors

@@ -255,7 +255,7 @@ impl Session {
                 let _ = self.negotiator(WORLD);
             }
             match &made {
-                // On devices, no memory of the core's is lent.
+                // On devices, gradients are not placed in memory of the core.
                 Ok(reducer) if reducer.arena().is_none() => {}
                 Ok(reducer) => self.plans.op_placement.lock().expect(reducer.params().iter().map(ParamSpec::bytes)),
                 // The next gradient tries again.

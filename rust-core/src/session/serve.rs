@@ -164,7 +164,7 @@ fn loopback() -> Result<TcpListener> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| Error::io("binding the rendezvous", error))
 }
 
-/// What a store_rendezvous's ranks need to reach the server.
+/// What the ranks of a rendezvous on a store need to reach the server.
 pub struct Reached {
     pub port: u16,
     pub secret: Vec<u8>,

@@ -41,7 +41,7 @@ pub trait BootstrapStore: Send + Sync {
     fn remove(&self, key: &str) -> Result<()>;
 }
 
-/// What a process was told instead of a launcher's environment.
+/// The rank, size and store that a framework gives a process instead of a launcher's environment.
 #[derive(Clone)]
 pub struct StoreRendezvous {
     /// Global rank.

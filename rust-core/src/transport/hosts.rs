@@ -22,7 +22,7 @@ use super::{Members, Transport};
 use crate::error::Result;
 use crate::world::{Monitor, Store};
 
-/// One after the other in the group, on one host.
+/// Consecutive members of a group that run on one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RankSpan {
     pub(crate) host: usize,
@@ -157,7 +157,7 @@ struct HostsLink {
     remote: Port,
 }
 
-/// How a group on several hosts is joined.
+/// The description of a group on several hosts that is to be joined.
 pub(crate) struct HostsGroup<'a> {
     /// The group's name, used once in the life of `store`.
     pub(crate) name: &'a str,

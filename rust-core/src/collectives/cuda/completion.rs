@@ -1,11 +1,11 @@
-//! Who cannot let a stream wait is told when the device is done.
+//! Completion callbacks of operations on devices, for callers that must not make a stream wait.
 //!
 //! A framework whose kernels all go to one stream must not make that stream wait for communication: ranks queue the
 //! operations of several groups in different orders, and a stream that waits for the first keeps the second from
 //! starting, on which another rank waits. So such operations run in a stream of their own, and what uses their results is
-//! queued when they have landed.
+//! queued when the operations are complete.
 //!
-//! One thread of the process looks at the events of all groups. A device that failed, and a group that was ended, land
+//! One thread of the process looks at the events of all groups. Operations of a device that failed, and of a group that was ended, complete
 //! too: an abort ends the kernels (CUDA-4).
 
 use std::sync::{Arc, OnceLock};
@@ -28,7 +28,7 @@ const NAP: Duration = Duration::from_micros(20);
 const NAP_PART: u32 = 1000;
 const LONGEST_NAP: Duration = Duration::from_millis(2);
 
-/// What a stream was given by a group so far.
+/// The work that a group has queued into a stream so far.
 pub(crate) struct PendingWork {
     owner: Arc<Cuda>,
     during: String,

@@ -1,4 +1,4 @@
-//! What a group has on one device, and what is under way there.
+//! The NCCL communicator of a group on one device, and its operations in flight.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -13,7 +13,7 @@ use crate::device::nccl::{Comm, Parent};
 use crate::device::{Event, Stream};
 use crate::error::Result;
 
-/// One device's communicator, and what is under way on it.
+/// The communicator of one device, and the operations in flight on it.
 pub(super) struct DeviceCommunicator {
     pub(super) number: u64,
     pub(super) comm: Comm,
@@ -25,7 +25,7 @@ pub(super) struct DeviceCommunicator {
     pub(super) flights: Mutex<PendingQueue>,
 }
 
-/// What was queued and may still be under way.
+/// Operations that were queued and may still run.
 #[derive(Default)]
 pub(super) struct PendingQueue {
     pub(super) queue: VecDeque<PendingCalls>,

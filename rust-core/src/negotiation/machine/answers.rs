@@ -42,7 +42,7 @@ impl Machine {
         Down { number: self.number, limits, ..Down::default() }
     }
 
-    /// What becomes of a name, and in `verdict` of all that waits.
+    /// Decides what becomes of a name, and in `failure` why everything that waits ends.
     fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Answer {
         let Announcement { name, mut variants, with_neutral } = announcement;
         let first = &variants[0].description;
@@ -262,7 +262,7 @@ impl Machine {
                 "{title} is not supported with Join: some ranks have called `join()`, and `{name}` needs every rank"
             ));
         }
-        // Whoever is unable has joined, and so would have to lend.
+        // A rank that is unable has joined, so it would have to contribute a neutral element.
         let rank = self.ranks[self.unable.filter(|_| description.on_device)? as usize];
         let title = description.kind.title();
         Some(format!(

@@ -129,7 +129,7 @@ pub(super) struct Machine {
     evictions: Vec<(u64, Evicted)>,
     /// Answers so far.
     number: u64,
-    /// What was sent before the answer with this number was ended by a verdict (NEG-5).
+    /// What was sent before the answer with this number was ended by a failure (NEG-5).
     void_before: u64,
     /// `join` was called and is not over; it counts once nothing is pending.
     joining: bool,
@@ -419,7 +419,7 @@ impl Machine {
         }
     }
 
-    /// Cache positions that all ranks behind this member have become ready for, and those of them that were lent.
+    /// Cache positions that all ranks behind this member have become ready for, and those of them to which joined ranks contribute.
     fn complete(&mut self) -> (Bits, Bits) {
         let (mut complete, mut with_neutral) = Default::default();
         let words = self.sources.iter().map(|source| source.ready.num_words()).max().unwrap_or(0);

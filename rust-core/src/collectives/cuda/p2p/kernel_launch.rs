@@ -9,7 +9,7 @@ const THREADS: u32 = 512;
 /// Largest message for which chunks are no faster than one shot or NCCL.
 pub(super) const CHUNKS_ABOVE: usize = 8 << 20;
 
-/// Where members of a group change over from one way to the next; the same on all of them.
+/// The sizes at which the members of a group change from one kernel to the next; the same on all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct KernelTuning {
     /// Largest all-reduce that each member folds whole, in bytes; there must be room as well.
