@@ -1,6 +1,6 @@
 """Horovod's API over OpenSMD: scripts written for Horovod run unchanged.
 
-``docs/from-horovod.md`` says of every public name whether it is. Importing a
+``docs/contributing/horovod-conformance.md`` says of every public name whether it is. Importing a
 module that is missing raises an ``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
 """
 

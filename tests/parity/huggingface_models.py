@@ -1,4 +1,4 @@
-"""The table of Hugging Face's models on several partitions beside one process, and docs/models.md, which it writes.
+"""The table of Hugging Face's models on several partitions beside one process, and docs/reference/models.md, which it writes.
 
     python tests/parity/huggingface_models.py [--partitions 2 3 4] [--models llama bert ..] [--no-page] [--row-seconds 600]
 
@@ -29,7 +29,7 @@ from support.huggingface import ARCHITECTURES, FLOAT32_INSIDE, FLOAT32_ONLY, REF
 
 SCHEDULES = ["simple", "interleaved", "zero_bubble"]
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 
 _INTRODUCTION = """\
 # Models of Hugging Face in pipelines
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES), metavar="MODEL"
     )
-    parser.add_argument("--no-page", action="store_true", help="leave docs/models.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/reference/models.md as it is")
     parser.add_argument("--row-seconds", type=float, default=600, help="time limit of a row")
     parser.add_argument("--shard", type=_shard, metavar="I/N", help="run each Nth row, beginning with row I")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append each row to this file, as a line of JSON")

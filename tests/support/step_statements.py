@@ -52,7 +52,7 @@ class Statements:
         self._found.append("\n".join(self._seeded(text.split("\n"))))
 
     def _seeded(self, lines: list[str]) -> list[str]:
-        """With a seed before each call that draws: the numbers of others are not those of one process (`docs/modelparallel-torch.md`)."""
+        """With a seed before each call that draws: the numbers of others are not those of one process (`docs/guides/pipelines-torch.md`)."""
         names = [name for name, kind in self._layers.items() if kind == "Drop"]
         found: list[str] = []
         for line in lines:
