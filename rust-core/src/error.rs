@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::world::Departure;
+
 /// The result of every fallible function of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -245,6 +247,11 @@ impl Error {
         };
         tracing::error!("{error}");
         Some(error)
+    }
+
+    /// Whether a member left the job in good order, maybe after it had done its part.
+    pub fn is_orderly_departure(&self) -> bool {
+        matches!(self, Error::PeerFailed { how, .. } if *how == Departure::Left.to_string())
     }
 
     /// The stable code.

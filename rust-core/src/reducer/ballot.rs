@@ -108,13 +108,17 @@ impl Ballot {
 }
 
 impl Vote {
-    /// Says that this member has come to the end of its round. `failed` is called if the others do not come to theirs in time.
+    /// Says that this member has come to the end of its round. `failed` is called if the others do not come to theirs in time. A member
+    /// that left the job in good order may have come to it before: then its gradients are there, and otherwise the operation
+    /// that waits for them fails by itself.
     ///
     /// # Errors
     /// As [`Negotiator::ask`].
     pub(super) fn ask_for_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
         let told = |result: &Result<Vec<u64>>| {
-            if let Err(error) = result {
+            if let Err(error) = result
+                && !error.is_orderly_departure()
+            {
                 failed(error.clone());
             }
         };

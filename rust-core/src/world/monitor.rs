@@ -244,6 +244,9 @@ mod tests {
         assert_eq!(text(&[0, 1, 2, 3]), "rank 3 died (killed by signal 9) while rank 0 was in barrier");
         assert_eq!(text(&[0, 1, 2]), "rank 2 failed (rank 3 died) while rank 0 was in barrier");
         assert_eq!(text(&[0, 1]), "rank 1 left the job while rank 0 was in barrier");
+        let is_orderly = |members: &[usize]| monitor.check(members, "barrier").unwrap_err().is_orderly_departure();
+        assert!(is_orderly(&[0, 1]));
+        assert!(!is_orderly(&[0, 1, 2]));
     }
 
     #[test]
