@@ -324,7 +324,11 @@ def _features_body():
     assert math.isclose(torch.nn.utils.clip_grad_norm_(list(model.local_parameters()), 0.5 * norm), norm, rel_tol=1e-6)
     gradients = [p.grad for p in model.local_parameters()]
     assert math.isclose(torch.nn.utils.get_total_norm(gradients), 0.5 * norm, rel_tol=1e-5)
-    assert math.isclose(torch.nn.utils.get_total_norm(gradients, math.inf), 0.5 * largest, rel_tol=1e-5)
+    for infinite in (math.inf, "inf"):
+        assert math.isclose(torch.nn.utils.get_total_norm(gradients, infinite), 0.5 * largest, rel_tol=1e-5)
+    first = torch.nn.utils.get_total_norm(gradients, 1)
+    expected_first = sum(smp.allgather(sum(float(each.abs().sum()) for each in gradients), smp.PP_GROUP))
+    assert math.isclose(first, expected_first, rel_tol=1e-5)
     with pytest.raises(exceptions.SMPUsageError, match="norm would lack what other partitions have"):
         torch.nn.utils.clip_grad_norm_([*list(model.local_parameters()), _with_gradient(torch)], 1.0)
     for p in model.parameters():

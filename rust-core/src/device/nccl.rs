@@ -6,8 +6,8 @@
 //!   passes a freed one to NCCL.
 //! - NCL-3: members join in non-blocking communicators ([`Parent`], `ncclConfig_t::blocking` is 0): NCCL waits for the others on
 //!   threads of its own, the caller polls, and an abort ends the wait.
-//! - NCL-4: operations run on a blocking communicator, since a non-blocking one starts a thread for each operation (44 to 94 us
-//!   of the caller's time, against 7). A call may stay inside of NCCL while it connects to other members. It is a split of a
+//! - NCL-4: operations run on a blocking communicator, since a non-blocking one starts a thread for each operation, which
+//!   takes several times as much of the caller's time. A call may stay inside of NCCL while it connects to other members. It is a split of a
 //!   non-blocking communicator with `splitShare`, so that both have one abort flag: [`Comm::abort`] aborts that one, which no
 //!   thread uses, the call returns with an error, and then nothing holds the lock.
 

@@ -90,6 +90,8 @@ class _TotalNorm:
             SMPUsageError: The tensors are some of the gradients of a divided model.
         """
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # PyTorch takes "inf", too.
+        norm_type = float(norm_type)
         model = state.model
         if model is None or state.groups.pipe is None or len(state.groups.members["pp"]) == 1:
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
