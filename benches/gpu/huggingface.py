@@ -4,13 +4,15 @@
 
 Models are made from transformers' configurations of about a billion parameters, with their defaults, in bfloat16, with AdamW.
 Ours are divided by `auto_partition`. Torch's stages have half of the layers each: the first one the embedding, the last one the norm
-and the head. Both train in one process, in turns, so that they see the same machine. ``memory`` is the peak of each rank beyond
-what the other pipeline keeps.
+and the head; a head that shares its weight with the embedding (gemma, gpt2) becomes a weight of its own there, so that the losses
+differ. Both train in one process, in turns, so that they see the same machine. ``memory`` is the peak of each rank beyond what the
+other pipeline keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import os
 import socket
@@ -107,7 +109,8 @@ class Bench:
         """The whole model. Its numbers are drawn on the GPU, which takes seconds where the host takes a minute."""
         torch.manual_seed(0)
         with self.device:
-            return AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            # Each model has a configuration of its own: forward of most models reads the number of layers from it, and a stage halves it.
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
 
     def ours(self) -> Callable[..., Any]:
         """A step of `smp.step`."""
@@ -176,8 +179,7 @@ class Bench:
             start = time.perf_counter()
             steps[name] = make()
             for _ in range(3):
-                loss = steps[name](ids, targets)
-            losses[name] = float("nan") if loss is None else float(loss)
+                steps[name](ids, targets)
             _wait()
             first[name] = time.perf_counter() - start
             gc.collect()
@@ -192,9 +194,10 @@ class Bench:
                 _wait()
                 start = time.perf_counter()
                 for _ in range(self.arguments.steps):
-                    step(ids, targets)
+                    loss = step(ids, targets)
                 _wait()
                 times[name].append((time.perf_counter() - start) / self.arguments.steps)
+                losses[name] = float("nan") if loss is None else float(loss)
                 others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
         every: list[Any] = [None] * c10d.get_world_size()
@@ -247,7 +250,7 @@ def main() -> None:
         print(
             f"{ranks} x {torch.cuda.get_device_name()}, {arguments.microbatches} microbatches of {arguments.microbatch} x "
             f"{arguments.sequence}, {arguments.pipeline}, {arguments.rounds} rounds\n"
-            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  losses  until the fourth step",
+            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  last losses  until the fourth step",
             flush=True,
         )
     for family in arguments.families:
