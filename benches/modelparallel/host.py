@@ -23,7 +23,7 @@ import torch
 from blocks import Shape, build, chunk_of, loss_of
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch import executor, pipeline, transfers
+from smdistributed.modelparallel.torch.runtime import executor, pipeline, transfers
 
 
 class Clock:

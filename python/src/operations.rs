@@ -19,7 +19,7 @@ type SegmentRow =
 /// Who tells whom: what passes between ranks (from, to).
 type Way = (usize, Vec<usize>);
 
-/// A `modelparallel.tensorflow.operations.Operation`.
+/// A `modelparallel.tensorflow.tracing.operations.Operation`.
 #[derive(FromPyObject)]
 struct Row {
     name: String,

@@ -15,7 +15,7 @@ type MadeRow = (u64, bool);
 /// A task: its rank and level, the values that it takes and makes, the prices of its forward, of its gradients of inputs and of
 /// weights, and the bytes that it keeps for the former and from there for the latter.
 type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
-/// A stage's attributes in the order of `modelparallel.torch.layout.Stage`.
+/// A stage's attributes in the order of `modelparallel.torch.runtime.stage_graph.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
 type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
 /// An action: what it does, the stage, the microbatch, and the stage at the other end of a transfer.

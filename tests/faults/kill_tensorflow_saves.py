@@ -75,7 +75,7 @@ def _content(name, number, shape, dtype):
 def _own(checkpoint):
     """Names and variables of floats that are here."""
     from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-    from smdistributed.modelparallel.tensorflow import saving
+    from smdistributed.modelparallel.tensorflow.checkpoint import saving
     from smdistributed.modelparallel.tensorflow.state import state
 
     rank = state.groups.rank_in("pp")

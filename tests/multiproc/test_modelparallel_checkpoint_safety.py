@@ -430,7 +430,7 @@ def _one_copy(folder):
 
 
 def _block(*arguments):
-    from smdistributed.modelparallel.torch import manager
+    from smdistributed.modelparallel.torch.checkpoint import manager
 
     return manager._block(*arguments)
 

@@ -17,7 +17,7 @@ def _offloading_body():
     from torch.multiprocessing.reductions import StorageWeakRef
 
     import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch import offloading
+    from smdistributed.modelparallel.torch.runtime import offloading
 
     class Host:
         """Copies, counts, and notes which memory must be gone when a copy comes back."""

@@ -99,7 +99,7 @@ def _unread_body():
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch.transfers import Transfers
+    from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 
     sent = []
     send = Transfers.send
@@ -175,7 +175,7 @@ def _routing_body(auto):
         return _steps(Model)
     # Found by the trace, which meets the same modules.
     model = Model()
-    from smdistributed.modelparallel.torch import cost_trace
+    from smdistributed.modelparallel.torch.partition import cost_trace
 
     trace = cost_trace.trace(model, (_normal(0),), {})
     tied = [[trace.modules[at].path for at in tie] for tie in trace.ties]

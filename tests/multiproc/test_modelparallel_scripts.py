@@ -192,7 +192,7 @@ def _backward_body(torch, smp):
 
 def _warning_body(torch, smp):
     """That gradients are sums is told once."""
-    from smdistributed.modelparallel.torch.gradients import warn_of_sums
+    from smdistributed.modelparallel.torch.runtime.gradients import warn_of_sums
 
     smp.init({"microbatches": 2, "ddp": True})
     model = smp.DistributedModel(torch.nn.Linear(2, 1))

@@ -128,7 +128,7 @@ def test_draws_in_different_orders_raise_and_say_how_to_order_them():
 
 def test_the_order_of_the_first_rank_is_found():
     pytest.importorskip("torch")
-    from smdistributed.modelparallel.torch.task_order import places
+    from smdistributed.modelparallel.torch.tracing.task_order import places
 
     free, kept = [(number, False) for number in range(4)], [(number, True) for number in range(4)]
     assert places(free[::-1], free) == [3, 2, 1, 0]

@@ -61,7 +61,8 @@ def _errors():
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow import agreement, operations
+    from smdistributed.modelparallel.tensorflow.runtime import agreement
+    from smdistributed.modelparallel.tensorflow.tracing import operations
 
     found = {}
 

@@ -46,8 +46,8 @@ def _beginnings():
     """A variable waits until it has its value: whatever goes wrong, whoever asks, and whatever is only said about it."""
     import tensorflow as tf
 
-    from smdistributed.modelparallel.tensorflow.delayed import DelayedVariable
-    from smdistributed.modelparallel.tensorflow.derivatives import Derivatives
+    from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import DelayedVariable
+    from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Derivatives
 
     made = []
 

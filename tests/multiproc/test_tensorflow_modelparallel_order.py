@@ -195,7 +195,7 @@ def test_steps_of_one_function_run_one_after_the_other(found):
 
 def _in_channels():
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow import channels
+    from smdistributed.modelparallel.tensorflow.runtime import channels
     from support.keras_models import compare
 
     channels.device = lambda: "/device:CPU:0"

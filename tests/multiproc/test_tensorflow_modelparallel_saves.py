@@ -26,7 +26,8 @@ def _saves(folder):
 
     import smdistributed.modelparallel.tensorflow as smp
     from smdistributed.modelparallel.exceptions import SMPCheckpointError
-    from smdistributed.modelparallel.tensorflow import delayed, saving
+    from smdistributed.modelparallel.tensorflow.checkpoint import saving
+    from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
 
     keras = tf.keras
 
@@ -83,7 +84,7 @@ def _saves(folder):
     def save_own_variables(store):
         keras.layers.Layer.save_own_variables(model.one, store)
         for each in (*model.one.variables, *model.two.variables):
-            held = tf.raw_ops.ReadVariableOp(resource=delayed.handle_of(each), dtype=tf.float32)
+            held = tf.raw_ops.ReadVariableOp(resource=delayed_initialization.handle_of(each), dtype=tf.float32)
             sizes.append((int(tf.size(held)), each.numpy().size))
 
     model.one.save_own_variables = save_own_variables

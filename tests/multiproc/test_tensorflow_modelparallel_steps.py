@@ -308,7 +308,7 @@ def _left():
     from tensorflow.python.autograph.impl import api
 
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow.tracing import TraceGraph
+    from smdistributed.modelparallel.tensorflow.tracing.recording import TraceGraph
 
     def graphs():
         gc.collect()

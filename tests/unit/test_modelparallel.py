@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed.modelparallel.torch import communication  # noqa: E402
+from smdistributed.modelparallel.torch.compat import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # noqa: E402
-from smdistributed.modelparallel.torch.handle import Absent  # noqa: E402
-from smdistributed.modelparallel.torch.materialize import (  # noqa: E402
+from smdistributed.modelparallel.torch.partition.materialize import (  # noqa: E402
     delay_param_initialization,
     delay_parameters,
     settle,
 )
-from smdistributed.modelparallel.torch.spellings import documented_spellings  # noqa: E402
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent  # noqa: E402
 
 
 def test_every_documented_name_is_there():
@@ -265,7 +265,7 @@ def test_arguments_are_split_inside_of_structures():
 def test_activations_come_back_so_many_tasks_before_their_backward():
     from types import SimpleNamespace
 
-    from smdistributed.modelparallel.torch.offloading import Loads
+    from smdistributed.modelparallel.torch.runtime.offloading import Loads
 
     program = [("F", 0, 0, None), ("SF", 0, 0, 1), ("F", 0, 1, None), ("F", 0, 2, None), ("RB", 0, 0, 1)]
     program += [(kind, 0, index, None) for index in range(3) for kind in "IW"]

@@ -16,8 +16,10 @@ torch = pytest.importorskip("torch")
 import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed.modelparallel import binding, config  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError  # noqa: E402
-from smdistributed.modelparallel.torch import cost_trace, creation, hugging_face, optimizer  # noqa: E402
+from smdistributed.modelparallel.torch import creation, optimizer  # noqa: E402
+from smdistributed.modelparallel.torch.checkpoint import hugging_face  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPCheckpointError  # noqa: E402
+from smdistributed.modelparallel.torch.partition import cost_trace  # noqa: E402
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel import partition_file  # noqa: E402
-from smdistributed.modelparallel.torch import cost_trace, partitioning, prices  # noqa: E402
+from smdistributed.modelparallel.torch.partition import assignment, cost_model, cost_trace  # noqa: E402
 
 
 def _config(partitions, **more):
@@ -105,8 +105,8 @@ def test_models_are_cut_into_pieces_of_similar_cost(model, partitions):
     config = _config(partitions)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = partitioning.auto_partition(module, args, kwargs, config, {})
-    assert found == partitioning.auto_partition(module, args, kwargs, config, {})
+        found = assignment.auto_partition(module, args, kwargs, config, {})
+    assert found == assignment.auto_partition(module, args, kwargs, config, {})
     assert list(found) == [path for path, _ in module.named_modules()]
     assert set(found.values()) == set(range(partitions))
     tree = cost_trace.trace(module, args, kwargs)
@@ -156,10 +156,10 @@ def test_costs_are_those_of_the_layers():
     assert relu.follows == 1
     assert tree.values == [(1, [3], 4 * 8 * 200)]
     # The loss begins with a softmax.
-    launch = 3 * int(prices.OPERATION_NANOSECONDS)
+    launch = 3 * int(cost_model.OPERATION_NANOSECONDS)
     assert (first.time, relu.time, second.time) == (2 * launch, 0, 2 * launch)
     # Three calls.
-    task = prices.TASK_NANOSECONDS
+    task = cost_model.TASK_NANOSECONDS
     assert tree.tasks == [(0, 1, 2 * task), (0, 3, task)]
 
 
@@ -175,7 +175,7 @@ class _Residual(nn.Module):
 def test_a_module_that_is_taken_apart_costs_a_task_for_each_of_its_operations():
     tree = cost_trace.trace(nn.Sequential(_Residual(16), _Residual(16)), (torch.randn(4, 16),), {})
     paths = [part.path for part in tree.modules]
-    counts = {(paths[module], paths[at]): time // prices.TASK_NANOSECONDS for module, at, time in tree.tasks}
+    counts = {(paths[module], paths[at]): time // cost_model.TASK_NANOSECONDS for module, at, time in tree.tasks}
     block = {"0.up": 2, "0.down": 2, "1.up": 2, "1.down": 2}
     assert counts == {("", "0.up"): 1, ("", "1.up"): 1, **{(at[0], at): count for at, count in block.items()}}
 
@@ -199,14 +199,14 @@ def test_equal_blocks_stay_whole_beside_a_head():
         blocks = [_Residual(2048) for _ in range(32)]
         module = nn.Sequential(nn.Embedding(50_304, 2048), *blocks, nn.Linear(2048, 50_304, bias=False))
     tokens = torch.zeros(2, 1024, dtype=torch.long)
-    found = partitioning.auto_partition(module, (tokens,), {}, _config(4, memory_weight=0.2, microbatches=16), {})
+    found = assignment.auto_partition(module, (tokens,), {}, _config(4, memory_weight=0.2, microbatches=16), {})
     assert all(found[f"{place}.up"] == found[f"{place}.down"] for place in range(1, 33))
 
 
 def test_a_model_larger_than_memory():
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(8)))  # 320 GB
-    found = partitioning.auto_partition(module, (torch.randn(1, 100_000),), {}, _config(4), {})
+    found = assignment.auto_partition(module, (torch.randn(1, 100_000),), {}, _config(4), {})
     assert [found[str(layer)] for layer in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     tree = cost_trace.structure(module)
     assert sum(part.parameter_bytes for part in tree.modules) > 300e9
@@ -239,7 +239,7 @@ class _Reaching(nn.Module):
 
 def test_modules_that_reach_into_others():
     module = _Reaching()
-    found = partitioning.auto_partition(module, (torch.zeros(2, 8, dtype=torch.long),), {}, _config(3), {})
+    found = assignment.auto_partition(module, (torch.zeros(2, 8, dtype=torch.long),), {}, _config(3), {})
     for layer in range(4):
         assert found[f"layers.{layer}"] == found[f"layers.{layer}.out_proj"]
     assert len(set(found.values())) == 3
@@ -251,7 +251,7 @@ def test_compiled_and_scripted_leaves():
     module[1] = torch.jit.script(nn.Linear(8, 8))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = partitioning.auto_partition(module, (torch.randn(2, 8),), {}, _config(3), {})
+        found = assignment.auto_partition(module, (torch.randn(2, 8),), {}, _config(3), {})
     assert [found[str(layer)] for layer in range(3)] == [0, 1, 2], caught
 
 
@@ -266,9 +266,9 @@ class _DependsOnValues(nn.Module):
 
 def test_without_a_trace_parameters_decide():
     with pytest.warns(UserWarning, match="goes by parameters alone: DataDependentOutputException"):
-        found = partitioning.auto_partition(_DependsOnValues(), (torch.randn(2, 8),), {}, _config(2), {})
+        found = assignment.auto_partition(_DependsOnValues(), (torch.randn(2, 8),), {}, _config(2), {})
     assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
-    found = partitioning.auto_partition(_DependsOnValues(), (), {}, _config(2, skip_tracing=True), {})
+    found = assignment.auto_partition(_DependsOnValues(), (), {}, _config(2, skip_tracing=True), {})
     assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
 
 
@@ -306,7 +306,7 @@ def _unused():
 @pytest.mark.parametrize("model", [_t5, _bart, _unused])
 def test_modules_that_share_a_parameter_lie_together(model, partitions, skip_tracing):
     module, args, kwargs = model()
-    found = partitioning.auto_partition(module, args, kwargs, _config(partitions, skip_tracing=skip_tracing), {})
+    found = assignment.auto_partition(module, args, kwargs, _config(partitions, skip_tracing=skip_tracing), {})
     assert set(found.values()) == set(range(partitions))
     tree = cost_trace.structure(module)
     assert tree.ties
@@ -318,19 +318,17 @@ def test_by_hand_and_by_file(tmp_path):
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     file = str(tmp_path / "partition.json")
     config = _config(3, auto_partition=False, default_partition=1)
-    found = partitioning.auto_partition(module, (), {}, config, {"1": 2, "0": 0})
+    found = assignment.auto_partition(module, (), {}, config, {"1": 2, "0": 0})
     assert found == {"": 1, "0": 0, "1": 2, "1.0": 2, "1.1": 2, "2": 1}
     partition_file.write(file, found)
-    assert (
-        partitioning.auto_partition(module, (), {}, _config(3, load_partition=True, partition_file=file), {}) == found
-    )
+    assert assignment.auto_partition(module, (), {}, _config(3, load_partition=True, partition_file=file), {}) == found
     with pytest.raises(ValueError, match="`1` is put on partition 3, but there are 3"):
-        partitioning.by_hand(module, {"1": 3}, 0, 3)
+        assignment.by_hand(module, {"1": 3}, 0, 3)
     with pytest.raises(ValueError, match=r"names modules that the model does not have: 1\.0, 1\.1"):
-        partitioning.load(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)), file, 3)
+        assignment.load(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)), file, 3)
     module[2].weight = module[0].weight
     with pytest.raises(ValueError, match="share a parameter lie on different partitions: `0` on 0, `2` on 1"):
-        partitioning.by_hand(module, {"0": 0}, 1, 3)
+        assignment.by_hand(module, {"0": 0}, 1, 3)
 
 
 def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsys, caplog):

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from smdistributed.modelparallel.torch import checkpointing  # noqa: E402
-from smdistributed.modelparallel.torch.handle import Meta  # noqa: E402
-from smdistributed.modelparallel.torch.metadata import Outcomes  # noqa: E402
+from smdistributed.modelparallel.torch import activation_checkpointing  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.metadata import Outcomes  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta  # noqa: E402
 
 
 class _Block(nn.Module):
@@ -18,7 +18,7 @@ class _Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         if checkpointed:
-            checkpointing.set_activation_checkpointing(self)
+            activation_checkpointing.set_activation_checkpointing(self)
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -36,7 +36,7 @@ def test_what_is_computed_again_is_not_kept_but_what_waits_is(way):
     if way == "set":
         again = _price(None, _Block(64, True))
     else:
-        again = _price(lambda *args: checkpointing._run(module, True, *args), module)
+        again = _price(lambda *args: activation_checkpointing._run(module, True, *args), module)
     row = 32 * 64 * 4
     # Of the norm two numbers a row and what the first layer takes, of relu what the second one takes.
     assert plain.kept_bytes == 2 * 32 * 4 + row + 4 * row

@@ -40,7 +40,7 @@ from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E40
 from smdistributed.modelparallel.tensorflow import autograph  # noqa: E402
 from smdistributed.modelparallel.tensorflow import core as core  # noqa: E402
 from smdistributed.modelparallel.tensorflow import exceptions as exceptions  # noqa: E402
-from smdistributed.modelparallel.tensorflow.checkpoint import CheckpointManager  # noqa: E402
+from smdistributed.modelparallel.tensorflow.checkpoint.manager import CheckpointManager  # noqa: E402
 from smdistributed.modelparallel.tensorflow.communication import (  # noqa: E402
     allgather,
     barrier,

@@ -15,7 +15,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import failures
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup, Objects
-from smdistributed.modelparallel.tensorflow import agreement, carriage
+from smdistributed.modelparallel.tensorflow.runtime import agreement, object_transport
 from smdistributed.modelparallel.tensorflow.state import state
 
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ def _take_turn(name: str, activity: str) -> None:
 
 def _gather(value: Any, name: str) -> list[Any]:
     _take_turn(name, "calls `smp.allgather()`")
-    return carriage.gather(value, name)
+    return object_transport.gather(value, name)
 
 
 def _meet(name: str) -> None:
@@ -42,10 +42,10 @@ def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) ->
     """As :func:`allgather`, of all ranks of a pipeline at least, for what ``activity`` says that they do."""
     with errors.translated(CLASSES):
         _take_turn(group.value, activity)
-        return carriage.gather(value, group.value)
+        return object_transport.gather(value, group.value)
 
 
-objects = Objects(lambda: state.groups, carriage.post, carriage.take, _gather, _meet)
+objects = Objects(lambda: state.groups, object_transport.post, object_transport.take, _gather, _meet)
 send, recv_from, broadcast, allgather = objects.send, objects.recv_from, objects.broadcast, objects.allgather
 barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.barrier,

@@ -3,7 +3,7 @@
 Keras makes batches, calls callbacks and keeps metrics. Of it all, what computes with a batch is another: ``train_step``, ``test_step`` and
 ``predict_step`` call a step, and the functions around them are made here.
 
-- FIT-1: batches are those of the pipeline's first rank (``feeding.py``).
+- FIT-1: batches are those of the pipeline's first rank (``runtime/input_broadcast.py``).
 - FIT-2: a function is traced for each number of rows that a batch has, so a step knows its microbatches: as many as the configuration says, of
   which some have a row more than others where they do not divide the batch, or one for each row of a batch that has fewer.
 - FIT-3: gradients and losses are sums over the microbatches, each of which counts by its part of the batch (``losses.py``); metrics are updated
@@ -22,8 +22,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
-from smdistributed.modelparallel.tensorflow import feeding, losses
+from smdistributed.modelparallel.tensorflow import losses
 from smdistributed.modelparallel.tensorflow.output import StepOutput
+from smdistributed.modelparallel.tensorflow.runtime import input_broadcast
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.step import StepFunction, reported
 
@@ -54,17 +55,17 @@ class Fitted:
             SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
             SMPUnsupportedError: the loss of a batch does not come of those of its microbatches; see the documentation.
         """
-        with feeding.taking_part("fit"):
+        with input_broadcast.taking_part("fit"):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`."""
-        with feeding.taking_part("evaluate"):
+        with input_broadcast.taking_part("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`, and all get the outputs."""
-        with feeding.taking_part("predict"):
+        with input_broadcast.taking_part("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self) -> None:
@@ -159,7 +160,7 @@ class Fitted:
             while len(found) < count:
                 try:
                     number = self.__dict__["_smp_batches"] = self.__dict__.get("_smp_batches", 0) + 1
-                    batch = feeding.next_batch(f"batch {number} of `{activity}`", lambda: next(batches))
+                    batch = input_broadcast.next_batch(f"batch {number} of `{activity}`", lambda: next(batches))
                 except (StopIteration, tf.errors.OutOfRangeError):
                     if found and not _IS_OLDER:
                         break

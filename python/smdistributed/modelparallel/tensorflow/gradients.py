@@ -12,11 +12,11 @@ from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import name_of, reduce_gradients
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.tensorflow import agreement
-from smdistributed.modelparallel.tensorflow.delayed import handle_of
-from smdistributed.modelparallel.tensorflow.derivatives import Derivatives, fits
 from smdistributed.modelparallel.tensorflow.output import origins_of
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.runtime import agreement
 from smdistributed.modelparallel.tensorflow.state import state
+from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Derivatives, fits
 
 
 def get_gradients(loss: tf.Tensor, params: Any) -> list[Any]:

@@ -1,8 +1,7 @@
-"""Joining the job, its groups, and the device of this process."""
+"""``smp.init`` and ``smp.shutdown``: the configuration, the groups and the device of this process."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -14,40 +13,14 @@ from smdistributed._common import errors, lifecycle
 from smdistributed.dataparallel.tensorflow import compat
 from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
-from smdistributed.modelparallel.tensorflow import delayed, optimizers, saving
+from smdistributed.modelparallel.tensorflow import optimizer
+from smdistributed.modelparallel.tensorflow.checkpoint import saving
+from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
+from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
 from smdistributed.modelparallel.tensorflow.state import state
 
 ranks = Ranks(lambda: state.groups)
-
-
-class TensorFlowGroups(Groups[int]):
-    """Groups of the core are their numbers.
-
-    Attributes:
-        channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see ``channels``.
-        telling: What tells the pipeline of a step that this rank could not trace; see ``agreement``.
-    """
-
-    def __init__(self, cfg: configuration.Config) -> None:
-        super().__init__(cfg)
-        self.channels: dict[tuple[int, int], int] = {}
-        self.telling: threading.Thread | None = None
-
-    def new_group(self, members: list[int]) -> int:
-        """The core's group of these ranks."""
-        return _core.new_group(members)
-
-    def number(self, group: int) -> int:
-        """Itself."""
-        return group
-
-    def close(self) -> None:
-        """Forgets the core's groups."""
-        for channel in self.channels.values():
-            _core.remove_group(channel)
-        super().close()
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -65,8 +38,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     # For a Keras that the script has imported after this package.
     compat.install()
     saving.install()
-    delayed.install()
-    optimizers.install()
+    delayed_initialization.install()
+    optimizer.install()
     cfg = configuration.read(config, "tensorflow")
     if state.initialized:
         if config is not None and dict(cfg) != dict(state.cfg):

@@ -15,15 +15,21 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup, RankType
-from smdistributed.modelparallel.tensorflow import absent, communication, delayed, layers, slots
-from smdistributed.modelparallel.tensorflow.delayed import handle_of
+from smdistributed.modelparallel.tensorflow import communication
 from smdistributed.modelparallel.tensorflow.fit import Fitted
-from smdistributed.modelparallel.tensorflow.placement import Homes
+from smdistributed.modelparallel.tensorflow.partition import (
+    delayed_initialization,
+    optimizer_variables,
+    remote_variables,
+)
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partition.placement import Homes
 from smdistributed.modelparallel.tensorflow.state import state
+from smdistributed.modelparallel.tensorflow.tracing import interception
 
 # The Keras that `tf.keras` stands for.
 _Model = tf.keras.Model
-layers.install()
+interception.install()
 
 
 class DistributedModel(Fitted, _Model):
@@ -144,11 +150,11 @@ class DistributedModel(Fitted, _Model):
     def _smp_divide(self, homes: Homes) -> None:
         """The partition is decided: frees what belongs to others. The hooks come next."""
         self.__dict__.update(_smp_homes=homes, _smp_slots=[], _smp_owes_hooks=True)
-        slots.divide()
+        optimizer_variables.divide()
         rank, places = state.groups.rank_in("pp"), homes.variables
         for variable in self._smp_elsewhere():
-            absent.leave(variable)
-        delayed.settle({handle for handle, home in places.items() if home != rank})
+            remote_variables.leave(variable)
+        delayed_initialization.settle({handle for handle, home in places.items() if home != rank})
         if state.cfg.ddp and state.groups.data is not None:
             self._smp_start_alike()
 
@@ -266,7 +272,7 @@ class DistributedModel(Fitted, _Model):
             self.__dict__["_smp_plain"] = False
             if self.is_partitioned:
                 for variable in (*self._smp_elsewhere(), *self._smp_slots):
-                    absent.release(variable)
+                    remote_variables.release(variable)
 
     def _smp_gather(self) -> Exception | None:
         """Gives the first rank of the pipeline the values of all variables, one after the other, in its host's memory; what went wrong, if
@@ -274,7 +280,7 @@ class DistributedModel(Fitted, _Model):
         homes, rank = self._smp_homes.variables, state.groups.rank_in("pp")
         failure: Exception | None = None
         with self._smp_as_whole():
-            variables = [*self.variables, *slots.variables_of(getattr(self, "optimizer", None))]
+            variables = [*self.variables, *optimizer_variables.variables_of(getattr(self, "optimizer", None))]
         for inner in map(underlying, variables):
             home = homes.get(id(handle_of(inner)), 0)
             if rank == home != 0:
@@ -284,7 +290,7 @@ class DistributedModel(Fitted, _Model):
                 try:
                     if isinstance(value, Exception):
                         raise value
-                    absent.hold(inner, value)
+                    remote_variables.hold(inner, value)
                 except (RuntimeError, tf.errors.OpError) as error:
                     # The others go on sending.
                     failure = error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
-from smdistributed.modelparallel.tensorflow.derivatives import of_same_shape
+from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import of_same_shape
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 

@@ -10,9 +10,9 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPNotInitializedError
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.tensorflow.job import TensorFlowGroups
+    from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
     from smdistributed.modelparallel.tensorflow.model import DistributedModel
-    from smdistributed.modelparallel.tensorflow.tracing import Trace
+    from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
 
 class State:

@@ -19,15 +19,18 @@ from smdistributed import _core
 from smdistributed._common import errors, interrupts
 from smdistributed.modelparallel.binding import takes_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
-from smdistributed.modelparallel.tensorflow import agreement, channels, gradients, layers, optimizers, placement
-from smdistributed.modelparallel.tensorflow.delayed import handle_of
-from smdistributed.modelparallel.tensorflow.layout import Layout
-from smdistributed.modelparallel.tensorflow.operations import Operations
+from smdistributed.modelparallel.tensorflow import gradients, optimizer
 from smdistributed.modelparallel.tensorflow.output import Origin, StepOutput, sum_of
-from smdistributed.modelparallel.tensorflow.program import Program
+from smdistributed.modelparallel.tensorflow.partition import placement
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.runtime import agreement, channels
+from smdistributed.modelparallel.tensorflow.runtime.program import Program
+from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Layout
 from smdistributed.modelparallel.tensorflow.split import check_names, split
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.tracing import Trace, trace_calls
+from smdistributed.modelparallel.tensorflow.tracing import interception
+from smdistributed.modelparallel.tensorflow.tracing.operations import Operations
+from smdistributed.modelparallel.tensorflow.tracing.recording import Trace, trace_calls
 
 
 @contextlib.contextmanager
@@ -113,8 +116,8 @@ class StepFunction:
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state.groups  # noqa: B018 - refuses before `init`
-        layers.install()
-        optimizers.install()
+        interception.install()
+        optimizer.install()
         if state.trace is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         agreement.wait_until_told(state.groups)

@@ -33,13 +33,14 @@ from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
 from smdistributed.modelparallel.torch import patches as patches  # noqa: E402
-from smdistributed.modelparallel.torch.checkpoint import (  # noqa: E402
+from smdistributed.modelparallel.torch.activation_checkpointing import set_activation_checkpointing  # noqa: E402
+from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager  # noqa: E402
+from smdistributed.modelparallel.torch.checkpoint.save_load import (  # noqa: E402
     load,
     resume_from_checkpoint,
     save,
     save_checkpoint,
 )
-from smdistributed.modelparallel.torch.checkpointing import set_activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.communication import (  # noqa: E402
     allgather,
     barrier,
@@ -72,13 +73,12 @@ from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     ranks,
     shutdown,
 )
-from smdistributed.modelparallel.torch.manager import CheckpointManager  # noqa: E402
-from smdistributed.modelparallel.torch.materialize import delay_param_initialization  # noqa: E402
 from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E402
 from smdistributed.modelparallel.torch.norms import clip_grad_norm_  # noqa: E402
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer  # noqa: E402
 from smdistributed.modelparallel.torch.output import StepOutput  # noqa: E402
-from smdistributed.modelparallel.torch.placement import partition, set_partition  # noqa: E402
+from smdistributed.modelparallel.torch.partition.materialize import delay_param_initialization  # noqa: E402
+from smdistributed.modelparallel.torch.partition.placement import partition, set_partition  # noqa: E402
 from smdistributed.modelparallel.torch.state import state  # noqa: E402
 from smdistributed.modelparallel.torch.step import step  # noqa: E402
 

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPU
 from smdistributed.modelparallel.groups import Groups
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.topology import GROUPS, Topology
-from smdistributed.modelparallel.torch.materialize import delay_parameters
+from smdistributed.modelparallel.torch.partition.materialize import delay_parameters
 from smdistributed.modelparallel.torch.state import state
 
 ranks = Ranks(lambda: state.groups)

@@ -21,19 +21,22 @@ from smdistributed.modelparallel.exceptions import (
     SMPValidationError,
 )
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch import communication, materialize, norms, offloading, state_dicts
+from smdistributed.modelparallel.torch import communication, norms
+from smdistributed.modelparallel.torch.checkpoint import state_dicts
+from smdistributed.modelparallel.torch.compat import documented_spellings
 from smdistributed.modelparallel.torch.device import current_device
-from smdistributed.modelparallel.torch.executor import Microbatch
-from smdistributed.modelparallel.torch.gradients import GradientReducer, GradientSnapshot, warn_of_sums
-from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.join import TRAINING, Join
-from smdistributed.modelparallel.torch.pipeline import Pipeline
-from smdistributed.modelparallel.torch.placement import Placement, manual_assignment
-from smdistributed.modelparallel.torch.randomness import Randomness
-from smdistributed.modelparallel.torch.recording import Recording
-from smdistributed.modelparallel.torch.spellings import documented_spellings
+from smdistributed.modelparallel.torch.partition import materialize
+from smdistributed.modelparallel.torch.partition.placement import Placement, manual_assignment
+from smdistributed.modelparallel.torch.runtime import offloading
+from smdistributed.modelparallel.torch.runtime.executor import Microbatch
+from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer, GradientSnapshot, warn_of_sums
+from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.runtime.rng import Randomness
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tasks import Value
+from smdistributed.modelparallel.torch.tracing.recording import Recording
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.tasks import Value
 
 
 class Removable:
@@ -195,11 +198,11 @@ class DistributedModel(nn.Module):
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
-            from smdistributed.modelparallel.torch import partitioning
+            from smdistributed.modelparallel.torch.partition import assignment
 
             state.tracing = True
             try:
-                found = partitioning.auto_partition(
+                found = assignment.auto_partition(
                     self.module, args, kwargs, cfg, manual, measure_times=self._trace_execution_times
                 )
             except ValueError as error:

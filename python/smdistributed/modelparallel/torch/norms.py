@@ -19,8 +19,8 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch.device import current_device
-from smdistributed.modelparallel.torch.handle import Absent
 from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.torch import state_dicts
-from smdistributed.modelparallel.torch.handle import Absent
+from smdistributed.modelparallel.torch.checkpoint import state_dicts
 from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
 
 #: What `dynamic_loss_args` may hold; also as arguments of their own.
 _DYNAMIC = {"init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}

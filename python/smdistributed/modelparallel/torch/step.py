@@ -13,16 +13,17 @@ import torch
 from smdistributed._common import errors
 from smdistributed.modelparallel.binding import takes_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
-from smdistributed.modelparallel.torch import feeding, structure
-from smdistributed.modelparallel.torch.checkpointing import torch_checkpoints
-from smdistributed.modelparallel.torch.handle import Handle
-from smdistributed.modelparallel.torch.interception import intercepted
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.activation_checkpointing import torch_checkpoints
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.output import StepOutput
-from smdistributed.modelparallel.torch.recording import Recording
+from smdistributed.modelparallel.torch.runtime import input_broadcast
 from smdistributed.modelparallel.torch.split import check_names, split
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tasks import Value
+from smdistributed.modelparallel.torch.tracing.interception import intercepted
+from smdistributed.modelparallel.torch.tracing.recording import Recording
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle
+from smdistributed.modelparallel.torch.tracing.tasks import Value
 
 
 class StepFunction:
@@ -75,7 +76,7 @@ class StepFunction:
         if state.cfg.pipeline_parallel_degree == 1:
             arguments = self._signature.bind(*args, **kwargs).arguments
         else:
-            arguments = feeding.of_first(self._signature, args, kwargs)
+            arguments = input_broadcast.of_first(self._signature, args, kwargs)
         pieces: dict[str, list[Any]] = {}
         for name, value in arguments.items():
             pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
@@ -93,9 +94,9 @@ class StepFunction:
             with contextlib.nullcontext() if model.offloader is None else model.offloader.gathering():
                 output = self._function(*args, **kwargs)
             if self._detach:
-                output = structure.transform(output, torch.Tensor.detach)
+                output = pytree.transform(output, torch.Tensor.detach)
             else:
-                for tensor in structure.tensors_of(output):
+                for tensor in pytree.tensors_of(output):
                     model.leaves_step(tensor)
             outputs.append(output)
         model.finish_alone()
@@ -166,7 +167,7 @@ class StepFunction:
             if recordings:
                 values = [
                     recordings[-1].returned(leaf, self._detach)
-                    for leaf in structure.tensors_of(output)
+                    for leaf in pytree.tensors_of(output)
                     if type(leaf) is Handle
                 ]
         if model.pipeline is not None and recordings:
@@ -202,7 +203,7 @@ def _real(output: Any, values: Sequence[Value], found: Mapping[int, torch.Tensor
             return found[next(left).index]
         return tensor.detach() if detach else tensor
 
-    return structure.transform(output, leaf)
+    return pytree.transform(output, leaf)
 
 
 def _merged(outputs: Sequence[Any]) -> Any:

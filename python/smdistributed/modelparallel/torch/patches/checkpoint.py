@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from smdistributed.modelparallel.torch.checkpointing import checkpoint, checkpoint_sequential
+from smdistributed.modelparallel.torch.activation_checkpointing import checkpoint, checkpoint_sequential
 
 __all__ = ["checkpoint", "checkpoint_sequential"]

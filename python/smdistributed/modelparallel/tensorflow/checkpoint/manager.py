@@ -1,0 +1,166 @@
+"""``smp.CheckpointManager``: numbered checkpoints of the whole model, written by all ranks together.
+
+Which form they have is a choice: TensorFlow's (``checkpoint/saving.py``) or the core's shards (``checkpoint/shards.py``). Either is read
+whatever this manager writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
+from smdistributed.modelparallel.tensorflow.checkpoint import saving
+from smdistributed.modelparallel.tensorflow.checkpoint.shards import Shards
+
+
+class CheckpointManager(tf.train.CheckpointManager):
+    """As TensorFlow's, for a model that is divided. All ranks make it and call its methods.
+
+    Args:
+        checkpoint: What to save: the model, the optimizer.
+        directory: Where; the same for all ranks.
+        max_to_keep: How many are kept; ``None`` for all.
+        checkpoint_name: What their names begin with.
+        format: ``"tensorflow"``, or ``"sharded"`` for folders of safetensors in which replicas share the work.
+        keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with shards.
+
+    Raises:
+        SMPValidationError: there is no such format, it does not go with another argument, or ``checkpoint_name`` leads out of ``directory``.
+    """
+
+    def __init__(
+        self,
+        checkpoint: tf.train.Checkpoint,
+        directory: str = "/opt/ml/checkpoints",
+        max_to_keep: int | None = None,
+        checkpoint_name: str = "ckpt",
+        *,
+        format: str = "tensorflow",
+        keep_checkpoint_every_n_hours: float | None = None,
+        step_counter: tf.Variable | None = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+    ) -> None:
+        if format not in ("tensorflow", "sharded"):
+            raise SMPValidationError(f"`format` is {format!r}: expected 'tensorflow' or 'sharded'")
+        if format == "sharded" and keep_checkpoint_every_n_hours is not None:
+            raise SMPValidationError("`keep_checkpoint_every_n_hours` is not there with `format='sharded'`")
+        _check_name(checkpoint_name, format)
+        saving.managed.add(checkpoint)
+        super().__init__(
+            checkpoint,
+            directory,
+            max_to_keep,
+            keep_checkpoint_every_n_hours,
+            checkpoint_name,
+            step_counter,
+            checkpoint_interval,
+            init_fn,
+        )
+        self._shards = Shards(self.directory, max_to_keep) if format == "sharded" else None
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those that are kept, the newest last."""
+        if self._shards is None:
+            return super().checkpoints
+        return [os.path.join(self.directory, tag) for tag in self._shards.tags()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest, or ``None``."""
+        if self._shards is None:
+            return super().latest_checkpoint
+        tag = self._shards.latest()
+        return None if tag is None else os.path.join(self.directory, tag)
+
+    def save(self, checkpoint_number: Any = None, check_interval: bool = True, options: Any = None) -> str | None:
+        """Writes a checkpoint; returns its path, on all ranks, or ``None`` if it is too early for one.
+
+        Raises:
+            SMPUsageError: the model has not been divided yet: there has been no step.
+            SMPCheckpointError: a rank could not write its part; the same on all ranks.
+        """
+        if self._shards is None:
+            return super().save(checkpoint_number, check_interval, options)
+        if self._checkpoint_interval is not None:
+            step, last = int(self._step_counter), self._last_checkpoint_step
+            if last is not None and (step == last or (check_interval and step < last + self._checkpoint_interval)):
+                return None
+            self._last_checkpoint_step = step
+        counter = self._checkpoint.save_counter
+        counter.assign_add(1)
+        number = int(counter if checkpoint_number is None else checkpoint_number)
+        path = f"{self._prefix}-{number}"
+        self._shards.save(self._checkpoint, os.path.basename(path), number)
+        return saving.written(path, options)
+
+    def restore(self, save_path: str | os.PathLike[str] | None = None) -> str | None:
+        """Reads a checkpoint; before the first step, what is of the model and its optimizers is read when that has divided the model.
+
+        Args:
+            save_path: Which, of either format; by default the latest.
+
+        Returns:
+            Its path, or ``None`` if there is none.
+
+        Raises:
+            SMPCheckpointError: there is none at ``save_path``.
+        """
+        path = save_path or (
+            tf.train.latest_checkpoint(self.directory) if self._shards is None else self.latest_checkpoint
+        )
+        if path is None:
+            return None
+        path = os.fspath(path)
+        if os.path.isdir(path):
+            self._read_shards(*os.path.split(path.rstrip("/")))
+        elif tf.io.gfile.exists(f"{path}.index"):
+            self._read(path)
+        else:
+            raise SMPCheckpointError(f"there is no checkpoint `{path}`: `{path}.index` is missing")
+        if self._checkpoint_interval is not None:
+            # Which may be an optimizer's.
+            saving.when_divided(self._checkpoint, self._note_step)
+            self._note_step()
+        return path
+
+    def _note_step(self) -> None:
+        self._last_checkpoint_step = int(self._step_counter)
+
+    def _read_shards(self, folder: str, tag: str) -> None:
+        shards = self._shards if self._shards is not None and folder == self.directory else Shards(folder, None)
+        checkpoint = self._checkpoint
+        checkpoint.save_counter  # noqa: B018 - makes it
+        rest = saving.not_divided(checkpoint)
+        before = frozenset() if rest is None else shards.load(rest, tag)
+        saving.when_divided(checkpoint, lambda: shards.load(checkpoint, tag, before))
+
+    def _read(self, path: str) -> None:
+        try:
+            self._checkpoint.restore(path)
+        except tf.errors.OpError as error:
+            raise SMPCheckpointError(f"the checkpoint `{path}` cannot be read: {error.message}") from error
+
+    def restore_or_initialize(self) -> str | None:
+        """As TensorFlow's."""
+        path = self.restore()
+        if path is None and self._init_fn is not None:
+            self._init_fn()
+        return path
+
+
+def _check_name(name: str, form: str) -> None:
+    """Refuses names of checkpoints that would lie outside of their folder; in TensorFlow's form they may lie in folders inside of it."""
+    parts = [name] if form == "sharded" else name.split("/")
+    try:
+        for part in parts:
+            _core.checkpoint_check_tag(part)
+    except errors.InvalidArgumentError as error:
+        raise SMPValidationError(f"`checkpoint_name` is {name!r}: {error}") from error

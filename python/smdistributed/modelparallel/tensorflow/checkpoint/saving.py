@@ -1,0 +1,440 @@
+"""A divided model in TensorFlow's own checkpoints: ``tf.train.Checkpoint`` writes and reads them with all ranks.
+
+- SAV-1: a checkpoint says nothing of partitions: its names are those of the model and the optimizer in one process. So
+  plain TensorFlow reads it, and any number of partitions does.
+- SAV-2: each rank of the first replica writes the variables that it holds into a shard; the first rank merges the shards,
+  which writes the index last. Whoever names the checkpoint, or deletes others, does so afterwards, in every replica: so one
+  that is named is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint as tf_checkpoint
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel import shares
+from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.tensorflow.checkpoint.staging import Remote, Scratch
+from smdistributed.modelparallel.tensorflow.communication import read_together, together
+from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
+from smdistributed.modelparallel.tensorflow.partition import optimizer_variables, remote_variables
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: Those of our managers, whose methods all ranks call, whatever is in them.
+managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
+#: By identity, what the checkpoint that is being read has given its value before.
+_have_been_read: dict[int, Any] = {}
+#: Numbers of a variable that ranks compare.
+_SAMPLED = 256
+_COUNTER = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+@functools.cache
+def install() -> None:
+    """Has ``tf.train.Checkpoint`` treat a distributed model as what it is; does nothing the second time."""
+    base = tf.train.Checkpoint
+    plain_write, plain_read, plain_async = base._write, base.read, base._async_checkpointer
+
+    @functools.wraps(plain_write)
+    def _write(self: Any, file_prefix: str, options: Any = None) -> str:
+        if not is_shared(self):
+            return plain_write(self, file_prefix, options)
+        write(self, str(file_prefix))
+        return written(str(file_prefix), options)
+
+    @functools.wraps(plain_read)
+    def read(self: Any, save_path: str, options: Any = None) -> Any:
+        if save_path is None or not is_divided(self):
+            return plain_read(self, save_path, options)
+        later = Later(lambda: plain_read(self, save_path, options))
+        path = os.fspath(save_path)
+        has_counter: list[bool] = []
+        read_together(lambda: has_counter.append(tf.train.load_checkpoint(path).has_tensor(_COUNTER)), path)
+        if has_counter[0]:
+            self._maybe_create_save_counter()
+        rest = not_divided(self)
+        if rest is None:
+            when_divided(self, later.read, path)
+        else:
+            read_together(lambda: plain_read(rest, save_path, options).expect_partial(), path)
+            when_divided(self, lambda: later.read(rest), path)
+        return later
+
+    @functools.wraps(plain_async)
+    def _async_checkpointer(self: Any) -> Any:
+        if is_shared(self):
+            raise SMPUnsupportedError(
+                "a distributed model is saved at once: leave `experimental_enable_async_checkpoint` out"
+            )
+        return plain_async(self)
+
+    base._write, base.read, base._async_checkpointer = _write, read, _async_checkpointer
+    coordinator = tf_checkpoint._CheckpointRestoreCoordinator
+    plain_restore = coordinator.restore_saveables
+
+    @functools.wraps(plain_restore)
+    def restore_saveables(
+        self: Any, tensor_saveables: Any, python_positions: Any, registered_savers: Any = None, reader: Any = None
+    ) -> Any:
+        here = _here(tensor_saveables, self.save_path_string)
+        positions = [each for each in python_positions if id(each.trackable) not in _have_been_read]
+        return plain_restore(self, here, positions, registered_savers, reader)
+
+    coordinator.restore_saveables = restore_saveables
+    _install_managers()
+
+
+def _install_managers() -> None:
+    """The first rank names and deletes files; the others, which may think otherwise of their age, know of them."""
+    manager = tf.train.CheckpointManager
+    plain_record, plain_sweep = manager._record_state, manager._sweep
+
+    @functools.wraps(plain_record)
+    def _record_state(self: Any) -> None:
+        if _is_first() or not is_shared(self._checkpoint):
+            plain_record(self)
+
+    @functools.wraps(plain_sweep)
+    def _sweep(self: Any) -> None:
+        if _is_first() or not is_shared(self._checkpoint):
+            plain_sweep(self)
+        elif self._max_to_keep:
+            while len(self._maybe_delete) > self._max_to_keep:
+                self._maybe_delete.popitem(last=False)
+
+    manager._record_state, manager._sweep = _record_state, _sweep
+
+
+def _is_first() -> bool:
+    return not state.initialized or state.groups.rank == 0
+
+
+def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Of what is to be read, that which has a place here: what is not read takes no memory either.
+
+    Raises:
+        ValueError: what belongs to others has another shape than there: the same on all ranks.
+    """
+    others = {name: remote_variables.elsewhere(each.op) for name, each in saveables.items()}
+    if any(each is not None for each in others.values()):
+        shapes = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+        for name, variable in others.items():
+            for spec in saveables[name].specs if variable is not None else ():
+                if variable.shape.as_list() != shapes.get(spec.name):
+                    raise ValueError(
+                        f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: `{variable.name}` has {variable.shape}"
+                    )
+    return {
+        name: each for name, each in saveables.items() if others[name] is None and id(each.op) not in _have_been_read
+    }
+
+
+class Later:
+    """What reading a checkpoint returns, which may happen only when the model has been divided: its methods are those of
+    TensorFlow's object, and what they assert is asserted then."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read, self._status = read, None
+        self._asked: list[str] = []
+
+    def read(self, rest: tf.train.Checkpoint | None = None) -> None:
+        """Reads it, but for ``rest``, which has been read."""
+        _have_been_read.update((id(each), each) for each in ([] if rest is None else _objects(rest)))
+        try:
+            self._status = self._read()
+        finally:
+            _have_been_read.clear()
+        for name in self._asked:
+            getattr(self._status, name)()
+
+    def _ask(self, name: str) -> Later:
+        if self._status is None:
+            self._asked.append(name)
+        else:
+            getattr(self._status, name)()
+        return self
+
+    def assert_consumed(self) -> Later:
+        """As TensorFlow's."""
+        return self._ask("assert_consumed")
+
+    def assert_existing_objects_matched(self) -> Later:
+        """As TensorFlow's."""
+        return self._ask("assert_existing_objects_matched")
+
+    def assert_nontrivial_match(self) -> Later:
+        """As TensorFlow's."""
+        return self._ask("assert_nontrivial_match")
+
+    def expect_partial(self) -> Later:
+        """As TensorFlow's."""
+        return self._ask("expect_partial")
+
+    def run_restore_ops(self, session: Any = None) -> None:
+        """As TensorFlow's, which has nothing to do in eager mode."""
+
+    def initialize_or_restore(self, session: Any = None) -> None:
+        """As TensorFlow's, which has nothing to do in eager mode."""
+
+
+def _objects(checkpoint: tf.train.Checkpoint) -> list[Any]:
+    return tf.train.TrackableView(checkpoint).descendants()
+
+
+def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether the job's distributed model is among what is saved."""
+    return state.initialized and any(isinstance(each, DistributedModel) for each in _objects(checkpoint))
+
+
+def not_divided(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
+    """What is not of the model nor of an optimizer, by its names in ``checkpoint``, before the model is divided: it need not wait for that.
+    ``None`` once it is."""
+    if _homes():
+        return None
+    roots = [
+        each for each in _objects(checkpoint) if isinstance(each, DistributedModel) or hasattr(each, "apply_gradients")
+    ]
+    ours = {id(each) for root in roots for each in tf.train.TrackableView(root).descendants()}
+    rest = tf.train.Checkpoint()
+    for name, child in checkpoint._trackable_children().items():
+        if ours.isdisjoint(map(id, tf.train.TrackableView(child).descendants())):
+            # The counter of saves has a name that no argument may have.
+            rest._track_trackable(child, name)
+    return rest
+
+
+def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether something of what is saved is divided: the model, a layer of it, or an optimizer. The same on all ranks, whatever is here."""
+    if not state.initialized or (state.model is not None and state.model._smp_is_gathered):
+        return False
+    homes = _homes()
+    return any(isinstance(each, DistributedModel) or id(handle_of(each)) in homes for each in _objects(checkpoint))
+
+
+def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether all ranks write it together."""
+    return state.initialized and (checkpoint in managed or is_divided(checkpoint))
+
+
+def _homes() -> dict[int, int]:
+    """Partitions of variables, once the model is divided."""
+    return state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
+
+
+def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path: str | None = None) -> None:
+    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is.
+
+    Args:
+        path: The checkpoint's, if all ranks are to come to the same verdict on it.
+    """
+
+    def whole() -> None:
+        for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
+            optimizer_variables.build(optimizer)
+        with tf.init_scope():
+            try:
+                if path is None:
+                    read()
+                else:
+                    read_together(read, path)
+            except tf.errors.OpError as error:
+                raise SMPCheckpointError(f"a checkpoint cannot be read: {error.message}") from error
+
+    if state.model is not None and state.model.is_partitioned:
+        whole()
+    else:
+        register_post_partition_hook(whole)
+
+
+def written(file_prefix: str, options: Any) -> str:
+    """Calls those who wait for a checkpoint: TensorFlow's callback names it and deletes old ones.
+
+    Raises:
+        SMPCheckpointError: one of them failed, here or on another rank; the same on all ranks.
+    """
+
+    def call() -> None:
+        for callback in getattr(options, "experimental_write_callbacks", None) or ():
+            callback(*[file_prefix][: len(inspect.signature(callback).parameters)])
+
+    # Nobody reads what the first rank is still naming, or deletes what it deletes: the others find that gone.
+    is_first = state.groups.rank == 0
+    together(call if is_first else _nothing, file_prefix)
+    together(_nothing if is_first else call, file_prefix)
+    return file_prefix
+
+
+def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any, int | None, Any]]:
+    """What there is to save: name, slice, the object, the rank of the partition that has it, and the tensor, which may be a
+    call that gives it.
+
+    Raises:
+        SMPUsageError: the model has not been divided yet.
+        SMPCheckpointError: a variable of the model is not among it.
+    """
+    check_divided(checkpoint)
+    homes = _homes()
+    gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
+    _check_known(checkpoint)
+    if holds_model(checkpoint):
+        _check_whole({id(handle_of(each)) for each in gathered})
+    for trackable, values in gathered.items():
+        home = homes.get(id(handle_of(trackable)))
+        for name, value in values.items():
+            for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
+                yield name, piece, trackable, home, getattr(tensor, "tensor", tensor)
+
+
+def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, Any, int | None, Any]]:
+    """As :func:`serialized`; all ranks call it.
+
+    Raises:
+        SMPUsageError: the model has not been divided yet.
+        SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of it is.
+    """
+    check_divided(checkpoint)
+    entries: list[tuple[str, str, Any, int | None, Any]] = []
+
+    def told() -> tuple[list[str], dict[str, np.ndarray]]:
+        entries.extend(serialized(checkpoint))
+        writes = state.groups.rank_in("dp") == 0 and len(state.groups.members["pp"]) > 1
+        names = [f"{name} {piece}".strip() for name, piece, *_ in entries]
+        return names, _samples(checkpoint, entries) if writes else {}
+
+    listed, samples = zip(*together(told, path), strict=True)
+    # A rank writes its part of what the first one lists.
+    everybody = [set(each) for each in listed]
+    for rank, theirs in enumerate(everybody):
+        for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
+            if has - lacks:
+                raise SMPCheckpointError(
+                    f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and not on rank {other}"
+                )
+    # What is of no partition is written as the first one has it.
+    for rank, found in enumerate(samples):
+        for name, sample in found.items():
+            if not _are_alike(sample, samples[0][name]):
+                raise SMPCheckpointError(
+                    f"the checkpoint `{path}` could not be written: `{name}` has other values on rank {rank} than on rank 0, and is not known "
+                    "to be of one partition: only variables of the model and of its optimizers are"
+                )
+    return entries
+
+
+def _samples(
+    checkpoint: tf.train.Checkpoint, entries: Iterable[tuple[str, str, Any, int | None, Any]]
+) -> dict[str, np.ndarray]:
+    """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators of random numbers, which
+    may be a rank's own, and of what is the model's."""
+    variables: list[Any] = []
+    for each in _objects(checkpoint):
+        if isinstance(each, tf.random.Generator):
+            variables.append(each.state)
+        elif isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator"):
+            variables += each.variables
+    if state.model is not None:
+        # Such as a layer that no step has called yet.
+        with state.model._smp_as_whole():
+            variables += state.model.variables
+    own = {id(handle_of(each)) for each in variables}
+    found = {}
+    for name, _, trackable, home, _ in entries:
+        variable = underlying(trackable)
+        if (
+            home is None
+            and id(handle_of(variable)) not in own
+            and isinstance(variable, tf.Variable)
+            and (variable.dtype.is_floating or variable.dtype.is_integer)
+        ):
+            numbers = np.ravel(variable.numpy()).astype(np.float64)
+            at = np.linspace(0, numbers.size - 1, min(numbers.size, _SAMPLED)).astype(int)
+            found[name] = np.append(numbers[at], numbers.size)
+    return found
+
+
+def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """But for what other kernels round otherwise."""
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def check_divided(checkpoint: tf.train.Checkpoint) -> None:
+    """Refuses to save or read a model that has not been divided yet."""
+    if holds_model(checkpoint) and (state.model is None or not state.model.is_partitioned):
+        raise SMPUsageError("a model is saved after its first step, which builds and divides it")
+
+
+def _check_known(checkpoint: tf.train.Checkpoint) -> None:
+    """Refuses a state of an optimizer that would be saved as the first rank has it, wherever it changes."""
+    if state.model is None or not state.model.is_partitioned or len(state.groups.members["pp"]) == 1:
+        return
+    for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
+        for variable in optimizer_variables.unknown(optimizer):
+            raise SMPCheckpointError(
+                f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which nobody knows which "
+                "partition it belongs to: make it with `add_variable_from_reference`, or keep such variables in a list with one for "
+                "each of the model's"
+            )
+
+
+def _check_whole(handles: set[int]) -> None:
+    """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that are in a list."""
+    assert state.model is not None, "it was divided"
+    with state.model._smp_as_whole():
+        for variable in state.model.weights:
+            if id(handle_of(variable)) not in handles:
+                raise SMPCheckpointError(
+                    f"`{getattr(variable, 'path', variable.name)}` is a variable of the model that `tf.train.Checkpoint` does not find: give "
+                    "its layer an attribute of its own, or save the optimizer, too"
+                )
+
+
+def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
+    """Writes a checkpoint; all ranks call it, and none returns before it is complete.
+
+    Raises:
+        SMPUsageError: the model has not been divided yet.
+        SMPCheckpointError: a rank could not write its part; the same on all ranks.
+    """
+    groups = state.groups
+    rank, writes, is_first = groups.rank_in("pp"), groups.rank_in("dp") == 0, groups.rank == 0
+    entries = agreed(checkpoint, file_prefix)
+    # A file system of TensorFlow's own has no folder of the core's.
+    number = shares.attempt()
+    scratch = Remote(file_prefix) if "://" in file_prefix else Scratch(file_prefix, number)
+    try:
+        folder = together(scratch.open if is_first else _nothing, file_prefix)[0]
+
+        def part() -> str | None:
+            # What every rank has is the first one's to write.
+            mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
+            return _write_part(f"{folder}/part-{rank:05d}", mine)
+
+        parts = together(part if writes else _nothing, file_prefix)
+        written_parts = [each for each in parts if each is not None]
+        together(lambda: scratch.merge(written_parts) if is_first else None, file_prefix)
+    finally:
+        scratch.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _write_part(prefix: str, entries: list[tuple[str, str, Any]]) -> str | None:
+    if not entries:
+        return None
+    names, pieces, tensors = zip(*entries, strict=True)
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        values = [tf.convert_to_tensor(tensor() if callable(tensor) else tensor) for tensor in tensors]
+        tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=pieces, tensors=values)
+    return prefix

@@ -1,0 +1,96 @@
+"""What an optimizer of Keras 3 does with all variables that it was built for: it averages them (``use_ema``), and empties the sums of gradients that
+it has accumulated (``gradient_accumulation_steps``). It is built for the whole model (``partition/optimizer_variables.py``), so its lists have an entry for each
+variable of that; while it goes through them, they have those that are here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.tensorflow.partition import optimizer_variables
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+
+#: Of Keras: variables, and their averages. Sums of gradients are looked up by a variable's place among all.
+_VARIABLES, _AVERAGES, _SUMS = "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients"
+
+
+@contextlib.contextmanager
+def of_partition(optimizer: Any) -> Iterator[None]:
+    """While it lasts, an optimizer's lists have only what is here."""
+    lists = vars(optimizer)
+    here = optimizer_variables.here(optimizer)
+    if here is None or _VARIABLES not in lists:
+        yield
+        return
+    handles = {id(handle_of(each)) for each in here}
+    are_here = [id(handle_of(each)) in handles for each in lists[_VARIABLES]]
+    narrow = {name: _only(lists[name], are_here) for name in (_VARIABLES, _AVERAGES) if name in lists}
+    if _SUMS in lists:
+        narrow[_SUMS] = [each if is_here else None for each, is_here in zip(lists[_SUMS], are_here, strict=True)]
+    whole = {name: lists[name] for name in narrow}
+    # Past the optimizer's own way of keeping what it is given: these are no other variables.
+    lists.update(narrow)
+    try:
+        yield
+    finally:
+        lists.update(whole)
+
+
+def without_update(optimizer: Any) -> None:
+    """What an update does in which no variable has a gradient: that of Keras 3, the others look at what they update alone."""
+    if not hasattr(optimizer, "apply"):
+        return
+    number = optimizer.iterations.value + 1
+
+    def each(period: int | None, do: Callable[[], Any]) -> None:
+        if period:
+            tf.cond(number % period == 0, lambda: (do(), tf.no_op())[1], tf.no_op)
+
+    with of_partition(optimizer):
+        here = vars(optimizer)[_VARIABLES]
+        each(optimizer.gradient_accumulation_steps, optimizer._backend_reset_gradient_accumulators)
+        if optimizer.use_ema:
+            optimizer._update_model_variables_moving_average(here)
+            each(
+                optimizer.ema_overwrite_frequency, lambda: optimizer._overwrite_model_variables_with_average_value(here)
+            )
+
+
+def _only(values: Any, wanted: list[bool]) -> list[Any]:
+    return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
+
+
+def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an optimizer that goes through all variables."""
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with of_partition(self):
+            return plain(self, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Has Keras' callback that swaps variables and averages swap those that are here; leaves alone what does."""
+    callbacks = getattr(sys.modules.get("keras"), "callbacks", None)
+    kind = getattr(callbacks, "SwapEMAWeights", None)
+    if kind is None or hasattr(kind._apply_to_ema_optimizers, "_smp_plain"):
+        return
+    plain = kind._apply_to_ema_optimizers
+
+    @functools.wraps(plain)
+    def apply(self: Any, *calls: Callable[[Any], Any]) -> Any:
+        def narrowed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda optimizer: around(call)(optimizer)
+
+        return plain(self, *map(narrowed, calls))
+
+    apply._smp_plain = plain  # type: ignore[attr-defined]
+    kind._apply_to_ema_optimizers = apply

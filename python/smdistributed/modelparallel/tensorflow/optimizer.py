@@ -1,0 +1,308 @@
+"""Keras' optimizers and a divided model: they get the calls that the original's scripts use, are built for the whole model,
+and update the variables of one partition. Optimizers that scale the loss skip an update on all partitions or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.tensorflow import ema
+from smdistributed.modelparallel.tensorflow.gradients import clip, compute_gradients, get_gradients, is_counted
+from smdistributed.modelparallel.tensorflow.output import StepOutput, origins_of
+from smdistributed.modelparallel.tensorflow.partition import optimizer_variables
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.state import state
+
+#: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients, which they do when
+#: these are applied.
+_KERAS = ("keras.", "tf_keras.")
+_WHOSE: dict[str, tuple[str, ...]] = {
+    "get_gradients": (*_KERAS, "horovod.", "smdistributed."),
+    "compute_gradients": (*_KERAS, "horovod.", "smdistributed."),
+    "apply_gradients": _KERAS,
+    "apply": _KERAS,
+}
+#: Optimizers, by identity, whose update is under way: some of Keras' calls do their work by others.
+_updating: set[int] = set()
+
+
+def install() -> None:
+    """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived of
+    their optimizers; leaves alone what has it."""
+    ema.install()
+    for package in ("keras", "tf_keras"):
+        module = getattr(sys.modules.get(package), "optimizers", None)
+        older = getattr(getattr(module, "legacy", None), "Optimizer", None)
+        for base in (getattr(module, "Optimizer", None), older):
+            if hasattr(base, "apply_gradients"):
+                _adapt(base)
+    scaling = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
+    if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_plain"):
+        scaling._is_all_finite = _everywhere(scaling._is_all_finite)
+
+
+def _adapt(base: type) -> None:
+    around = {
+        "get_gradients": functools.partial(_in_steps, get_gradients),
+        "compute_gradients": functools.partial(_in_steps, compute_gradients),
+        "apply_gradients": _of_pairs,
+        "apply": _of_gradients,
+        "build": _for_the_whole,
+        # What `build` is called in the older ones of Keras 2.
+        "_create_all_weights": _for_the_whole,
+        # Of Keras 3: whether gradients are finite, and by what a loss is multiplied.
+        "check_finite": _everywhere,
+        "scale_loss": _built_before,
+        "finalize_variable_values": ema.around,
+    }
+    for kind in (base, *_derived(base)):
+        for name, adapted in around.items():
+            plain = getattr(kind, name, None)
+            is_ours = kind is base or kind.__module__.startswith(_WHOSE.get(name, ""))
+            if is_ours and not hasattr(plain, "_smp_plain") and (plain is not None or name.endswith("_gradients")):
+                ours = adapted(plain)
+                ours._smp_plain = plain
+                setattr(kind, name, ours)
+
+
+def _derived(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _derived(each)
+
+
+def _in_steps(ours: Any, plain: Any) -> Any:
+    """Ours in the body of a step, which nothing else has recorded; elsewhere what was there."""
+
+    @functools.wraps(plain or ours)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if plain is None or (state.trace is not None and state.trace.is_current() and kwargs.get("tape") is None):
+            kwargs.pop("tape", None)
+            return _of_scaled_loss(self, ours, *args, **kwargs)
+        return plain(self, *args, **kwargs)
+
+    return either
+
+
+def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients as the optimizer's update takes them: that of Keras 3 divides them by the scale, the older one has them divided before."""
+    if callable(loss):
+        loss = loss()
+    if hasattr(optimizer, "scale_loss"):
+        return ours(optimizer.scale_loss(loss), *args, **kwargs)
+    if not hasattr(optimizer, "inner_optimizer"):
+        return ours(loss, *args, **kwargs)
+    found = ours(optimizer.get_scaled_loss(loss), *args, **kwargs)
+    if ours is get_gradients:
+        return optimizer.get_unscaled_gradients(found)
+    gradients, variables = zip(*found, strict=True)
+    return list(zip(optimizer.get_unscaled_gradients(gradients), variables, strict=True))
+
+
+def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A step reads the scale where the optimizer has it: before it is built, it would be a number of the trace for ever."""
+
+    @functools.wraps(plain)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        traces = state.trace is not None and state.trace.is_current() and state.model is not None
+        if traces and hasattr(self, "inner_optimizer") and not self.built:
+            variables = state.model.trainable_variables
+            with tf.init_scope():
+                self.build(variables)
+        return plain(self, loss)
+
+    return scale_loss
+
+
+def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether gradients are finite on all partitions."""
+
+    @functools.wraps(plain)
+    def are_finite(*args: Any) -> Any:
+        *_, gradients = args
+        # Neither Keras knows what to say of none.
+        finite = plain(*args) if any(each is not None for each in gradients) else tf.constant(True)
+        if not _updating or state.groups.pipe is None:
+            return finite
+        least = core_ops.smd_all_reduce(tensor=tf.cast(finite, tf.int32), op="min", group=state.groups.pipe)
+        return least > 0
+
+    are_finite._smp_plain = plain  # type: ignore[attr-defined]
+    return are_finite
+
+
+def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's making of its variables."""
+
+    @functools.wraps(plain)
+    def build(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        # That of tf_keras which scales the loss has the other one build.
+        only_asks = hasattr(self, "inner_optimizer") and not hasattr(self, "scale_loss")
+        if only_asks or getattr(self, "built", getattr(self, "_built", False)):
+            return plain(self, variables, *args, **kwargs)
+        with optimizer_variables.being_built(self, list(variables)) as whole:
+            return plain(self, whole, *args, **kwargs)
+
+    return build
+
+
+def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_gradients``, also for the variables of one partition."""
+
+    @functools.wraps(plain)
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        if not pairs and hasattr(self, "scale_loss"):
+            self.apply([], [])
+            return self.iterations
+        with _update(self, [gradient for gradient, _ in pairs], variables) as ready:
+            if ready is None:
+                return self.iterations
+            if not ready[0] and hasattr(self, "scale_loss"):
+                self.apply([], [])
+                return self.iterations
+            return plain(self, list(zip(*ready, strict=True)), *args, **kwargs)
+
+    return apply_gradients
+
+
+def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` of Keras 3, also for the variables of one partition."""
+
+    @functools.wraps(plain)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables
+        if variables is None:
+            variables = optimizer_variables.here(self)
+        if variables is None:
+            return plain(self, grads)
+        with _update(self, list(grads), list(variables)) as ready:
+            return None if ready is None else plain(self, *ready)
+
+    return apply
+
+
+@contextlib.contextmanager
+def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[tuple[list[Any], list[Any]] | None]:
+    """Around an optimizer's update of ``variables``, of which some may be on other partitions.
+
+    Yields:
+        Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update here.
+
+    Raises:
+        SMPUnsupportedError: the optimizer would not do what it does in one process.
+        SMPUsageError: it is called in a step, or a gradient that a step has returned is another variable's or not accumulated.
+        ValueError: there are no gradients, here or on other partitions; the same on all ranks.
+    """
+    if any(isinstance(gradient, StepOutput) for gradient in gradients):
+        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
+    if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
+        raise SMPUsageError(
+            "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply what their "
+            "`accumulate()` gives outside"
+        )
+    if id(optimizer) in _updating or not _are_of_the_model(variables):
+        yield gradients, variables
+        return
+    _updating.add(id(optimizer))
+    try:
+        ready = _ready(optimizer, gradients, variables)
+        with ema.of_partition(optimizer):
+            yield ready
+    finally:
+        _updating.discard(id(optimizer))
+
+
+def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    divided = len(state.groups.members["pp"]) > 1
+    if divided:
+        _check(optimizer)
+        _check_pairs(gradients, variables)
+    is_scaled = hasattr(optimizer, "inner_optimizer")
+    if divided and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
+        # As Keras. Steps are traced whole, so all ranks know it.
+        raise ValueError(
+            "No gradients provided for any variable: no step has computed one of a variable, on any partition."
+        )
+    # Of those that scale the loss, that of Keras 3 has variables itself.
+    has_variables = not is_scaled or hasattr(optimizer, "scale_loss")
+    optimizer_variables.build(
+        optimizer if has_variables else optimizer.inner_optimizer, variables, any(map(_is_on_all, gradients))
+    )
+    ours = {id(handle_of(each)) for each in state.model._smp_here(variables)}
+    pairs = [pair for pair in zip(gradients, variables, strict=True) if id(handle_of(pair[1])) in ours]
+    gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+    if is_scaled:
+        # Its own update comes here again with the other one, if gradients are finite.
+        if has_variables or any(gradient is not None for gradient in gradients):
+            return gradients, variables
+        if optimizer.dynamic:
+            optimizer._loss_scale.update(gradients)
+        optimizer.iterations.assign_add(1)
+        return None
+    clipnorm = getattr(optimizer, "global_clipnorm", None)
+    if divided and clipnorm is not None:
+        # Keras then finds the norm of this partition's gradients small enough.
+        gradients, _ = clip(gradients, [is_counted(variable) for variable in variables], clipnorm)
+    if divided and all(gradient is None for gradient in gradients):
+        # Optimizers refuse that, or do not count it.
+        ema.without_update(optimizer)
+        counter = optimizer.iterations
+        (counter if hasattr(counter, "assign_add") else optimizer._iterations).assign_add(1)
+        return None
+    return gradients, variables
+
+
+def _check(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if getattr(optimizer, "gradient_accumulation_steps", None) and optimizer.global_clipnorm is not None:
+        raise SMPUnsupportedError(
+            f"`gradient_accumulation_steps` of `{name}` clips what it has accumulated, whose norm over all partitions is not known then: "
+            "leave `global_clipnorm` out, or take more microbatches"
+        )
+
+
+def _is_on_all(gradient: Any) -> bool:
+    """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some variables, not of all."""
+    homes = state.model._smp_homes.variables
+    origins = set() if gradient is None else origins_of(gradient)
+    return any(origin.partition is None and origin.variable in homes for origin in origins)
+
+
+def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Refuses a gradient of another variable: lists that a script has put together may have those of all partitions in one and those of
+    this one in the other."""
+    for gradient, variable in zip(gradients, variables, strict=True):
+        of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
+        if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:
+            with state.model._smp_as_whole():
+                names = [_path(each) for each in state.model.variables if id(handle_of(each)) in of]
+            raise SMPUsageError(
+                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is divided, "
+                "`model.trainable_variables` are those of this partition, as are a step's gradients of all of them; gradients of some "
+                "variables are on all partitions, as is `trainable_variables` of a layer"
+            )
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)
+
+
+def _are_of_the_model(variables: Sequence[Any]) -> bool:
+    """Whether variables that are to be updated are those of the divided model, on any partition; none on one that trains none."""
+    model = state.model
+    if model is None or not model.is_partitioned:
+        return False
+    if not variables:
+        return not model.trainable_variables
+    with model._smp_as_whole():
+        whole = {id(handle_of(variable)) for variable in model.trainable_variables}
+    return any(id(handle_of(variable)) in whole for variable in variables)

@@ -1,0 +1,1 @@
+"""Assignment of layers to partitions, and the variables that a rank keeps."""

@@ -1,0 +1,175 @@
+"""The optimizer's variables: those of a partition's variables have values where the partition is.
+
+An optimizer is built for the whole model on every rank, so its variables have the same names and order as in one process;
+those that belong to others are emptied as they are made. One that is built before the model is divided follows it then, and has no
+memory until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.tensorflow import communication
+from smdistributed.modelparallel.tensorflow.partition import delayed_initialization, remote_variables
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.state import state
+
+
+def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool = False) -> None:
+    """Builds an optimizer of the divided model; does nothing for one that is built.
+
+    Args:
+        optimizer: Of any Keras.
+        variables: What it updates; by default, those of the model.
+        are_all: Whether ``variables`` are the same on all partitions, also where all of them are here.
+    """
+    model = state.model
+    if model is None or not model.is_partitioned or optimizer in state.optimizers:
+        return
+    given = model.trainable_variables if variables is None else variables
+    given = given if are_all else _of_all_partitions(given)
+    # A `tf.function` around that fails in its first trace would not take variables in the next one.
+    with tf.init_scope(), model._smp_as_whole(), tf.variable_creator_scope(delayed_initialization.with_its_value):
+        # Keras' older ones create their slots so.
+        create = optimizer._create_all_weights if hasattr(optimizer, "_create_all_weights") else optimizer.build
+        create(given)
+
+
+@contextlib.contextmanager
+def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Around an optimizer's own call that makes variables for those of a model.
+
+    Yields:
+        What it is to be built for: the whole model, if ``variables`` are those of this rank's partition.
+    """
+    model, given = state.model, variables
+    make = "add_slot" if hasattr(optimizer, "add_slot") else "add_variable_from_reference"
+    if make in vars(optimizer):
+        # A class's call of that of its base.
+        yield variables
+        return
+    divided = model is not None and model.is_partitioned
+    if optimizer in state.optimizers:
+        # Keras' oldest ones come here with each update.
+        before = state.optimizers[optimizer]
+        known = {id(handle_of(each)) for each in before}
+        given = [*before, *(each for each in variables if id(handle_of(each)) not in known)]
+    elif divided:
+        given = _of_all_partitions(variables)
+    plain = getattr(optimizer, make)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        slot = plain(*args, **kwargs)
+        if divided:
+            _put(slot, args[0] if args else next(iter(kwargs.values())))
+        else:
+            delayed_initialization.delay(slot)
+        return slot
+
+    vars(optimizer)[make] = noted
+    try:
+        yield given
+    finally:
+        del vars(optimizer)[make]
+    if state.initialized:
+        state.optimizers[optimizer] = list(given)
+    if divided:
+        _settle(optimizer)
+
+
+def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
+    """What an optimizer is built for that gets ``variables``: where these are the trainable ones of this rank, with others perhaps that are not
+    the model's, those of the whole model in their place."""
+    model = state.model
+    here = {id(handle_of(each)) for each in model.trainable_variables}
+    others = [each for each in variables if id(handle_of(each)) not in here]
+    with model._smp_as_whole():
+        whole = model.trainable_variables
+    elsewhere = {id(handle_of(each)) for each in whole} - here
+    if others and len(others) == len(variables) and not any(id(handle_of(each)) in elsewhere for each in others):
+        return variables
+    is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
+    if state.trace is None and not model.__dict__.get("_smp_whole") and state.groups.pipe is not None:
+        # Where a part is all that this rank has, only others can tell.
+        is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
+    return variables if is_part else [*whole, *others]
+
+
+def here(optimizer: Any) -> list[Any] | None:
+    """Those of the variables which an optimizer was built for that this rank updates; ``None`` if it was built for none of a divided model."""
+    model = state.model
+    if model is None or not model.is_partitioned or optimizer not in state.optimizers:
+        return None
+    return model._smp_here(state.optimizers[optimizer])
+
+
+def divide() -> None:
+    """The model has been divided: so are the optimizers that were built for it before."""
+    for optimizer in list(state.optimizers):
+        _settle(optimizer)
+
+
+def unknown(optimizer: Any) -> list[Any]:
+    """Variables of an optimizer, larger than a number, of which nobody knows which partition they belong to."""
+    if hasattr(optimizer, "inner_optimizer"):
+        # What scales the loss has two numbers of its own.
+        return unknown(optimizer.inner_optimizer)
+    homes = state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
+    known = set(homes)
+    if optimizer in state.optimizers:
+        # Those for variables that all ranks have are on all, too.
+        known |= {id(handle_of(slot)) for slot, _ in _pairs(optimizer)}
+    return [each for each in variables_of(optimizer) if len(each.shape) and id(handle_of(each)) not in known]
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """All variables of an optimizer, if there is one."""
+    found = getattr(optimizer, "variables", [])
+    return list(found() if callable(found) else found)
+
+
+def _put(slot: Any, reference: Any) -> None:
+    """``slot`` is where ``reference`` is, a variable of the model."""
+    model = state.model
+    assert model is not None, "it was divided"
+    homes = model._smp_homes.variables
+    home, handle = homes.get(id(handle_of(reference))), id(handle_of(slot))
+    if home is None or handle in homes:
+        return
+    if home != state.groups.rank_in("pp"):
+        remote_variables.leave(slot)
+        model._smp_slots.append(slot)
+    homes[handle] = home
+    weakref.finalize(underlying(slot), homes.pop, handle, None)
+
+
+def _settle(optimizer: Any) -> None:
+    for slot, variable in _pairs(optimizer):
+        _put(slot, variable)
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Variables of an optimizer, each with that of the model which it is for: Keras' optimizers keep them in lists that have an
+    entry for each variable that they were built for, the older ones in slots."""
+    variables = state.optimizers[optimizer]
+    if hasattr(optimizer, "get_slot_names"):
+        for name, variable in itertools.product(optimizer.get_slot_names(), variables):
+            with contextlib.suppress(KeyError):
+                yield optimizer.get_slot(variable, name), variable
+        return
+    of_model = {id(handle_of(each)) for each in variables}
+    for name, values in vars(optimizer).items():
+        # All of its variables are in a list as well.
+        if name == "_variables" or not isinstance(values, list | tuple) or len(values) != len(variables):
+            continue
+        for slot, variable in zip(values, variables, strict=True):
+            if handle_of(slot) is not None and id(handle_of(slot)) not in of_model:
+                yield slot, variable

@@ -1,0 +1,1 @@
+"""Execution of a traced step on the ranks of a pipeline."""

@@ -1,0 +1,1 @@
+"""Tracing of a step: its body becomes one graph of operations."""

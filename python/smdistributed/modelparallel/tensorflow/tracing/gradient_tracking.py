@@ -1,0 +1,195 @@
+"""Which tensors of a body are gradients of variables: those that TensorFlow's calls have returned, and what follows from them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import gradients_util
+
+from smdistributed.dataparallel.tensorflow.keras_variable import underlying
+from smdistributed.dataparallel.tensorflow.reduction import name_of
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+
+#: What gives numbers other places or another type.
+_MOVES = {
+    *(
+        "Cast",
+        "ConcatV2",
+        "ExpandDims",
+        "GatherNd",
+        "GatherV2",
+        "Identity",
+        "IdentityN",
+        "Pack",
+        "PadV2",
+        "Pad",
+        "Reshape",
+        "ResourceGather",
+    ),
+    *("ReverseV2", "Roll", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile", "Transpose", "Unpack"),
+}
+#: What takes numbers of the same places, or sums them up, and is no longer a gradient.
+_SUMS = {
+    *("BatchMatMulV2", "Conv2D", "Einsum", "MatMul"),
+    *("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"),
+}
+
+
+def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """What ``tensor`` is made of: several may pass an operation beside each other."""
+    op = tensor.op
+    return [op.inputs[tensor.value_index]] if op.type == "IdentityN" else op.inputs
+
+
+class Derivatives:
+    """Of a trace."""
+
+    def __init__(self) -> None:
+        # By the name of a tensor, handles of the variables whose gradient it is, by identity.
+        self._known: dict[str, set[int]] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, gradients are known that ``tf.gradients``, whatever calls it, and tapes return."""
+        plain_helper, plain_tape = gradients_util._GradientsHelper, tf.GradientTape.gradient
+
+        @functools.wraps(plain_helper)
+        def helper(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._note(xs, plain_helper(ys, xs, *args, **kwargs))
+
+        @functools.wraps(plain_tape)
+        def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._note(sources, plain_tape(tape, target, sources, *args, **kwargs))
+
+        _put(helper, gradient)
+        try:
+            yield
+        finally:
+            _put(plain_helper, plain_tape)
+
+    def _note(self, sources: Any, found: Any) -> Any:
+        for source, value in zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True):
+            handle = handle_of(source)
+            if handle is not None and isinstance(value, tf.Tensor | tf.IndexedSlices):
+                self._known.setdefault(_tensor(value).name, set()).add(id(handle))
+        return found
+
+    @property
+    def are_there(self) -> bool:
+        """Whether gradients of variables have been computed."""
+        return bool(self._known)
+
+    def variables_of(self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = _inputs) -> set[int]:
+        """Handles, by identity, of the variables whose gradients ``value`` comes from.
+
+        Args:
+            value: A tensor or slices.
+            inputs: Of what makes a tensor: those by which it may come from a gradient.
+        """
+        found: set[int] = set()
+        pending, seen = [_tensor(value)], set()
+        while pending:
+            tensor = pending.pop()
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            if tensor.name in self._known:
+                found |= self._known[tensor.name]
+            else:
+                pending += inputs(tensor)
+        return found
+
+    def variable_of(self, value: Any, variables: Sequence[Any], of_replicas: bool) -> Any:
+        """The one of ``variables`` whose gradient ``value`` is, in its shape and type; ``None`` if it is no gradient. Of several of one
+        shape, such as those of variables that are added up, it is the first.
+
+        Args:
+            value: What a body returns.
+            variables: Those of the model.
+            of_replicas: Whether replicas reduce gradients, which none may miss.
+
+        Raises:
+            SMPUsageError: replicas would have to know whether it is one, and that cannot be told.
+        """
+        if not isinstance(value, tf.Tensor | tf.IndexedSlices):
+            return None
+        of = self.variables_of(value)
+        fitting = [each for each in variables if id(handle_of(each)) in of and fits(value, each)]
+        if not fitting:
+            if of_replicas:
+                self._refuse_other_forms(value, variables)
+            return None
+        known = of if len(of) == 1 else self.variables_of(value, of_same_shape)
+        found = [each for each in fitting if id(handle_of(each)) in known]
+        if len(found) == 1 or (found and _has_shape(value)):
+            return found[0]
+        if of_replicas and value.shape.rank != 0:
+            names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
+            raise SMPUsageError(
+                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from gradients of several "
+                f"variables: replicas cannot tell whether it is the gradient of {names}, of which they need the mean; return gradients "
+                "as a list with one for each of `model.trainable_variables`, and other values in another shape"
+            )
+        return None
+
+    def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
+        """Raises if ``value`` has the numbers of gradients in another shape, as replicas would not average it. What sums them up, such as norms,
+        or compares them is a replica's own."""
+        found = self.variables_of(value, _of_same_numbers) if _has_numbers(_tensor(value)) else set()
+        names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
+        if names:
+            raise SMPUsageError(
+                f"a `smp.step` function returns `{_tensor(value).name}`, {value.dtype.name}{value.shape}, which is made of the gradient of "
+                f"{' and '.join(names[:3])} in another form: replicas would not average it; return gradients in the shapes of their "
+                "variables, and change them outside of the step"
+            )
+
+
+def of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Inputs that may become ``tensor`` number by number, as a gradient that is scaled by a norm of all of them does: what that was
+    made of has another shape."""
+    rank, shape = tensor.shape.rank, tensor.shape
+    return [each for each in _inputs(tensor) if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
+
+
+def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Inputs whose numbers ``tensor`` has, in whatever shape."""
+    inputs = [each for each in _inputs(tensor) if _has_numbers(each)]
+    if tensor.op.type in _MOVES:
+        return inputs
+    if tensor.op.type in _SUMS:
+        return []
+    sizes = tensor.shape.num_elements(), None
+    return [each for each in inputs if each.shape.num_elements() in sizes]
+
+
+def _has_numbers(tensor: tf.Tensor) -> bool:
+    """Whether it may have those of a gradient: more than one, and what is compared has none."""
+    return tensor.shape.rank != 0 and tensor.dtype != tf.bool
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
+
+
+def fits(value: Any, variable: Any) -> bool:
+    """Whether a tensor or slices could be a variable's gradient, which may have been cast."""
+    inner = underlying(variable)
+    if not isinstance(value, tf.Tensor | tf.IndexedSlices):
+        return False
+    if value.dtype != inner.dtype and not (value.dtype.is_floating and inner.dtype.is_floating):
+        return False
+    return isinstance(value, tf.IndexedSlices) or value.shape.is_compatible_with(inner.shape)
+
+
+def _tensor(value: Any) -> tf.Tensor:
+    return value.values if isinstance(value, tf.IndexedSlices) else value
+
+
+def _put(helper: Callable[..., Any], gradient: Callable[..., Any]) -> None:
+    gradients_util._GradientsHelper, tf.GradientTape.gradient = helper, gradient

@@ -1,0 +1,232 @@
+"""What the core is told of a traced step, to decide where its operations are computed and how they are cut; see
+``pipeline/operations`` there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from smdistributed import _core
+from smdistributed.modelparallel.tensorflow.tracing.fingerprints import Contents
+from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
+
+#: A result of an operation: the operation's number, and which one.
+Output = tuple[int, int]
+
+#: Stateful, but nothing happens if nobody asks for the result.
+_ONLY_ASKED_FOR = {
+    "Placeholder",
+    "ReadVariableOp",
+    "ResourceGather",
+    "VarHandleOp",
+    "VarIsInitializedOp",
+    "VariableShape",
+}
+_COPIES = {"Identity", "IdentityN"}
+_LOOPS = ("While", "StatelessWhile")
+_PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
+
+
+class Operation(NamedTuple):
+    """One of them; the core's ``Operation`` says what each attribute means."""
+
+    name: str
+    kind: str
+    role: str
+    takes: list[Output]
+    waits: list[int]
+    makes: list[tuple[str, int, str | None]]
+    variables: list[int]
+    inside: bool
+    layer: tuple[int, int] | None
+    asked: int | None
+    gradient_of: list[int]
+    made: int
+    has_effect: bool
+    assigns: bool
+    flops: int
+
+
+class Operations:
+    """The operations of a trace, and the variables that they take.
+
+    Attributes:
+        ops: In an order in which they can be computed, which numbers them.
+        handles: Handles of the variables.
+        core: What the core knows.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.ops = trace.ordered()
+        self._numbers = {op.name: number for number, op in enumerate(self.ops)}
+        # By the name of the tensor that stands for a handle in the graph.
+        inner = {inside.name: outside for outside, inside in trace.graph.captures if inside.dtype == tf.resource}
+        distinct = {id(handle): handle for handle in inner.values()}
+        self.handles = list(distinct.values())
+        numbers = {key: number for number, key in enumerate(distinct)}
+        self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
+        made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
+        self._contents = Contents(trace.graph)
+        self._graph = trace.graph
+        # Whether functions draw random numbers, by name.
+        self._drawing: dict[str, bool] = {}
+        self._of_model = _follows_model(self.ops, trace)
+        rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
+        self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
+
+    def output(self, tensor: tf.Tensor) -> Output:
+        """What the core calls a tensor."""
+        return self._numbers[tensor.op.name], tensor.value_index
+
+    def tensors(self, outputs: Iterable[Output]) -> list[tf.Tensor]:
+        """The reverse."""
+        return [self.ops[number].outputs[index] for number, index in outputs]
+
+    def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
+        waits = sorted({self._numbers[each.name] for each in waited_for(op)})
+        variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
+        # What the body draws before the model is called, the model's call might draw as well: ranks would draw different numbers.
+        draws = self._draws(op.node_def) and (label.inside or op.name not in self._of_model)
+        return Operation(
+            op.name,
+            op.type + self._contents.of(op),
+            _role(op, label.output),
+            [self.output(tensor) for tensor in op.inputs],
+            waits,
+            [_makes(tensor) for tensor in op.outputs],
+            variables,
+            label.inside or draws,
+            None if label.unit is None else (label.unit, label.call),
+            label.partition,
+            [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
+            made,
+            has_effect(op) or draws,
+            bool(variables) and any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
+            _flops(op),
+        )
+
+    def _draws(self, node: Any) -> bool:
+        """Whether it draws random numbers, other ones each time, also in a branch, a loop or a call."""
+        if node.op in auto_control_deps.LEGACY_RANDOM_OPS or node.op == "RngReadAndSkip":
+            return True
+        if node.op.startswith("Stateful") and node.op != "StatefulPartitionedCall":
+            return True
+        return any(self._function_draws(name) for name in _functions(node))
+
+    def _function_draws(self, name: str) -> bool:
+        if name not in self._drawing:
+            # Gradients of calls name what they come from.
+            self._drawing[name] = False
+            function = self._graph._get_function(name)
+            nodes = [] if function is None else function.cached_definition.node_def
+            self._drawing[name] = any(map(self._draws, nodes))
+        return self._drawing[name]
+
+
+def has_effect(op: tf.Operation) -> bool:
+    """Whether something happens when it is computed, even if nobody takes its results."""
+    return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
+
+
+def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
+    """Names of the model's operations and of those that take something of them."""
+    found: set[str] = set()
+    for op in ops:
+        label = trace.labels[op.name]
+        if label.inside or label.output or any(each.op.name in found for each in op.inputs):
+            found.add(op.name)
+    return found
+
+
+def waited_for(op: tf.Operation) -> list[tf.Operation]:
+    """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed late;
+    segments do that better. But what has none may stand for others that have: ``tf.group`` by what it waits for, and the
+    copy of a result, which is what assertions, branches and loops hand out, by what it copies."""
+    found, pending, seen = [], list(op.control_inputs), set()
+    while pending:
+        other = pending.pop()
+        if other.name in seen:
+            continue
+        seen.add(other.name)
+        if auto_control_deps.op_is_stateful(other):
+            found.append(other)
+        else:
+            pending += other.control_inputs
+            if other.type in _COPIES:
+                pending += [tensor.op for tensor in other.inputs]
+    return found
+
+
+def _role(op: tf.Operation, hands_out: bool) -> str:
+    if op.type == "Const":
+        return "constant"
+    if op.type == "Placeholder":
+        return "input"
+    return "hands_out" if hands_out else "computes"
+
+
+def _origins(op: tf.Operation) -> list[tf.Operation]:
+    found = []
+    while op._original_op is not None:
+        op = op._original_op
+        found.append(op)
+    return found
+
+
+def _makes(tensor: tf.Tensor) -> tuple[str, int, str | None]:
+    stays = None
+    if tensor.shape.rank is None:
+        stays = "of unknown rank"
+    elif tensor.dtype in (tf.resource, tf.variant, tf.string):
+        stays = f"of type {tensor.dtype.name}"
+    sizes = "?" if tensor.shape.rank is None else ",".join(str(size or "?") for size in tensor.shape)
+    return f"{tensor.dtype.name}[{sizes}]", _elems(tensor.shape) * tensor.dtype.size, stays
+
+
+def _elems(shape: Sequence[int | None] | tf.TensorShape) -> int:
+    """Dimensions that are not known count as one."""
+    if isinstance(shape, tf.TensorShape) and shape.rank is None:
+        return 0
+    return int(np.prod([size or 1 for size in shape], dtype=np.int64))
+
+
+def _flops(op: tf.Operation) -> int:
+    branches = [_flops_of_function(op, name) for name in _functions(op.node_def)]
+    if op.type in _LOOPS:
+        # Not known is once.
+        most = tf.get_static_value(op.inputs[1])
+        return sum(branches) * max(1, int(most) if np.size(most) == 1 and most is not None else 1)
+    if branches:
+        return max(branches)
+    elems = sum(_elems(tensor.shape) for tensor in op.outputs if tensor.dtype.size)
+    if op.type in _PRODUCTS and op.inputs[-1].shape.rank:
+        # Of weights `[.., in, out]`, each output takes all but the last.
+        elems *= 2 * _elems(op.inputs[-1].shape[:-1])
+    return elems
+
+
+def _functions(node: Any) -> list[str]:
+    """Of a call, a branch or a loop: what it computes."""
+    kinds = list(node.attr.values())
+    functions = [value.func.name for value in kinds if value.WhichOneof("value") == "func"]
+    return functions + [each.name for value in kinds for each in value.list.func]
+
+
+def _flops_of_function(op: tf.Operation, name: str) -> int:
+    function = op.graph._get_function(name)
+    return 0 if function is None else sum(map(_flops, function.graph.get_operations()))
+
+
+def _variable(handle: Any) -> tuple[str, int, bool]:
+    """Its shape, its bytes, and whether it is more than the state of a random generator."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return "unknown", 0, True
+    shape, dtype = tf.TensorShape(data.shape_and_type[0].shape), tf.as_dtype(data.shape_and_type[0].dtype)
+    text = "unknown" if shape.rank is None else str(tuple(shape))
+    return text, _elems(shape) * dtype.size, not dtype.is_integer

@@ -1,0 +1,50 @@
+"""Full checkpoints in the files that Hugging Face's Trainer writes today.
+
+The Trainer saves ``model.safetensors``, and resumes a pipeline by the name of the older file, ``pytorch_model.bin``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
+from smdistributed.modelparallel.torch.checkpoint import state_dicts
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+
+_OLD, _NEW = "pytorch_model.bin", "model.safetensors"
+
+
+def safetensors_instead(file: Path) -> Path | None:
+    """The file of safetensors that is there instead of ``file``, if any."""
+    other = file.with_name(_NEW)
+    return other if file.name == _OLD and not file.is_file() and other.is_file() else None
+
+
+def read_safetensors(file: Path, model: DistributedModel) -> dict[str, Any]:
+    """Read a whole model's state. Shared tensors, which the file has under one of their names, get the others as well.
+
+    Args:
+        file: The file.
+        model: The model that knows which tensors are shared.
+
+    Raises:
+        SMPCheckpointError: The file is damaged, or the package ``safetensors`` is missing.
+    """
+    try:
+        import safetensors
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise SMPCheckpointError(f"`{file}` cannot be read: `pip install safetensors`") from error
+    try:
+        found: dict[str, Any] = load_file(file)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise SMPCheckpointError(f"`{file}` is damaged: {error}") from error
+    entries = state_dicts.model_entries(model)
+    by_tensor = {id(tensor): found[name] for name, tensor in entries.items() if name in found}
+    for name, tensor in entries.items():
+        if name not in found and id(tensor) in by_tensor:
+            found[name] = by_tensor[id(tensor)]
+    return found

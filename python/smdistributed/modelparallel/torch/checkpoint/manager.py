@@ -1,0 +1,400 @@
+"""``smp.CheckpointManager``: checkpoints in safetensors shards, of which any layout of ranks loads what any other saved.
+
+Replicas share the work: each writes its part of the rows of every large tensor. The core writes, commits, checks and reads;
+see ``rust-core/src/checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel import shares
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.saver import Content, Saver
+from smdistributed.modelparallel.torch.checkpoint import json_codec, state_dicts
+from smdistributed.modelparallel.torch.communication import allgather, together
+from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+
+_MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
+#: Python's numbers in an optimizer's state: tensors with these endings of their names.
+_NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
+_ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
+_DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+
+
+class CheckpointManager:
+    """
+    Saves and loads the wrapped model and optimizer. All ranks make one, and call its methods together.
+
+    Args:
+        path: a folder that all ranks see.
+        keep: how many checkpoints are kept, the newest; ``None``: all.
+        asynchronous: whether ``save`` returns when the state has been copied, and the rest is done meanwhile.
+        durable: whether a checkpoint is on the disk before it counts as complete. Without, it survives the death of every process,
+            but not of the machine.
+        threads: files that this rank writes at once; by default its share of the cores.
+        timeout_seconds: how long a rank waits for others.
+
+    Example:
+        with smp.CheckpointManager("checkpoints", keep=3) as manager:
+            content = manager.load() if manager.latest() is not None else {}
+            for step in range(content.get("step", 0), steps):
+                ...
+                manager.save(step + 1, {"step": step + 1})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        durable: bool = True,
+        threads: int | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        groups = state.groups
+        self.path, self.asynchronous = os.fspath(path), asynchronous
+        cores = len(os.sched_getaffinity(0)) // _core.local_size()
+        self.threads = threads or max(1, min(8, cores))
+        # Memory of copies from devices, kept from one save to the next.
+        self._pinned: dict[str, torch.Tensor] = {}
+        self._saver = Saver(
+            self.path,
+            groups.rank,
+            groups.topology.size,
+            lambda value: allgather(value, CommGroup.WORLD),
+            self.threads,
+            durable,
+            keep,
+            timeout_seconds,
+        )
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure others may never come.
+        if kind is None:
+            self.wait()
+
+    def save(self, step: int, user_content: Any = None, *, tag: str | None = None) -> None:
+        """
+        Saves model and optimizer, and what ``user_content`` is on rank 0.
+
+        Args:
+            step: the number of the training step, which orders checkpoints.
+            user_content: numbers, texts, tensors, and lists, tuples and dicts of them.
+            tag: the checkpoint's name; by default from the step.
+
+        Raises:
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. Or the save before it could not;
+                or what has the checkpoint's name is not a checkpoint of this format.
+        """
+        model = _model()
+        if not model.is_partitioned:
+            raise SMPUsageError(
+                "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
+            )
+        name = f"step-{step}" if tag is None else tag
+        self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
+
+    def _saved(self, model: Any, user_content: Any) -> Content:
+        """What this rank saves."""
+        tensors = dict(_local_tensors(model, state.optimizer))
+        text = "null"
+        if state.groups.rank == 0:
+            text = self._content(user_content, tensors)
+        if state.groups.rank_in("rdp") == 0:
+            tensors |= _extras(model)
+        copies, owned = self._on_host(tensors)
+        blocks = [_block(name, tensor, name in owned) for name, tensor in copies.items()]
+        places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
+        layout = {
+            "pp": len(state.groups.members["pp"]),
+            "tp": len(state.groups.members["tp"]),
+            "rdp": len(state.groups.members["rdp"]),
+            "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
+            "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
+        }
+        return Content(places, json.dumps(layout), text, copies)
+
+    def wait(self) -> None:
+        """
+        Waits for the save that is under way; all ranks call it.
+
+        Raises:
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
+        """
+        self._saver.wait()
+
+    def latest(self) -> str | None:
+        """
+        The name of the newest complete checkpoint, if there is one; all ranks call it.
+
+        Raises:
+            SMPCheckpointError: the folder cannot be read; the same on all ranks.
+        """
+        self.wait()
+
+        def look() -> str | None:
+            with errors.translated(_CLASSES):
+                return _core.checkpoint_newest(self.path)
+
+        what = f"the checkpoints in `{self.path}` could not be listed"
+        return together(look, CommGroup.WORLD, what, lambda newest: newest)
+
+    def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
+        """
+        Loads model and optimizer, reading what this rank holds. Before the model is divided, they are loaded when it is, and it is
+        divided as it was when it was saved, if there are as many partitions.
+
+        Args:
+            tag: which checkpoint; by default the newest.
+            strict: whether every parameter must be there.
+            load_optimizer: whether the optimizer is loaded.
+
+        Returns:
+            The user content.
+
+        Raises:
+            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged; the same on all ranks.
+        """
+        self.wait()
+        model = _model()
+        what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{self.path}` could not be loaded"
+
+        def look() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
+            with errors.translated(_CLASSES):
+                reader = _core.CheckpointReader(self.path, tag)
+                if reader.kind != "sharded":
+                    raise SMPCheckpointError(
+                        f"checkpoint `{reader.tag}` is a {reader.kind} one: `smp.resume_from_checkpoint` loads it"
+                    )
+                layout = json.loads(reader.layout)
+                found = {name: (dtype, shape) for name, dtype, shape in reader.tensors()}
+            user = json.dumps(json.loads(reader.content)["user"])
+            return reader, layout, found, json_codec.decode(user, lambda name: self._read(reader, found, [name])[name])
+
+        reader, layout, found, user = together(look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step))
+        if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
+            model.divide_as(layout["assignment"])
+        aliases = layout.get("aliases", {})
+        optimizer = state.optimizer if load_optimizer else None
+
+        def load() -> None:
+            self._load(reader, found, aliases, model, optimizer, strict)
+
+        model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+        return user
+
+    def _load(
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        aliases: Mapping[str, str],
+        model: Any,
+        optimizer: Any,
+        strict: bool,
+    ) -> None:
+        entries = state_dicts.model_entries(model)
+        local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+        stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
+        # Of all partitions, so that all ranks come to the same verdict.
+        extras = state_dicts.extra_entries(model)
+        missing = sorted(name for name in entries if stored[name] not in found)
+        missing += sorted(name for name in extras if _EXTRA + name not in found)
+        known = set(stored.values())
+        extra = sorted(name.removeprefix(_MODEL) for name in found if name.startswith(_MODEL) and name not in known)
+        if strict and (missing or extra):
+            raise SMPCheckpointError(
+                f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the model "
+                f"{state_dicts._some(extra)}"
+            )
+        targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
+        self._read(reader, found, targets, targets)
+        for name, module in state_dicts.local_extras(model).items():
+            if _EXTRA + name in found:
+                text = bytes(self._read(reader, found, [_EXTRA + name])[_EXTRA + name].tolist()).decode()
+                module.set_extra_state(json_codec.decode(text, lambda inner: self._read(reader, found, [inner])[inner]))
+        if optimizer is not None:
+            self._load_optimizer(reader, found, model, optimizer)
+
+    def _load_optimizer(
+        self, reader: Any, found: Mapping[str, tuple[str, list[int]]], model: Any, optimizer: Any
+    ) -> None:
+        groups = json.loads(reader.content).get("groups")
+        if groups is None:
+            return
+        local = state_dicts.local_optimizer(model, optimizer)
+        if len(groups) != len(local["param_groups"]):
+            raise SMPCheckpointError(
+                f"checkpoint `{reader.tag}` has {len(groups)} groups of parameters, and the optimizer {len(local['param_groups'])}"
+            )
+        mine = {name for group in local["param_groups"] for name in group["params"]}
+        wanted = {}
+        for name in found:
+            if name.startswith(_OPTIMIZER):
+                parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+                if parameter in mine:
+                    wanted[name] = (parameter, key)
+        entries: dict[str, dict[str, Any]] = {}
+        for name, tensor in self._read(reader, found, wanted).items():
+            parameter, key = wanted[name]
+            plain, mark, _ = key.partition("#")
+            entries.setdefault(parameter, {})[plain] = tensor.item() if mark else tensor
+        hyper = json_codec.decode(json.dumps(groups), _no_tensors)
+        both = [{**theirs, "params": ours["params"]} for theirs, ours in zip(hyper, local["param_groups"], strict=True)]
+        optimizer.optimizer.load_state_dict({"state": entries, "param_groups": both})
+
+    @torch.no_grad()
+    def _read(
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        names: Iterable[str],
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Reads tensors into those that are there, if they can be read into, or into new ones."""
+        tensors, copies, targets = {}, {}, []
+        for name in names:
+            if name not in found:
+                raise SMPCheckpointError(f"checkpoint `{reader.tag}` has no tensor `{name}`")
+            dtype, shape = _DTYPES[found[name][0]], found[name][1]
+            tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
+            if list(tensor.shape) != list(shape):
+                raise SMPCheckpointError(
+                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(tensor.shape)} in the model"
+                )
+            tensors[name] = tensor
+            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != dtype:
+                copies[name] = tensor
+                tensor = torch.empty(shape, dtype=dtype)
+                tensors[name] = tensor
+            targets.append((name, [0] * len(shape), shape, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        with errors.translated(_CLASSES):
+            reader.read(targets, self.threads)
+        for name, target in copies.items():
+            target.copy_(tensors[name])
+            tensors[name] = target
+        return tensors
+
+    def _content(self, user_content: Any, tensors: dict[str, torch.Tensor]) -> str:
+        def keep(tensor: torch.Tensor) -> str:
+            name = f"{_USER}{sum(name.startswith(_USER) for name in tensors)}"
+            tensors[name] = tensor.detach()
+            return name
+
+        user = json.loads(json_codec.encode(user_content, keep))
+        groups = None
+        if state.optimizer is not None:
+            hyper = [
+                {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                for group in state.optimizer.optimizer.param_groups
+            ]
+            groups = json.loads(json_codec.encode(hyper, _no_tensors_kept))
+        return json.dumps({"user": user, "groups": groups})
+
+    def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is copied here, and the
+        core, which would copy what the training changes, leaves it as it is: one copy of each is in host memory while it is written."""
+        copies, owned, waits = {}, set(), False
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _ELEMENTS:
+                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint does not take")
+            if tensor.device.type == "cpu":
+                copies[name] = tensor.contiguous()
+                if copies[name] is not tensor and copies[name].data_ptr() != tensor.data_ptr():
+                    owned.add(name)
+                continue
+            kept = self._pinned.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            kept.copy_(tensor, non_blocking=True)
+            copies[name], waits = kept, True
+            owned.add(name)
+        if waits:
+            torch.cuda.synchronize()
+        return copies, owned
+
+
+def _model() -> Any:
+    if state.model is None:
+        raise SMPUsageError("there is no `smp.DistributedModel` whose state could be saved or loaded")
+    return state.model
+
+
+def _aliases(model: Any) -> dict[str, str]:
+    """Further names of shared tensors, with the first."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in state_dicts.model_entries(model).items():
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """What this rank holds; the same, in the same order, on all replicas."""
+    aliases = _aliases(model)
+    for name, tensor in state_dicts.model_entries(model).items():
+        if not isinstance(tensor, Absent) and name not in aliases:
+            yield _MODEL + name, tensor.detach()
+    if optimizer is None:
+        return
+    for parameter, entry in state_dicts.local_optimizer(model, optimizer)["state"].items():
+        for key, value in entry.items():
+            name = f"{_OPTIMIZER}{parameter}/{key}"
+            if isinstance(value, torch.Tensor):
+                yield name, value.detach()
+            elif type(value) in _NUMBERS:
+                ending, dtype = _NUMBERS[type(value)]
+                yield name + ending, torch.tensor(value, dtype=dtype)
+            elif value is not None:
+                raise SMPCheckpointError(
+                    f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and numbers"
+                )
+
+
+def _extras(model: Any) -> dict[str, torch.Tensor]:
+    """What modules of this rank hold beside tensors: each as the bytes of a text, and the tensors in it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in state_dicts.local_extras(model).items():
+
+        def keep(tensor: torch.Tensor, name: str = name) -> str:
+            inner = f"{_EXTRA}{name}/{len(tensors)}"
+            tensors[inner] = tensor.detach()
+            return inner
+
+        text = json_codec.encode(module.get_extra_state(), keep, name)
+        tensors[_EXTRA + name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return tensors
+
+
+def _block(name: str, tensor: torch.Tensor, is_owned: bool) -> shares.Block:
+    # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other sizes.
+    is_shared = not name.startswith((_USER, _EXTRA))
+    shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
+    return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared, is_owned)
+
+
+def _no_tensors(name: str) -> torch.Tensor:
+    raise SMPCheckpointError(f"the optimizer's groups name a tensor, `{name}`")
+
+
+def _no_tensors_kept(tensor: torch.Tensor) -> str:
+    raise SMPCheckpointError("the optimizer's groups hold a tensor: expected numbers, as of the learning rate")

@@ -1,0 +1,432 @@
+"""``smp.save``, ``smp.load``, ``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``: the documented files, which plain
+``torch.load`` reads without executing anything, and the sharded format of :class:`CheckpointManager`.
+
+All ranks write into a hidden folder of the core's, which gives it its name when it is complete (``rust-core/src/checkpoint``): what has a name
+is complete, and nothing but checkpoints of this library is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel import shares
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPValidationError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.checkpoint import hugging_face, state_dicts, torch_files
+from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager
+from smdistributed.modelparallel.torch.communication import together
+from smdistributed.modelparallel.torch.state import state
+
+_NEWEST = "newest"
+_PARTIAL = "_partial"
+#: How long a rank waits for the folder of rank 0, which is there when all ranks begin to look for it.
+_FOLDER_SECONDS = 60.0
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+
+
+def save(
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+    pickel_module: Any = None,
+) -> None:
+    """
+    ``torch.save``, to a file of this rank or, with ``partial=False``, to ``f`` itself.
+
+    Args:
+        obj: what is saved.
+        f: path; a partial file has the rank in its name.
+        v3: whether the replica is in the name as well, for sharded states.
+    """
+    if not isinstance(f, str):
+        raise SMPValidationError(f"the file is a {type(f).__name__}: expected a path as str")
+    path = Path(_own_file(f, v3) if partial else f)
+    torch_files.put(obj, path, pickle_module=pickel_module or pickle_module, pickle_protocol=pickle_protocol)
+
+
+def load(
+    f: str, map_location: Any = None, pickle_module: Any = pickle, partial: bool = True, **pickle_load_args: Any
+) -> Any:
+    """
+    ``torch.load``, of this rank's file or, with ``partial=False``, of ``f`` itself. Nothing in the file is executed, unless
+    ``weights_only=False`` is given.
+
+    Raises:
+        SMPCheckpointError: the file is missing, or holds what would have to be executed.
+    """
+    pickle_load_args.pop("back_compat", None)
+    if pickle_load_args.get("weights_only") is False:
+        pickle_load_args["pickle_module"] = pickle_module
+    if not partial:
+        return torch_files.get(Path(f), map_location, **pickle_load_args)
+    # Then earlier names, and those of sharded states.
+    names = [_own_file(f, False), f"{f}_{_rank_info(False)}", f"{f}_{_rank('mp')}", _own_file(f, True)]
+    for name in dict.fromkeys(names):
+        if Path(name).exists():
+            return torch_files.get(Path(name), map_location, **pickle_load_args)
+    raise SMPCheckpointError(f"`{names[0]}` is missing: rank {state.groups.rank} has no file of its own")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+    format: str = "torch",
+) -> None:
+    """
+    Saves a checkpoint; all ranks call it.
+
+    Args:
+        path: a folder that all ranks see; made if it is not there.
+        tag: name; of a partial checkpoint ``path/{tag}_partial``, of a full one ``path/{tag}``.
+        partial: a file of each rank, or one of the whole model, without the optimizer.
+        model, optimizer: the wrapped ones.
+        user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads only where the caller
+            allows them; the sharded format refuses them.
+        translate_if_full: accepted; models keep their own names, so there is nothing to translate.
+        num_kept_partial_checkpoints: remove the oldest partial ones beyond that.
+        format: ``"torch"``, or ``"sharded"``: that of :class:`CheckpointManager`, at ``path/{tag}``.
+
+    Raises:
+        SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. ``tag`` is no name, or something that is not
+            a checkpoint of the same kind, written by this library, has it: nothing is changed then.
+    """
+    del translate_if_full
+    if format not in ("torch", "sharded"):
+        raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
+    root = Path(path)
+    if format == "sharded":
+        manager = CheckpointManager(root, keep=num_kept_partial_checkpoints, asynchronous=False)
+        # Steps order checkpoints; these have names only.
+        manager.save(_next_step(root), user_content, tag=tag)
+        return
+    if partial:
+        _save_partial(root, tag, model, optimizer, user_content, num_kept_partial_checkpoints)
+    else:
+        _save_full(root, tag, model, user_content)
+
+
+def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content: Any, keep: int | None) -> None:
+    groups = state.groups
+
+    def write(folder: Path) -> list[str]:
+        files: dict[str, Any] = {}
+        if groups.rank_in("rdp") == 0:
+            info = _rank_info(False)
+            if model is not None:
+                files[f"model_{info}.pt"] = model.local_state_dict()
+            if optimizer is not None:
+                files[f"optimizer_{info}.pt"] = optimizer.local_state_dict()
+        if groups.rank == 0:
+            if model is not None:
+                assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
+                files["partition.pt"] = {"partitions": len(groups.members["pp"]), "assignment": assignment}
+            if user_content is not None:
+                files["user_content.pt"] = user_content
+        for name, content in files.items():
+            torch.save(content, folder / name)
+        if "user_content.pt" in files:
+            torch_files.warn_of_classes(folder / "user_content.pt")
+        return list(files)
+
+    _save_files(root, _partial_name(tag), "partial", write, keep)
+
+
+def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
+    groups = state.groups
+
+    def write(folder: Path) -> list[str]:
+        # A replica gathers its state, and all of its ranks succeed or fail in that.
+        whole = model.state_dict(gather_to_rank0=True) if groups.rank_in("rdp") == 0 and model is not None else None
+        if groups.rank == 0:
+            if whole is not None:
+                torch.save(whole, folder / "model")
+            if user_content is not None:
+                torch.save(user_content, folder / "user_content")
+                torch_files.warn_of_classes(folder / "user_content")
+        return []
+
+    _save_files(root, tag, "full", write, None)
+
+
+def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[str]], keep: int | None) -> None:
+    """Has all ranks write a checkpoint's files into one folder, and gives it its name.
+
+    Args:
+        write: Writes this rank's files into a folder, and returns their names.
+        keep: Of this kind, so many checkpoints stay; ``None`` for all.
+
+    Raises:
+        SMPCheckpointError: It could not be written, here or on another rank; the same on all ranks.
+    """
+    rank, world = state.groups.rank, state.groups.topology.size
+    what = f"checkpoint {tag!r} could not be written to `{root}`"
+    number = shares.attempt()
+    attempts: list[Any] = []
+
+    def open_attempt() -> None:
+        with errors.translated(_CLASSES):
+            attempts.append(
+                _core.CheckpointAttempt(os.fspath(root), tag, kind, number, rank, world, True, _FOLDER_SECONDS)
+            )
+
+    def begin() -> None:
+        _check_tag(tag)
+        if rank == 0:
+            open_attempt()
+
+    def join() -> None:
+        if rank > 0:
+            open_attempt()
+
+    def fill() -> None:
+        names = write(Path(attempts[0].folder))
+        with errors.translated(_CLASSES):
+            attempts[0].report(names)
+
+    def commit() -> None:
+        if rank == 0:
+            with errors.translated(_CLASSES):
+                attempts[0].commit(keep)
+
+    try:
+        together(begin, CommGroup.WORLD, what, lambda _: {"tag": tag, "kind": kind, "attempt": number})
+        for do in (join, fill, commit):
+            together(do, CommGroup.WORLD, what)
+    except SMPCheckpointError:
+        # All ranks have ended what they did. What cannot be taken away now, the next save takes away.
+        for attempt in attempts:
+            with contextlib.suppress(errors.SmdistributedError):
+                attempt.discard()
+        raise
+    attempts[0].leave()
+
+
+def _check_tag(tag: Any) -> None:
+    if not isinstance(tag, str):
+        raise SMPCheckpointError(f"the tag is a {type(tag).__name__}: expected a str")
+    with errors.translated(_CLASSES):
+        _core.checkpoint_check_tag(tag)
+
+
+def _partial_name(tag: str) -> str:
+    return tag if not isinstance(tag, str) or tag in ("", _NEWEST) else tag.removesuffix(_PARTIAL) + _PARTIAL
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    load_optimizer_states: bool | None = None,
+    safe_globals: Sequence[Any] = (),
+    weights_only: bool = True,
+) -> Any:
+    """
+    Loads what :func:`save_checkpoint` saved, in either format, into the wrapped model and optimizer; all ranks call it.
+
+    Before the model is divided, it is loaded when it is, and divided as the checkpoint was, if there are as many partitions.
+    With another number, each rank takes what it holds from the files of all.
+
+    Args:
+        tag: which, with or without ``_partial``; by default the newest partial or sharded one.
+        partial: whether a partial or a full one is meant, where both have the name.
+        strict: whether every parameter must be there.
+        load_optimizer: whether the optimizer is loaded; full checkpoints have none.
+        load_sharded_optimizer_state: accepted; of sharded data parallelism, which is not there yet.
+        translate_function: applied to the dict of a full checkpoint.
+        load_optimizer_states: an earlier name of ``load_optimizer``.
+        safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by itself, as
+            ``torch.serialization.safe_globals`` takes them.
+        weights_only: ``False`` executes whatever the user content holds: for files that the caller trusts.
+
+    Returns:
+        The user content; ``{}`` if there is none.
+
+    Raises:
+        SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed; the same on all ranks.
+    """
+    del load_sharded_optimizer_state
+    if load_optimizer_states is not None:
+        load_optimizer = load_optimizer_states
+    root = Path(path)
+    what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{root}` could not be loaded"
+    model, optimizer = state.model, state.optimizer if load_optimizer else None
+    tag, kind, folder = together(lambda: _find(root, tag, partial), CommGroup.WORLD, what, lambda found: found[:2])
+
+    def read_content(place: Path) -> Any:
+        with torch.serialization.safe_globals(list(safe_globals)):
+            return torch_files.get(place, weights_only=weights_only)
+
+    if kind == "sharded":
+        manager = CheckpointManager(root)
+        found = manager.load(tag, strict=strict, load_optimizer=load_optimizer)
+        return {} if found is None else found
+    if kind == "partial":
+        return _resume_partial(Path(folder), model, optimizer, strict, what, read_content)
+
+    def read() -> tuple[Any, Any]:
+        with errors.translated(_CLASSES):
+            other = hugging_face.safetensors_instead(root / tag)
+            if other is None:
+                _core.checkpoint_verify_file(os.fspath(root / tag))
+            content = _core.checkpoint_content(os.fspath(root), tag)
+            if content is not None:
+                _core.checkpoint_verify_file(content)
+        whole = None
+        if model is not None:
+            whole = torch_files.get(root / tag) if other is None else hugging_face.read_safetensors(other, model)
+            whole = dict(translate_function(whole) if translate_function else whole)
+        return whole, {} if content is None else read_content(Path(content))
+
+    whole, content = together(read, CommGroup.WORLD, what)
+
+    def load() -> None:
+        state_dicts.load_model(model, whole, strict, False)
+
+    if model is not None:
+        model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+    return content
+
+
+def _find(root: Path, tag: str | None, partial: bool) -> tuple[str, str, str]:
+    """The name of the checkpoint that is meant, what it consists of, and its folder."""
+    if tag is None:
+        newest = root / _NEWEST
+        if not newest.exists():
+            raise SMPCheckpointError(
+                f"`{newest}` is missing: there is no complete partial checkpoint; pass the `tag` of a full one"
+            )
+        tag = newest.read_text().strip()
+    _check_tag(tag)
+    with errors.translated(_CLASSES):
+        sharded = _core.checkpoint_folder(os.fspath(root), tag)
+        folder = _core.checkpoint_folder(os.fspath(root), _partial_name(tag))
+        manifest = os.path.join(sharded, "manifest.json")
+        if os.path.exists(manifest) and _core.CheckpointReader(os.fspath(root), tag).kind == "sharded":
+            return tag, "sharded", sharded
+    if (partial or tag.endswith(_PARTIAL)) and os.path.isdir(folder):
+        return tag, "partial", folder
+    if hugging_face.safetensors_instead(root / tag) is None and not (root / tag).is_file():
+        raise SMPCheckpointError(f"neither `{folder}` nor `{root / tag}` is there")
+    return tag, "full", os.fspath(root)
+
+
+def _resume_partial(
+    folder: Path, model: Any, optimizer: Any, strict: bool, what: str, read_content: Callable[[Path], Any]
+) -> Any:
+    def look() -> tuple[Any, Any]:
+        _check_files(folder, ["partition.pt", "user_content.pt"])
+        saved = None if model is None else torch_files.get(folder / "partition.pt")
+        content = folder / "user_content.pt"
+        return saved, read_content(content) if content.exists() else {}
+
+    saved, content = together(look, CommGroup.WORLD, what)
+    if model is None:
+        return content
+    alike = saved["partitions"] == len(state.groups.members["pp"])
+    if alike and not model.is_partitioned:
+        model.divide_as(saved["assignment"])
+    elif alike:
+        alike = all(model.partition_of(path) == at for path, at in saved["assignment"].items())
+    tp = _rank("tp")
+    mine = [_rank("pp")] if alike else list(range(saved["partitions"]))
+    models = [f"model_{pp}_{tp}.pt" for pp in mine]
+    optimizers = [f"optimizer_{pp}_{tp}.pt" for pp in mine]
+
+    def read() -> tuple[dict[str, Any], list[Any]]:
+        entries: dict[str, Any] = {}
+        _check_files(folder, models)
+        for name in models:
+            entries.update(torch_files.get(folder / name))
+        entries.pop(state_dicts.PARTIAL, None)
+        if optimizer is None or not _has_any(folder, saved["partitions"], tp):
+            return entries, []
+        _check_files(folder, optimizers)
+        return entries, [torch_files.get(folder / name) for name in optimizers]
+
+    entries, parts = together(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
+
+    def load() -> None:
+        # Strict about the whole; of one partition's file nothing can be said of the others.
+        state_dicts.load_model(model, entries, strict, True)
+
+    def load_optimizer() -> None:
+        state_dicts.load_optimizer(model, optimizer, state_dicts.merge_optimizers(model, parts))
+
+    model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+    if parts:
+        model.when_partitioned(lambda: together(load_optimizer, CommGroup.WORLD, what))
+    return content
+
+
+def _has_any(folder: Path, partitions: int, tp: int) -> bool:
+    """Whether the optimizer was saved: a rank whose file alone is missing is an error, and not that of a checkpoint without an optimizer."""
+    return any((folder / f"optimizer_{pp}_{tp}.pt").exists() for pp in range(partitions)) or any(
+        name.startswith("optimizer_") for name in _listed(folder)
+    )
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that a checkpoint's manifest lists; none if another program wrote it."""
+    with contextlib.suppress(FileNotFoundError):
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        return [file["name"] for file in manifest["manifest"]["files"]]
+    return []
+
+
+def _check_files(folder: Path, names: list[str]) -> None:
+    """Compares files with their checksums, as far as there are any."""
+    listed = _listed(folder)
+    with errors.translated(_CLASSES):
+        if listed:
+            reader = _core.CheckpointReader(os.fspath(folder.parent), folder.name)
+            reader.check_files([name for name in names if name in listed])
+
+
+def _rank(group: str) -> int:
+    return state.groups.rank_in(group)
+
+
+def _own_file(f: str, replica: bool) -> str:
+    """The partial file of this rank."""
+    without_tensor_parallelism = len(state.groups.members["tp"]) == 1 and not replica
+    return f"{f}_{_rank('mp')}" if without_tensor_parallelism else f"{f}_{_rank_info(replica)}"
+
+
+def _rank_info(replica: bool) -> str:
+    """The rank in the name of a partial file."""
+    if replica:
+        return f"{_rank('pp')}_{_rank('tp')}_{_rank('rdp')}"
+    return f"{_rank('pp')}_{_rank('tp')}"
+
+
+def _next_step(root: Path) -> int:
+    def look() -> int:
+        with errors.translated(_CLASSES):
+            found = _core.checkpoint_list(os.fspath(root)) if root.is_dir() else []
+        return found[-1][0] + 1 if found else 0
+
+    # Nobody saves until all have looked.
+    return together(look, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed", lambda step: step)

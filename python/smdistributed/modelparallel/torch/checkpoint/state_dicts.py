@@ -1,0 +1,287 @@
+"""States of models and optimizers: of one rank, gathered from all partitions, and back.
+
+The state of an optimizer names parameters where torch's own counts them, so that it does not matter which rank has which.
+torch's ``Optimizer.load_state_dict`` takes it as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.communication import gather_on_host, together
+from smdistributed.modelparallel.torch.partition.materialize import inside_first
+from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+
+#: Whether a dict is of one rank, or of the whole model.
+PARTIAL = "_smp_is_partial"
+
+
+def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+    """Every name of ``state_dict`` with its tensor, or with the module that has a state beside its tensors."""
+    for path, module in model.module.named_modules(remove_duplicate=False):
+        _refuse_own_ways(path, module)
+        prefix = f"{path}." if path else ""
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                yield prefix + name, tensor
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, tensor
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", module
+
+
+def _refuse_own_ways(path: str, module: nn.Module) -> None:
+    """Refuses what makes its part of a state by code of its own, which nobody would call."""
+    ways = [
+        way
+        for way in ("state_dict", "_save_to_state_dict")
+        if getattr(type(module), way) is not getattr(nn.Module, way)
+    ]
+    # PyTorch's own hooks only mark versions.
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    ways += ["a hook" for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.")]
+    if ways:
+        raise SMPUnsupportedError(
+            f"`{path or type(module).__name__}` makes its state in its own way ({ways[0]}), and the states of a "
+            "`smp.DistributedModel` hold parameters, buffers and what `get_extra_state` returns: return it there"
+        )
+
+
+def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
+    """Every tensor of ``state_dict`` by its name, :class:`Absent` on other ranks; shared ones under each of their names."""
+    return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
+
+
+def extra_entries(model: DistributedModel) -> dict[str, nn.Module]:
+    """Every module with a state beside its tensors, by that state's name in ``state_dict``."""
+    return {name: entry for name, entry in _entries(model) if isinstance(entry, nn.Module)}
+
+
+def local_extras(model: DistributedModel) -> dict[str, nn.Module]:
+    """Those of this rank."""
+    here = state.groups.rank_in("pp")
+    return {name: module for name, module in extra_entries(model).items() if model.placement.of(module) == here}
+
+
+def local_model(model: DistributedModel) -> dict[str, Any]:
+    """What this rank holds."""
+    if not model.is_partitioned:
+        return {**_own(model), PARTIAL: True}
+    found: dict[str, Any] = {
+        name: tensor.detach() for name, tensor in model_entries(model).items() if not isinstance(tensor, Absent)
+    }
+    extras = {name: module.get_extra_state() for name, module in local_extras(model).items()}
+    return {**found, **extras, PARTIAL: True}
+
+
+def _own(model: DistributedModel) -> dict[str, Any]:
+    """Before the division, when every rank has all."""
+    return {
+        name: entry.detach() if isinstance(entry, torch.Tensor) else entry.get_extra_state()
+        for name, entry in _entries(model)
+    }
+
+
+def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
+    """What all ranks of a pipeline hold, in host memory, on each of them, or on the first one only."""
+    if not model.is_partitioned:
+        return _own(model)
+    parts = gather_on_host(lambda: local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
+    merged = {name: entry for part in parts for name, entry in part.items()}
+    return {name: merged[name] for name, _ in _entries(model)} if parts else {}
+
+
+class _Report(NamedTuple):
+    """How loading went on one rank: names that its part of the model wants and the state has not, and those that the state has
+    and no part wants, each before hooks saw them and after; and what else does not fit."""
+
+    missing_before: list[str]
+    missing: list[str]
+    unexpected_before: list[str]
+    unexpected: list[str]
+    troubles: list[str]
+
+
+def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
+    """Takes what this rank holds from a full dict, or from the partial ones of all ranks. All ranks of a pipeline call it, and
+    come to the same verdict, after what fits has been taken.
+
+    Raises:
+        SMPCheckpointError: a shape does not fit, something is missing or unknown and ``strict``, or a hook or
+            ``set_extra_state`` failed; on any of them.
+    """
+    found = dict(found)
+    what = "the state could not be loaded"
+    if found.pop(PARTIAL, False) and not same_partition_load:
+        parts = gather_on_host(lambda: found, CommGroup.PP_GROUP, what=what)
+        found = {name: tensor for part in parts for name, tensor in part.items()}
+    reports: list[_Report] = gather_on_host(
+        lambda: _load_local(model, found, strict, same_partition_load), CommGroup.PP_GROUP, what=what
+    )
+    missing = _left([(report.missing_before, report.missing) for report in reports])
+    unexpected = _left([(report.unexpected_before, report.unexpected) for report in reports])
+    troubles = list(dict.fromkeys(trouble for report in reports for trouble in report.troubles))
+    if strict and (missing or unexpected):
+        troubles.append(f"missing {_some(missing)}; not in the model {_some(unexpected)}")
+    if troubles:
+        raise SMPCheckpointError(f"the state does not fit the model: {'; '.join(troubles)}")
+
+
+def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
+    """What hooks have left of names, on whichever rank: a module's hooks run where it is, and may know better than all others."""
+    excused = {name for before, after in reports for name in set(before) - set(after)}
+    return sorted({name for _, after in reports for name in after} - excused)
+
+
+@torch.no_grad()
+def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, same_partition_load: bool) -> _Report:
+    """In the order of torch's ``load_state_dict``: hooks before, values, hooks after, which may change what is missing."""
+    entries, extras = model_entries(model), local_extras(model)
+    local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+    here = state.groups.rank_in("pp")
+    missing: list[str] = []
+    unexpected: list[str] = []
+    troubles: list[str] = []
+    # Modules may know other names for what they hold.
+    for path, module in model.module.named_modules(remove_duplicate=False):
+        if model.placement.of(module) == here or not same_partition_load:
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(found, f"{path}." if path else "", {}, strict, missing, unexpected, troubles)
+    known = entries.keys() | extra_entries(model).keys()
+    wanted = local.keys() | extras.keys() if same_partition_load else known
+    missing += sorted(wanted - found.keys() - set(missing))
+    unexpected += sorted(found.keys() - known - set(unexpected))
+    before = list(missing), list(unexpected)
+    for name, tensor in local.items():
+        if name not in found:
+            continue
+        if found[name].shape == tensor.shape:
+            tensor.copy_(found[name])
+        else:
+            troubles.append(
+                f"`{name}` has the shape {list(found[name].shape)} in the state and {list(tensor.shape)} in the model"
+            )
+    for name, module in extras.items():
+        if name in found:
+            module.set_extra_state(found[name])
+    for module in inside_first(model.module):
+        if model.placement.of(module) == here:
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys(missing, unexpected))
+    return _Report(before[0], missing, before[1], unexpected, troubles)
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(f"`{name}`" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def parameter_names(model: DistributedModel) -> list[str]:
+    """Names of all parameters, each once, in the model's order."""
+    return [name for name, _ in model.module.named_parameters()]
+
+
+def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """State and groups of this rank's parameters, by name."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise SMPCheckpointError("the optimizer has parameters that are not the model's")
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in inner.param_groups]
+    entries = {names[id(parameter)]: dict(content) for parameter, content in inner.state.items()}
+    return {"state": entries, "param_groups": groups, PARTIAL: True}
+
+
+def merge_optimizers(model: DistributedModel, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole state of partial ones."""
+    order = {name: at for at, name in enumerate(parameter_names(model))}
+    entries = {name: content for part in parts for name, content in part["state"].items()}
+    groups = []
+    for index, group in enumerate(parts[0]["param_groups"]):
+        # By the names here, those that the script gave its optimizer, if it did.
+        given: dict[str, str] = {}
+        for part in parts:
+            theirs = part["param_groups"][index]
+            given.update(zip(theirs["params"], theirs.get("param_names", theirs["params"]), strict=True))
+        names = sorted(given, key=lambda name: order.get(name, len(order)))
+        script_names = {"param_names": [given[name] for name in names]} if "param_names" in group else {}
+        groups.append({**group, "params": names, **script_names})
+    return {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
+
+
+def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """What all ranks of a pipeline have, in host memory."""
+    return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), CommGroup.PP_GROUP))
+
+
+def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
+    """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks. All ranks of a pipeline call it, and
+    come to the same verdict.
+
+    Raises:
+        SMPCheckpointError: The state does not fit the optimizer, on any of them.
+    """
+    what = "the state of the optimizer could not be loaded"
+    if found.get(PARTIAL):
+        theirs = found
+        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), CommGroup.PP_GROUP, what=what))
+    whole, inner = found, optimizer.optimizer
+
+    def are_counted() -> bool:
+        if len(whole["param_groups"]) != len(inner.param_groups):
+            raise SMPCheckpointError(
+                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer {len(inner.param_groups)}"
+            )
+        ids = [each for group in whole["param_groups"] for each in group["params"]]
+        return bool(ids) and isinstance(ids[0], int)
+
+    counted = None
+    if together(are_counted, CommGroup.PP_GROUP, what, lambda result: result):
+        # One of torch's own, which counts parameters in the order of its groups.
+        parts = gather_on_host(lambda: {**local_optimizer(model, optimizer), "state": {}}, CommGroup.PP_GROUP)
+        counted = merge_optimizers(model, parts)["param_groups"]
+    together(lambda: _load_optimizer(model, optimizer, whole, counted), CommGroup.PP_GROUP, what)
+
+
+def _load_optimizer(
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    found: Mapping[str, Any],
+    counted: list[dict[str, Any]] | None,
+) -> None:
+    """Takes what this rank's parameters have; ``counted`` are the groups of all ranks, if the state counts parameters."""
+    ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
+    names = {name: name for name in ids}
+    if counted is not None:
+        sizes = [len(group["params"]) for group in found["param_groups"]]
+        if sizes != [len(group["params"]) for group in counted]:
+            raise SMPCheckpointError(
+                f"the state's groups have {sizes} parameters, and the optimizer's {[len(group['params']) for group in counted]}"
+            )
+        names = dict(zip(ids, (name for group in counted for name in group["params"]), strict=True))
+    entries = {names[key]: content for key, content in found["state"].items()}
+    local = local_optimizer(model, optimizer)
+    groups = [
+        {key: value for key, value in theirs.items() if key != "param_names"}
+        | {key: ours[key] for key in ("params", "param_names") if key in ours}
+        for theirs, ours in zip(found["param_groups"], local["param_groups"], strict=True)
+    ]
+    here = list(itertools.chain.from_iterable(group["params"] for group in groups))
+    state_here = {name: entries[name] for name in here if name in entries}
+    optimizer.optimizer.load_state_dict({"state": state_here, "param_groups": groups})

@@ -1,0 +1,1 @@
+"""Assignment of modules to partitions, and the parameters that a rank keeps."""

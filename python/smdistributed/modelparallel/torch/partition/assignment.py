@@ -1,0 +1,107 @@
+"""Which module lies on which partition: by hand, from a file, or by the core from a trace of the model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from smdistributed import _core
+from smdistributed.modelparallel import partition_file
+from smdistributed.modelparallel.torch.partition import cost_model, cost_trace
+
+
+def auto_partition(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    config: Any,
+    manual: dict[str, int],
+    *,
+    measure_times: bool = False,
+) -> dict[str, int]:
+    """
+    The partition of every module.
+
+    All ranks come to the same result if they call with the same model and the same shapes, unless times are measured:
+    then one rank must decide for all.
+
+    Args:
+        args, kwargs: of one microbatch, as `module` is called in the step.
+        config: the active configuration (`partitions`, `memory_weight`, `auto_partition`, ...).
+        manual: partitions that the script chose, by module path. They count if `auto_partition` is off.
+        measure_times: balance measured times instead of estimates.
+
+    Returns:
+        Module path (empty for the model itself) to partition.
+
+    Raises:
+        ValueError: if modules that share a parameter were put on different partitions, or a partition does not exist.
+    """
+    partitions = config.partitions
+    if getattr(config, "load_partition", None) and getattr(config, "partition_file", None):
+        return load(module, config.partition_file, partitions)
+    if not config.auto_partition:
+        return by_hand(module, manual, config.default_partition, partitions)
+    if partitions == 1:
+        return {path: 0 for path, _ in module.named_modules()}
+    return _automatic(module, args, kwargs, config, measure_times)
+
+
+def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:
+    """What the script chose: for a module without a choice that of the nearest module above it, else the default."""
+    found: dict[str, int] = {}
+    for path, _ in module.named_modules():
+        above = path.rpartition(".")[0]
+        found[path] = manual.get(path, found[above] if path else default)
+        if not 0 <= found[path] < partitions:
+            raise ValueError(f"module `{path}` is put on partition {found[path]}, but there are {partitions}")
+    tree = cost_trace.structure(module)
+    for tie in tree.ties:
+        names = [tree.modules[at].path for at in tie]
+        places = {name: found[name] for name in names}
+        if len(set(places.values())) > 1:
+            text = ", ".join(f"`{name}` on {place}" for name, place in places.items())
+            raise ValueError(f"modules that share a parameter lie on different partitions: {text}")
+    return found
+
+
+def _automatic(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], config: Any, measure_times: bool
+) -> dict[str, int]:
+    tree = None
+    if not config.skip_tracing:
+        try:
+            tree = cost_trace.trace(module, args, kwargs, measure_times=measure_times)
+        except cost_trace.TraceError as error:
+            warnings.warn(
+                f"the model could not be traced, so that its partition goes by parameters alone: {error}", stacklevel=2
+            )
+    tree = tree or cost_trace.structure(module)
+    tree.place_ties()
+    assignment, table, _ = _core.partition_modules(
+        tree.modules,
+        tree.values,
+        tree.tasks,
+        tree.ties,
+        partitions=config.partitions,
+        memory_weight=config.memory_weight,
+        microbatches=config.microbatches,
+        active_microbatches=config.active_microbatches,
+        schedule=config.pipeline,
+        link_nanoseconds=cost_model.LINK_NANOSECONDS,
+        link_bytes_per_nanosecond=cost_model.LINK_BYTES_PER_NANOSECOND,
+    )
+    partition_file.tell(table)
+    return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}
+
+
+def load(module: nn.Module, file: str, partitions: int) -> dict[str, int]:
+    """Reads a partition file; modules that it does not name are where the module above them is."""
+    listed = partition_file.read(file, partitions)
+    paths = {path for path, _ in module.named_modules()}
+    unknown = sorted(set(listed) - paths)
+    if unknown:
+        raise ValueError(f"`{file}` names modules that the model does not have: {', '.join(unknown[:5])}")
+    return by_hand(module, listed, 0, partitions)

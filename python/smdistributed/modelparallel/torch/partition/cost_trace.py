@@ -1,0 +1,479 @@
+"""What each module of a model costs: one forward pass over fake tensors (shapes without memory), in which every operation is
+seen and counted for the module that it belongs to.
+
+An operation belongs to the module whose parameter it takes, else to the module in whose forward it runs, else, where
+it is glue between modules, to the module that made its newest operand. So does execution place them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from smdistributed.modelparallel.torch import pytree as structures
+from smdistributed.modelparallel.torch.partition import cost_model
+from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.metadata import Outcomes, UnknownOutcomeError
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+
+# A backward computes the gradients of inputs and of parameters, each about as much as the forward.
+FORWARDS_A_MICROBATCH = 3
+# A gradient, and two moments as Adam keeps them.
+STATE_BYTES_PER_PARAMETER_BYTE = 3
+
+
+@dataclass
+class ModuleCost:
+    """A module's own costs, without those of the modules below it. See the core's `partition::ModuleCost`."""
+
+    path: str
+    parent: int | None
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    activation_bytes: int = 0
+    time: int = 0
+    first_run: int | None = None
+    follows: int | None = None
+
+    @property
+    def costs_something(self) -> bool:
+        """Whether it counts in any column."""
+        return bool(self.parameter_bytes or self.state_bytes or self.activation_bytes or self.time)
+
+
+@dataclass
+class Trace:
+    """A model's cost tree: modules, values between them as (maker, takers, bytes), what modules cost the host that are taken
+    apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
+
+    modules: list[ModuleCost]
+    values: list[tuple[int, list[int], int]] = field(default_factory=list)
+    tasks: list[tuple[int, int, int]] = field(default_factory=list)
+    ties: list[list[int]] = field(default_factory=list)
+
+    def place_ties(self) -> None:
+        """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core only places
+        those that cost something. So it is without a forward, where the shared parameter counts for the first module alone, and
+        where a forward uses the parameter under one of its names only."""
+        has_place = {at for maker, takers, _ in self.values for at in (maker, *takers)} | {
+            at for _, at, _ in self.tasks
+        }
+        for tie in self.ties:
+            first = next((at for at in tie if self.modules[at].costs_something or at in has_place), None)
+            for at in tie:
+                module = self.modules[at]
+                if first is not None and not module.costs_something and at not in has_place:
+                    module.follows = first
+
+
+class TraceError(RuntimeError):
+    """The forward cannot run on fake tensors."""
+
+
+def structure(module: nn.Module) -> Trace:
+    """What is known without a forward: modules, their parameters, and who shares them."""
+    index: dict[nn.Module, int] = {}
+    modules: list[ModuleCost] = []
+    for path, part in module.named_modules():
+        index[part] = len(modules)
+        modules.append(ModuleCost(path, None))
+    for part, at in index.items():
+        for child in part.children():
+            # Of several parents the first in the order of `named_modules` gives the module its path.
+            if index[child] > at and modules[index[child]].parent is None:
+                modules[index[child]].parent = at
+    trace = Trace(modules)
+    owners: dict[int, list[int]] = {}
+    for part, at in index.items():
+        for tensor, trained in [
+            *((p, p.requires_grad) for p in part._parameters.values() if p is not None),
+            *((b, False) for b in part._buffers.values() if b is not None),
+        ]:
+            known = owners.setdefault(id(tensor), [])
+            if not known:
+                size = tensor.numel() * tensor.element_size()
+                modules[at].parameter_bytes += size
+                modules[at].state_bytes += STATE_BYTES_PER_PARAMETER_BYTE * size * trained
+            known.append(at)
+    trace.ties = [sorted(set(known)) for known in owners.values() if len(set(known)) > 1]
+    return trace
+
+
+def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_times: bool = False) -> Trace:
+    """
+    Runs one forward of `module` on the arguments of a microbatch.
+
+    Args:
+        module: with or without materialized parameters; its parameters and buffers are left as they are.
+        measure_times: run on real tensors, and take the time of each operation instead of an estimate from its
+            FLOPs and bytes. Two ranks measure different times, so one of them must decide for all.
+
+    Raises:
+        TraceError: if the forward cannot run so; on fake tensors, if it depends on values.
+    """
+    device = _device(args, kwargs)
+    recorder = _Recorder(module, structure(module), measure_times)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        if not measure_times:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                if measure_times and tensor.is_meta:
+                    raise TraceError("times are measured on parameters with values, and some have none yet")
+                # A forward may count calls in a buffer; what it gets is a copy.
+                copy = (
+                    tensor.detach().to(device, copy=True) if measure_times else torch.empty_like(tensor, device=device)
+                )
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+            return copies[id(tensor)]
+
+        state = {name: copied(tensor) for name, tensor in _named_state(module)}
+        args, kwargs = tree_map(lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        recorder.own_state(module, state)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(recorder)
+        if not measure_times:
+            stack.enter_context(_failures_are_tried(recorder))
+        try:
+            _take(torch.func.functional_call(module, state, args, kwargs, tie_weights=False))
+        except Exception as error:
+            raise TraceError(f"{type(error).__name__}: {error}") from error
+    return recorder.finish()
+
+
+@contextlib.contextmanager
+def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
+    """A module that fake tensors cannot go through is tried with made-up numbers; then it is one thing, wherever it is
+    (TRY-1)."""
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        frames = len(recorder.frames)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            at = recorder.index.get(self)
+            if at is None or recorder.paused:
+                raise
+            del recorder.frames[frames:]
+            return recorder.opaque(self, at, args, kwargs, error)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _take(result: Any) -> None:
+    """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where it is
+    large, as the logits of a language model are, a softmax has its price and keeps as much again."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not outputs or not all(output.dim() for output in outputs):
+        return
+    # Nobody makes a softmax of others.
+    if outputs[0].is_floating_point() and outputs[0].layout == torch.strided:
+        nn.functional.log_softmax(outputs[0], -1)
+
+
+def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each entry of a module's tables once, also where the module has several parents: ``functional_call`` would restore such an
+    entry to the fake tensor that it put there first. Tensors that several modules share have an entry in each of them."""
+    for path, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """Where the inputs are: the model comes there."""
+    found = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The memory of a tensor and its views."""
+
+    # Kept, so that the address is not used again; of a sparse tensor, itself.
+    ref: StorageWeakRef | torch.Tensor
+    bytes: int
+    # The module that wrote it last, and when; `None`: an input, or computed from inputs only.
+    maker: int | None = None
+    made_at: int = 0
+    # Of a parameter or buffer, the modules that have it.
+    owners: list[int] = field(default_factory=list)
+    takers: set[int] = field(default_factory=set)
+    saved: bool = False
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A call of a module."""
+
+    module: int
+    # Whether an operation has run in it.
+    ran: bool = False
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees modules begin and end, operations run, and autograd keep tensors."""
+
+    def __init__(self, module: nn.Module, trace: Trace, measure_times: bool):
+        super().__init__()
+        self.trace = trace
+        self.measure_times = measure_times
+        self.index = {part: at for at, part in enumerate(module.modules())}
+        owns = {at for part, at in self.index.items() if _has_state(part)}
+        # Modules with parameters or buffers somewhere below them: what runs in their own forward may be glue.
+        self.above_owners = {
+            at
+            for part, at in self.index.items()
+            if any(self.index[below] in owns for below in part.modules() if below is not part)
+        }
+        self.owns = owns
+        self.frames: list[_Frame] = []
+        # By a module and the owner of what ran: how many tasks that would be if the module were taken apart.
+        self.tasks: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.storages: dict[int, _Storage] = {}
+        self.last_owner: int | None = None
+        self.clock = 0
+        self.nanoseconds = [0.0] * len(trace.modules)
+        self.casts_are_kept = cost_model.casts_are_kept()
+        self.handles: list[Any] = []
+        #: Whether what runs is no part of the forward.
+        self.paused = False
+        self.outcomes = Outcomes()
+
+    def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Notes which modules have which parameters."""
+        for name, tensor in state.items():
+            owner = self.index[module.get_submodule(name.rpartition(".")[0])]
+            owners = self._storage(tensor).owners
+            if owner not in owners:
+                owners.append(owner)
+
+    def __enter__(self):
+        for part, at in self.index.items():
+            if not isinstance(part, torch.jit.ScriptModule):
+                self.handles += [
+                    part.register_forward_pre_hook(lambda *_, at=at: self._begin_frame(at), prepend=True),
+                    part.register_forward_hook(lambda *_: self._end_frame(), always_call=True),
+                ]
+        self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self.saving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.saving.__exit__(*exception)
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # A question about a tensor, such as for its device.
+            return func(*args, **kwargs)
+        self.clock += 1
+        start = self._now()
+        out = func(*args, **kwargs)
+        measured = self._now() - start
+        taken = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        owner = self._owner(taken)
+        if self.casts_are_kept and cost_model.is_cast(func) and owner is not None and taken[0].owners:
+            # Once for all microbatches.
+            made[0].owners = taken[0].owners
+            self.trace.modules[owner].state_bytes += made[0].bytes
+            return out
+        is_view = not func._schema.is_mutable and any(storage in taken for storage in made)
+        for storage in made:
+            if not storage.owners and (storage not in taken or func._schema.is_mutable):
+                storage.maker, storage.made_at = owner, self.clock
+        if owner is None:
+            return out
+        for storage in taken:
+            if storage.maker is not None:
+                storage.takers.add(owner)
+        module = self.trace.modules[owner]
+        if module.first_run is None:
+            module.first_run = self.clock
+        if not is_view:
+            moved = sum(storage.bytes for storage in (*taken, *made))
+            self.nanoseconds[owner] += (
+                measured if self.measure_times else cost_model.nanoseconds(func, args, kwargs, out, moved)
+            )
+        self.last_owner = owner
+        if self.frames:
+            self._follow(self.frames[-1].module)
+            self._count_tasks(owner)
+        return out
+
+    def finish(self) -> Trace:
+        modules = self.trace.modules
+        for at, nanoseconds in enumerate(self.nanoseconds):
+            modules[at].time = round(nanoseconds * FORWARDS_A_MICROBATCH)
+        for storage in self.storages.values():
+            takers = sorted(storage.takers - {storage.maker})
+            if storage.maker is not None and takers and not storage.owners:
+                self.trace.values.append((storage.maker, takers, storage.bytes))
+        self.trace.values.sort()
+        self._finish_tasks()
+        return self.trace
+
+    def _count_tasks(self, owner: int) -> None:
+        """An operation in a module's own forward is a task, and so is a call of a module in it."""
+        self.tasks[self.frames[-1].module, owner] += 1
+        for above, frame in itertools.pairwise(self.frames):
+            if not frame.ran:
+                self.tasks[above.module, owner] += 1
+        for frame in self.frames:
+            frame.ran = True
+
+    def _finish_tasks(self) -> None:
+        modules = self.trace.modules
+        # For each module, where what is in it runs; first things first.
+        places: dict[int, list[int]] = {}
+        for owner in sorted({owner for _, owner in self.tasks}, key=lambda at: (modules[at].first_run, at)):
+            above: int | None = owner
+            while above is not None:
+                places.setdefault(above, []).append(owner)
+                above = modules[above].parent
+        sums: collections.Counter[tuple[int, int]] = collections.Counter()
+        for (module, owner), count in self.tasks.items():
+            inside = places.get(module, [])
+            # With one place it cannot be taken apart.
+            if len(inside) > 1:
+                sums[module, owner if owner in inside else inside[0]] += count
+        self.trace.tasks = [(*key, count * cost_model.TASK_NANOSECONDS) for key, count in sorted(sums.items())]
+
+    def _owner(self, taken: list[_Storage]) -> int | None:
+        frame = self.frames[-1].module if self.frames else None
+        owners = [owner for storage in taken for owner in storage.owners]
+        if owners:
+            if frame in owners:
+                return frame
+            if frame in self.owns:
+                # A module that reaches into another one, as `nn.MultiheadAttention` does.
+                self.trace.ties.append([frame, owners[0]])
+            return owners[0]
+        if frame in self.owns and frame not in self.above_owners:
+            return frame
+        newest = max((storage for storage in taken if storage.maker is not None), key=lambda s: s.made_at, default=None)
+        return newest.maker if newest else None
+
+    def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that it is one
+        task."""
+        leaves: list[torch.Tensor] = []
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            leaves.append(tensor)
+            return tensor
+
+        copier = object_state.Copier(leaf)
+        copier.copy(args)
+        for item in kwargs.values():
+            copier.copy(item)
+        self.paused = True
+        try:
+            with _disable_current_modes():
+                call = self.outcomes.module(module, module)
+                outcome = self.outcomes.of(call, args, kwargs, Meta.of, is_module=True)
+        except UnknownOutcomeError:
+            raise error from None
+        finally:
+            self.paused = False
+        self.trace.ties.append(sorted(self.index[each] for each in module.modules()))
+        self.clock += 1
+        own = self.trace.modules[at]
+        own.first_run = self.clock if own.first_run is None else own.first_run
+        own.activation_bytes += outcome.price.kept_bytes
+        self.nanoseconds[at] += outcome.price.forward
+        for tensor in leaves:
+            taken = self._storage(tensor)
+            if taken.maker is not None:
+                taken.takers.add(at)
+        outputs = []
+        for place, meta in zip(outcome.aliases, outcome.metas, strict=True):
+            tensor = (
+                leaves[place]
+                if place is not None
+                else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+            )
+            if place is None and meta.requires_grad:
+                tensor.requires_grad_()
+            made = self._storage(tensor)
+            if not made.owners:
+                made.maker, made.made_at = at, self.clock
+            outputs.append(tensor)
+        self.last_owner = at
+        if self.frames:
+            self._follow(self.frames[-1].module)
+            self._count_tasks(at)
+        if outcome.effects:
+            return outcome.template.apply(copier.originals, outputs, leaves)
+        return structures.filled(outcome.template, outputs)
+
+    def _begin_frame(self, at: int) -> None:
+        if not self.paused:
+            self.frames.append(_Frame(at))
+
+    def _end_frame(self) -> None:
+        if not self.paused and self.frames:
+            self._follow(self.frames.pop().module)
+
+    def _follow(self, frame: int) -> None:
+        """A module without state below it is where the data is that it works on first."""
+        if frame not in self.owns and frame not in self.above_owners and self.trace.modules[frame].follows is None:
+            self.trace.modules[frame].follows = self.last_owner
+
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        if tensor.layout != torch.strided:
+            # The parts of a sparse tensor have memory, and it has none of its own.
+            return self.storages.setdefault(-id(tensor), _Storage(tensor, 0))
+        memory = tensor.untyped_storage()
+        ref = StorageWeakRef(memory)
+        found = self.storages.get(ref.cdata)
+        if found is None:
+            found = self.storages[ref.cdata] = _Storage(ref, memory.nbytes())
+        return found
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = self._storage(tensor)
+        if not storage.saved and not storage.owners:
+            storage.saved = True
+            frame = self.frames[-1].module if self.frames else None
+            inside = frame in self.owns and frame not in self.above_owners
+            owner = frame if inside else storage.maker if storage.maker is not None else self.last_owner
+            if owner is not None:
+                self.trace.modules[owner].activation_bytes += storage.bytes
+        return tensor
+
+    def _now(self) -> int:
+        if not self.measure_times:
+            return 0
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter_ns()
+
+
+def _has_state(part: nn.Module) -> bool:
+    return any(tensor is not None for tensor in (*part._parameters.values(), *part._buffers.values()))

@@ -1,0 +1,311 @@
+"""Makes the model of a script what one rank holds: its own parameters on its device, nothing of the others'."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import SMPPartitionError
+from smdistributed.modelparallel.torch.partition.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+
+#: Bytes that are broadcast at once.
+_BATCH = 32 << 20
+
+
+def settle(
+    root: nn.Module, placement: Placement, partition: int, device: torch.device
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and buffers of other partitions become :class:`Absent`; own ones go to ``device``, and those that were
+    created without memory get theirs.
+
+    Returns:
+        By the identity of each parameter that was replaced, itself and what stands in its place.
+
+    Raises:
+        SMPPartitionError: nobody knows the values that a delayed tensor starts with.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    fresh: dict[int, str] = {}
+    delayed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for path, module in root.named_modules():
+        if placement.of(module) != partition:
+            continue
+        for table, name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                delayed.append((table, name, tensor))
+            known = replaced.get(id(tensor))
+            if known is not None:
+                table[name] = known[1]
+            elif tensor.is_meta:
+                new = _blank(tensor, device)
+                table[name] = new
+                replaced[id(tensor)] = tensor, new
+                fresh[id(new)] = f"{path}.{name}" if path else name
+            elif tensor.device != device:
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.data.to(device)
+                else:
+                    table[name] = tensor.to(device)
+                    replaced[id(tensor)] = tensor, table[name]
+        if isinstance(module, nn.RNNBase):
+            # It keeps its parameters in a list as well.
+            module._init_flat_weights()
+    if fresh:
+        try:
+            _initialize(root, fresh)
+        except BaseException:
+            # The script may mend the model and try again: what has no values yet must not look as if it had some.
+            for table, name, tensor in delayed:
+                table[name] = tensor
+            raise
+    # Only now: what starts a module may look at, or write to, what is in it on other partitions.
+    for path, module in root.named_modules():
+        rank = placement.of(module)
+        for table, name, tensor in own_tensors(module) if rank != partition else ():
+            if id(tensor) not in replaced:
+                full = f"{path}.{name}" if path else name
+                replaced[id(tensor)] = tensor, Absent(tensor, full, rank, device)
+            table[name] = replaced[id(tensor)][1]
+        if rank != partition and isinstance(module, nn.RNNBase):
+            # Its list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
+            module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
+    return replaced
+
+
+def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Makes the model whole, on CPUs.
+
+    Args:
+        root: The model, with parameters that are :class:`Absent`.
+        parts: What each rank holds, by names in the model.
+    """
+    content = {name: tensor for part in parts for name, tensor in part.items()}
+    replaced: dict[int, torch.Tensor] = {}
+    for path, module in root.named_modules():
+        for table, name, tensor in own_tensors(module):
+            if not isinstance(tensor, Absent):
+                continue
+            if id(tensor) not in replaced:
+                whole = content[f"{path}.{name}" if path else name]
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+            table[name] = replaced[id(tensor)]
+    root.cpu()
+
+
+def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor without; NaN, so that it shows whether anybody gave it values."""
+    new = torch.empty_like(tensor, device=device)
+    if new.is_floating_point() or new.is_complex():
+        new.fill_(torch.nan)
+    return _alike(tensor, new) if isinstance(tensor, nn.Parameter) else new
+
+
+@torch.no_grad()
+def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
+    """Gives tensors that were created without memory the values that they start with, in the order in which a model's
+    constructor does: what is inside first, all by PyTorch's ways, then by Hugging Face's.
+
+    Args:
+        fresh: Names in the model, by identity.
+    """
+    # What cannot be NaN shows it by its version alone, which writes through `.data` do not raise.
+    versions = {
+        id(tensor): tensor._version
+        for tensor in _tensors(root)
+        if id(tensor) in fresh and not (tensor.is_floating_point() or tensor.is_complex())
+    }
+    modules = [module for module in inside_first(root) if any(id(tensor) in fresh for tensor in _tensors(module))]
+    owners: dict[int, nn.Module] = {}
+    _find_owners(root, None, owners)
+    with _others_out_of_reach(root, fresh):
+        for module in modules:
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                with _parametrized_in_reach(module, fresh):
+                    reset()
+        for module in modules:
+            if id(module) in owners:
+                owners[id(module)]._init_weights(module)
+    for tensor in _tensors(root):
+        if (
+            id(tensor) in fresh
+            and tensor.numel()
+            and (tensor._version == versions[id(tensor)] if id(tensor) in versions else _has_nan(tensor))
+        ):
+            raise SMPPartitionError(
+                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and neither "
+                "`reset_parameters` of its module nor `_init_weights` of the model gives it values, so nobody knows those "
+                "that it starts with"
+            )
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    # Its sum is NaN as well, and takes no memory.
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Every module once, after those that are in it."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from inside_first(child, seen)
+        yield module
+
+
+def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, nn.Module]) -> None:
+    """For every module the nearest one, it or around it, that has Hugging Face's ``_init_weights(module)``."""
+    own = getattr(module, "_init_weights", None)
+    if callable(own) and len(inspect.signature(own).parameters) == 1:
+        owner = module
+    if owner is not None:
+        owners.setdefault(id(module), owner)
+    for child in module.children():
+        _find_owners(child, owner, owners)
+
+
+@contextmanager
+def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
+    """What has values, or is on another partition, keeps it while modules around it write theirs; and what several
+    modules share is the first one's. Buffers can be read."""
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
+    twins: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (id(parameter) not in fresh or id(parameter) in seen):
+                kept.append((module._parameters, name, parameter))
+                twin = twins.setdefault(id(parameter), _alike(parameter, parameter.detach().to("meta")))
+                module._parameters[name] = twin
+            seen.add(id(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in fresh and not is_lazy(buffer):
+                kept.append((module._buffers, name, buffer))
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in kept:
+            table[name] = tensor
+
+
+@contextmanager
+def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
+    """What is computed from other parameters, as by ``parametrizations.weight_norm``, can be written to, as it was when the
+    constructor ran; those parameters are then what ``right_inverse`` makes of it."""
+    if not parametrize.is_parametrized(module):
+        yield
+        return
+    # In a cache, all that ask for it get the same tensor.
+    with parametrize.cached():
+        values = {
+            name: getattr(module, name)
+            for name, chain in module.parametrizations.items()
+            if any(id(parameter) in fresh for parameter in chain._parameters.values())
+        }
+        yield
+    for name, value in values.items():
+        chain: Any = module.parametrizations[name]
+        for step in reversed(chain):
+            try:
+                value = step.right_inverse(value) if hasattr(step, "right_inverse") else value
+            except NotImplementedError:
+                # It counts as the identity, as when it was registered.
+                continue
+        originals = (
+            [chain.original] if chain.is_tensor else [getattr(chain, f"original{at}") for at in range(chain.ntensors)]
+        )
+        for original, part in zip(originals, [value] if chain.is_tensor else value, strict=True):
+            original.copy_(part)
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, source: int) -> None:
+    """Gives all ranks of ``group`` the values of global rank ``source``, many tensors at once."""
+    for batch in _batches(tensors):
+        whole = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+        dist.broadcast(whole, source, group)
+        for tensor, part in zip(batch, whole.split([tensor.numel() for tensor in batch]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        batch: list[torch.Tensor] = []
+        size = 0
+        for tensor in kind:
+            if batch and size + tensor.nbytes > _BATCH:
+                yield batch
+                batch, size = [], 0
+            batch.append(tensor)
+            size += tensor.nbytes
+        yield batch
+
+
+@contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Parameters that modules get inside take no memory until the model is divided; then each rank makes its own, by
+    ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's. Buffers and other tensors are left
+    alone, and so is what replaces such a parameter."""
+    if not enabled:
+        yield
+        return
+    handle = delay_parameters()
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def delay_parameters() -> RemovableHandle:
+    """The same from now on until the handle is removed. Lazy parameters, which have no memory yet, are left alone."""
+    # What is registered twice stays one parameter.
+    twins = WeakIdKeyDictionary()
+
+    def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return None
+        before = module._parameters.get(name)
+        if before is not None and before.is_meta:
+            # Somebody has values for it: a script, or a model that is being loaded.
+            return None
+        if parameter not in twins:
+            twins[parameter] = _alike(parameter, parameter.detach().to("meta"))
+        return twins[parameter]
+
+    return register_module_parameter_registration_hook(delayed)
+
+
+def _alike(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """``values`` as a parameter of the same class, with the same attributes."""
+    new = nn.Parameter(values, parameter.requires_grad)
+    if type(new) is not type(parameter):
+        new.__class__ = type(parameter)
+    vars(new).update(vars(parameter))
+    return new

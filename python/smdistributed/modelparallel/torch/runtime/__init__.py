@@ -1,0 +1,1 @@
+"""Execution of a recorded step on the ranks of a pipeline."""

@@ -1,0 +1,437 @@
+"""Arguments of a step: all ranks of a pipeline compute with those of its first rank.
+
+- FEED-1: structure, tensors and plain data (numbers, texts, arrays) are the first rank's. A rank's own arguments only supply
+  what does not travel: FEED-2.
+- FEED-2: modules, optimizers, lambdas and instances of other classes stay each rank's own. The n-th such object of an argument
+  stands for the n-th of the first rank; if the rank has none of that class there, the first rank sends a copy, if it can be pickled.
+- FEED-3: tensors that share memory on the first rank share memory on the others, and strides are equal.
+- FEED-4: ranks compare digests of everything but the tensors' numbers. If they are equal, only these numbers are sent. Numbers are
+  always sent: to compare them costs more than to send them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import io
+import pickle
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from smdistributed._common import unpickling
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import SMPMismatchError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch import communication
+from smdistributed.modelparallel.torch.device import current_device
+from smdistributed.modelparallel.torch.pytree import ATOMS
+from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent, Handle
+
+#: Tensors on CPUs below this size travel in one message.
+_SMALL = 1 << 18
+_ALIGNMENT = 16
+_CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, slice, range, Mapping, enum.Enum)
+#: Whose instances are plain data.
+_DATA_MODULES = frozenset({"numpy", "datetime", "decimal", "fractions", "pathlib", "uuid", "collections", "copyreg"})
+
+
+class _Own(NamedTuple):
+    """An object that does not travel: its argument, its place among those of the argument, and its class."""
+
+    argument: str
+    place: int
+    kind: str
+
+
+class _Description(pickle.Pickler):
+    """One argument without tensors and without objects that stay each rank's own.
+
+    Args:
+        file: Gets the bytes.
+        argument: The argument's name.
+        tensors: Gets the tensors with their numbers, by identity; the same for all arguments, so that a tensor that is in two of them
+            stays one.
+    """
+
+    def __init__(self, file: io.BytesIO, argument: str, tensors: dict[int, tuple[int, torch.Tensor]]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._argument, self._tensors = argument, tensors
+        self._places: dict[int, int] = {}
+        self.own: list[Any] = []
+
+    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
+        kind = type(value)
+        if kind in ATOMS:
+            return None
+        if isinstance(value, torch.Tensor):
+            if kind is torch.Tensor and value.layout == torch.strided and not value.is_quantized:
+                if value.device.type in ("cpu", "cuda"):
+                    return "tensor", self._tensors.setdefault(id(value), (len(self._tensors), value))[0]
+            elif kind not in (Handle, Absent, torch.nn.Parameter):
+                return None
+        elif isinstance(value, types.FunctionType | type):
+            # Others cannot be imported.
+            if "<" not in value.__qualname__:
+                return None
+        elif isinstance(value, _CONTAINERS) or kind.__module__.split(".")[0] in _DATA_MODULES or _travels(value):
+            return None
+        place = self._places.get(id(value))
+        if place is None:
+            place = self._places[id(value)] = len(self.own)
+            self.own.append(value)
+        return "own", _Own(self._argument, place, _kind(value))
+
+
+class _Reader(pickle.Unpickler):
+    """Makes an argument of its description."""
+
+    def __init__(self, content: bytes, tensors: Sequence[torch.Tensor], own: Mapping[_Own, Any]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._tensors, self._own = tensors, own
+
+    def persistent_load(self, key: tuple[str, Any]) -> Any:
+        return _looked_up(self._tensors, self._own, key)
+
+
+def _looked_up(tensors: Sequence[torch.Tensor], own: Mapping[_Own, Any], key: tuple[str, Any]) -> Any:
+    what, which = key
+    return tensors[which] if what == "tensor" else own[which]
+
+
+class _Layout(NamedTuple):
+    """A tensor as the first rank has it: where it begins in which segment, in bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_conj: bool
+    is_neg: bool
+    segment: int
+    offset: int
+
+
+class _Segment(NamedTuple):
+    """Memory that is sent at once; ``is_dense``: the one tensor in it, without the gaps between its elements."""
+
+    device: str
+    size: int
+    is_dense: bool
+
+
+class _Header(NamedTuple):
+    """All but the numbers."""
+
+    arguments: dict[str, bytes]
+    own: tuple[_Own, ...]
+    layouts: tuple[_Layout, ...]
+    segments: tuple[_Segment, ...]
+
+
+class _Arguments:
+    """What one rank passes."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        found: dict[int, tuple[int, torch.Tensor]] = {}
+        self.own: dict[_Own, Any] = {}
+        contents = {}
+        for name, value in arguments.items():
+            file = io.BytesIO()
+            description = _Description(file, name, found)
+            description.dump(value)
+            contents[name] = file.getvalue()
+            for place, each in enumerate(description.own):
+                self.own[_Own(name, place, _kind(each))] = each
+        #: A view of all bytes of each segment; of a dense one, the tensor.
+        self.memory: list[torch.Tensor] = []
+        segments: list[_Segment] = []
+        layouts = _layouts([tensor for _, tensor in found.values()], segments, self.memory)
+        self.header = _Header(contents, tuple(self.own), layouts, tuple(segments))
+
+
+def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of the pipeline's first rank, by name. All ranks of the pipeline call it.
+
+    Raises:
+        SMPMismatchError: A rank lacks an object that is not sent, or cannot make what was sent; the same on all ranks.
+        SMPUsageError: The first rank cannot pass its arguments; that one raises its own error.
+    """
+    is_first, failure = state.groups.rank_in("pp") == 0, None
+    bound: dict[str, Any] = {}
+    passed = _Arguments({})
+    try:
+        # What a later rank lacks, the first one has.
+        bound = (signature.bind if is_first else signature.bind_partial)(*args, **kwargs).arguments
+        passed = _Arguments(bound)
+    except Exception as error:
+        # What another rank passes counts for nothing.
+        failure = error if is_first else None
+    _warn_of_own_tensors(passed.own)
+    randomness = state.model.randomness
+    generators = randomness.states()
+    everybody = _compared(failure is not None, passed.header, generators)
+    if everybody[0][0]:
+        text = communication.allgather(f"{type(failure).__name__}: {failure}", CommGroup.PP_GROUP)[0]
+        if failure is not None:
+            raise failure
+        raise SMPUsageError(f"the first rank of this pipeline cannot pass its arguments to the step: {text}")
+    randomness.follow_first(generators, all(each[3:] == everybody[0][3:] for each in everybody))
+    header = passed.header
+    own = passed.own
+    if any(each[:3] != everybody[0][:3] for each in everybody):
+        header = _sent_header(passed.header)
+        own = _completed(header, passed)
+    memory = _sent_memory(header, passed.memory if is_first else None)
+    if is_first:
+        return bound
+    tensors = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
+    if header is passed.header:
+        # This rank has pickled it itself.
+        return {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
+    look_up = functools.partial(_looked_up, tensors, own)
+    return {name: unpickling.loads(content, _first(), look_up) for name, content in header.arguments.items()}
+
+
+def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
+    """Of all ranks: whether it has failed, and a digest of each of ``contents`` in two numbers."""
+    numbers = [int(has_failed)]
+    for content in contents:
+        digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
+        numbers += [int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:])]
+    size = len(state.groups.members["pp"])
+    everybody = torch.empty(size * len(numbers), dtype=torch.int64)
+    dist.all_gather_into_tensor(everybody, torch.tensor(numbers), state.groups.pipe)
+    return everybody.view(size, -1).tolist()
+
+
+def _sent_header(header: _Header) -> _Header:
+    """The first rank's."""
+    content = torch.frombuffer(bytearray(pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+    size = torch.tensor([content.numel()])
+    _broadcast(size)
+    if state.groups.rank_in("pp"):
+        content = torch.empty(int(size), dtype=torch.uint8)
+    _broadcast(content)
+    return unpickling.loads(content.numpy().tobytes(), _first())
+
+
+def _first() -> str:
+    return f"rank {state.groups.members['pp'][0]}"
+
+
+def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
+    """This rank's own objects; copies of the first rank's where there are none.
+
+    Raises:
+        SMPMismatchError: one of these cannot be copied; or another rank cannot make an argument.
+    """
+    is_first = state.groups.rank_in("pp") == 0
+    # There is one model and one optimizer, wherever they are passed.
+    known = {_kind(each): each for each in (state.model, state.optimizer)}
+    own = passed.own | {key: known[key.kind] for key in header.own if key not in passed.own and key.kind in known}
+    missing = [key for key in header.own if key not in own]
+    stories = communication.allgather(missing, CommGroup.PP_GROUP)
+    wanted = dict.fromkeys(key for story in stories for key in story)
+    failures = []
+    for key in wanted:
+        copy, text = None, None
+        if is_first:
+            copy, text = _copied(passed.own[key])
+        copy, text = communication.allgather((copy, text), CommGroup.PP_GROUP)[0]
+        if text is not None:
+            ranks = [rank for rank, story in enumerate(stories) if key in story]
+            failures.append(
+                f"the argument `{key.argument}` has a `{key.kind}` on partition 0, which is not sent ({text}), and none on "
+                f"partition {ranks[0]}"
+            )
+        elif key in missing:
+            own[key] = copy
+    if failures:
+        raise SMPMismatchError(f"{failures[0]}: pass it on all ranks")
+    _check_readable(header, own)
+    return own
+
+
+def _copied(value: Any) -> tuple[Any, str | None]:
+    """``value`` if it can be sent, or the reason why not."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
+        return None, "modules and optimizers never are"
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    return value, None
+
+
+def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
+    """All ranks find out whether all can make the arguments, before any tensor is sent."""
+    failure = None
+    if state.groups.rank_in("pp"):
+        memory = _new_memory(header, torch.zeros)
+        blank = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
+        for name, content in header.arguments.items():
+            try:
+                _Reader(content, blank, own).load()
+            except Exception as error:
+                failure = f"partition {state.groups.rank_in('pp')} cannot take over the argument `{name}`: {type(error).__name__}: {error}"
+                break
+    failures = [each for each in communication.allgather(failure, CommGroup.PP_GROUP) if each is not None]
+    if failures:
+        raise SMPMismatchError(failures[0])
+
+
+def _layouts(
+    tensors: Sequence[torch.Tensor], segments: list[_Segment], memory: list[torch.Tensor]
+) -> tuple[_Layout, ...]:
+    """Divides the memory of tensors into segments; what overlaps is in one (FEED-3).
+
+    Segments are in the order of their first tensors: that of their addresses would differ between ranks (FEED-4).
+    """
+    first_uses: dict[int, int] = {}
+    ranges = []
+    for place, tensor in enumerate(tensors):
+        storage, start, stop = _range(tensor)
+        ranges.append(((first_uses.setdefault(storage, place), start, stop), place))
+    ranges.sort()
+    found: dict[int, _Layout] = {}
+    begin = 0
+    while begin < len(ranges):
+        (storage, start, stop), _ = ranges[begin]
+        end = begin + 1
+        while end < len(ranges) and ranges[end][0][0] == storage and ranges[end][0][1] < stop:
+            stop = max(stop, ranges[end][0][2])
+            end += 1
+        start -= start % _ALIGNMENT
+        first = tensors[ranges[begin][1]]
+        content = first.numel() * first.element_size()
+        is_dense = end == begin + 1 and stop - start > 2 * content
+        segments.append(_Segment(first.device.type, content if is_dense else stop - start, is_dense))
+        memory.append(
+            _flipped(first.detach(), first.is_conj(), first.is_neg())
+            if is_dense
+            else _bytes(first, start, stop - start)
+        )
+        for (_, at, _), place in ranges[begin:end]:
+            tensor = tensors[place]
+            found[place] = _Layout(
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
+                len(segments) - 1, at - start,
+            )  # fmt: skip
+        begin = end
+    return tuple(found[place] for place in range(len(tensors)))
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The address of a tensor's storage, and the bytes of it from the first element to the last."""
+    if not tensor.numel():
+        return -id(tensor), 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), start, start + (last + 1) * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), start, (size,), (1,))
+
+
+def _sent_memory(header: _Header, mine: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    """The memory of all segments on every rank; ``mine`` is the first rank's own."""
+    small = [place for place, each in enumerate(header.segments) if each.device == "cpu" and each.size < _SMALL]
+    if mine is None:
+        found = _new_memory(header, torch.empty)
+    else:
+        found = [
+            _dense(each) if segment.is_dense else each for each, segment in zip(mine, header.segments, strict=True)
+        ]
+    if small:
+        together = torch.cat([found[place] for place in small])
+        _broadcast(together)
+        if mine is None:
+            sizes = [header.segments[place].size for place in small]
+            for place, part in zip(small, together.split(sizes), strict=True):
+                found[place].copy_(part)
+    for place in range(len(found)):
+        if place not in small:
+            _broadcast(found[place])
+    return found
+
+
+def _new_memory(header: _Header, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    devices = [current_device() if segment.device == "cuda" else "cpu" for segment in header.segments]
+    return [make(each.size, dtype=torch.uint8, device=at) for each, at in zip(header.segments, devices, strict=True)]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _placed(layout: _Layout, segment: _Segment, memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor of the first rank in the memory that has come."""
+    whole = memory[layout.segment]
+    if segment.is_dense:
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=whole.device)
+        tensor.copy_(whole.view(layout.dtype).view(layout.shape))
+    else:
+        tensor = torch.empty(0, dtype=layout.dtype, device=whole.device)
+        tensor.set_(whole.untyped_storage(), layout.offset // layout.dtype.itemsize, layout.shape, layout.stride)
+    return _flipped(tensor, layout.is_conj, layout.is_neg).requires_grad_(layout.requires_grad)
+
+
+def _flipped(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """A view with the other value of the bits with which PyTorch puts off conjugation and negation."""
+    tensor = tensor.conj() if conjugate else tensor
+    return torch._neg_view(tensor) if negative else tensor
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        dist.broadcast(tensor, state.groups.members["pp"][0], state.groups.pipe)
+
+
+def _travels(value: Any) -> bool:
+    """Whether pickle takes this object apart, although it is no container."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return not isinstance(value.__self__, torch.Tensor)
+    return hasattr(value, "smp_slice") or (dataclasses.is_dataclass(value) and _holds_tensors(value))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"class {value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an attribute of ``value``, or an item of one, is a tensor, and none is a module."""
+    items = list(getattr(value, "__dict__", {}).values())
+    if dataclasses.is_dataclass(value):
+        items = [getattr(value, each.name, None) for each in dataclasses.fields(value)]
+    items += [item for each in items if isinstance(each, list | tuple) for item in each]
+    items += [item for each in items if isinstance(each, dict) for item in each.values()]
+    return any(isinstance(each, torch.Tensor) for each in items) and not any(
+        isinstance(each, torch.nn.Module) for each in items
+    )
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_own_tensors(own: Mapping[_Own, Any]) -> None:
+    for key, value in own.items():
+        if isinstance(value, torch.Tensor | torch.nn.Module) or key.kind in _warned or not _holds_tensors(value):
+            continue
+        _warned.add(key.kind)
+        warnings.warn(
+            f"the argument `{key.argument}` of a `smp.step` function has a `{key.kind}`, whose tensors are each rank's own: only tensors in "
+            "lists, tuples, dictionaries, dataclasses and classes with `smp_slice` are those of the pipeline's first rank",
+            stacklevel=2,
+        )

@@ -1,0 +1,522 @@
+"""A model that is divided, and the steps that it makes: recorded, compared, planned, executed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch import communication
+from smdistributed.modelparallel.torch.groups import TorchGroups
+from smdistributed.modelparallel.torch.partition.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
+from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
+from smdistributed.modelparallel.torch.runtime.offloading import Offloader
+from smdistributed.modelparallel.torch.runtime.rng import Randomness
+from smdistributed.modelparallel.torch.runtime.stage_graph import Layout
+from smdistributed.modelparallel.torch.runtime.transfers import Transfers
+from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing import task_order
+from smdistributed.modelparallel.torch.tracing.metadata import Outcome, Outcomes
+from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
+from smdistributed.modelparallel.torch.tracing.recording import Recording, active, digest_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.replay import Call
+from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
+
+#: Plans and digests that are remembered.
+_LIMIT = 1 << 12
+
+
+class Pipeline:
+    """See the module's text.
+
+    Attributes:
+        outcomes: What calls return, by their signatures.
+        located: Values of the parameters and buffers, by the identity of what stands for them here.
+        version: Changes whenever some parameter begins or ceases to require a gradient.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        placement: Placement,
+        groups: TorchGroups,
+        device: torch.device,
+        schedule: str,
+        active_microbatches: int | None,
+        memory_bytes: int | None,
+        offloader: Offloader | None,
+    ) -> None:
+        assert groups.pipe is not None, "a pipeline has several ranks"
+        self.root, self.placement = root, placement
+        self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
+        self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
+        self.outcomes = Outcomes()
+        #: Attributes of the modules that run inside of tasks.
+        self.module_state = self._state_of_modules(root)
+        #: Calls that left the pipeline.
+        self.fallbacks = Fallbacks()
+        self._device, self._offloader = device, offloader
+        self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.located: dict[int, Value] = {}
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        #: Kept, so that no module that is made later gets the identity of one of them.
+        self._divided = list(root.modules())
+        #: Identities of modules and of what they have, as they were in the last step.
+        self._contents: list[list[int]] = []
+        self.version: int = 0
+        #: Classes whose instances are called by a method of their own.
+        self.callers = {nn.Module}
+        for module in root.modules():
+            kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+            self.callers.update(kind for kind in kinds if "__call__" in vars(kind))
+        #: Calls of the last microbatch of each step function.
+        self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
+        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, Meta]] = []
+        self._digests: dict[Any, int] = {}
+        self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
+        self._layouts: dict[Any, Layout] = {}
+        #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in it.
+        self._orders: dict[Any, list[tuple[list[int], int]]] = {}
+        #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
+        self._relocated: dict[tuple[int, bool], Value] = {}
+        self._unknown: Any = None
+        #: Operations that read the numbers of replicated tensors (REC-7), and whether they take integers instead.
+        self.number_readers: dict[Any, bool] = {}
+        #: Whether what the body returns leaves autograd's graph.
+        self.detach = True
+
+    def _state_of_modules(self, root: nn.Module) -> ModuleState:
+        """The attributes of modules that are on one partition with all that is in them, and of what is in them."""
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for path, module in root.named_modules():
+            if id(module) in self.placement.whole:
+                for below, part in module.named_modules(prefix=path):
+                    found.setdefault(id(part), (below, part))
+        paths = {identity: path for identity, (path, _) in found.items()}
+        return ModuleState([part for _, part in found.values()], paths)
+
+    def relocate(self, parameter: torch.Tensor) -> Value:
+        """The value of a parameter whose ``requires_grad`` the body has changed."""
+        known = self.located[id(parameter)]
+        key = (id(parameter), parameter.requires_grad)
+        value = self._relocated.get(key)
+        if value is None:
+            self._relocated[id(parameter), known.meta.requires_grad] = known
+            meta = known.meta._replace(requires_grad=parameter.requires_grad)
+            value = self._relocated[key] = Value(-1, known.rank, 0, meta, known.parameter, known.owner)
+        self.located[id(parameter)] = value
+        return value
+
+    @property
+    def randomness(self) -> Randomness:
+        """The generators that the body and the tasks draw from."""
+        return state.model.randomness
+
+    def refresh(self) -> None:
+        """Looks at the parameters as they are now; before each step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            contents = [
+                [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
+                for module in self.root.modules()
+            ]
+            if contents == self._contents and all(_is_as_it_was(*each) for each in self._seen):
+                return
+        for path, module in self.root.named_modules():
+            if id(module) not in self.paths:
+                raise SMPUsageError(
+                    f"the module `{path}`, a {type(module).__name__}, was added after the model was divided: it is on no "
+                    "partition"
+                )
+        self._contents = contents
+        self._relocated.clear()
+        located: dict[int, Value] = {}
+        flags = []
+        self._seen.clear()
+        self.calls.clear()
+        for path, module in self.root.named_modules():
+            rank = self.placement.of(module)
+            for table, name, tensor in own_tensors(module):
+                self._seen.append((table, name, tensor, Meta.of(tensor)))
+                full = f"{path}.{name}" if path else name
+                flags.append(tensor.requires_grad)
+                value = located.get(id(tensor))
+                if value is None:
+                    known = self.located.get(id(tensor))
+                    meta = Meta.of(tensor)
+                    if known is None or known.meta != meta:
+                        known = Value(-1, rank, 0, meta, full, id(module))
+                    value = known
+                    located[id(tensor)] = value
+                self.parameters[value.parameter or full] = tensor
+        self.located = located
+        self.version = hash(tuple(flags))
+
+    # What recordings ask for.
+
+    def digest(self, key: Any, inputs: Any) -> int:
+        """A number for a task, the same on all ranks."""
+        known = self._digests.get((key, inputs))
+        if known is None:
+            if len(self._digests) > _LIMIT * 16:
+                self._digests.clear()
+            known = self._digests[key, inputs] = digest_of((key, inputs))
+        return known
+
+    def depends_on_numbers(self, module: nn.Module) -> bool:
+        """Whether what a module returns may be another thing for other numbers of the same shapes."""
+        module = getattr(module, "_orig_mod", module)
+        return not any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+
+    def run_unknown(self, recording: Recording, task: Task) -> Outcome:
+        """Runs what was recorded so far, and finds out what comes out of the last task."""
+        self._flush(recording)
+        outcome = None
+        if task.rank == self.rank:
+            draws = recording.draws.get(recording.tasks.index(task), ())
+            drawn = frozenset(draw.generator.kind for draw in draws if draw.has_drawn)
+            outcome = dataclasses.replace(self._unknown[0], draws=drawn)
+        active.recording = None
+        try:
+            told = communication.allgather(outcome, CommGroup.PP_GROUP)[task.rank]
+        finally:
+            active.recording = recording
+        # Its device has another number here.
+        own = self._device
+        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in told.metas]
+        return dataclasses.replace(told, metas=tuple(metas))
+
+    def adopt(self, recording: Recording, task: Task) -> None:
+        """What came out of such a task becomes values."""
+        mb = self._microbatch(recording)
+        number = mb.layout.adopt(recording.tasks.index(task), task.outputs)
+        if task.rank == self.rank:
+            _, tensors = self._unknown
+            exports = mb.runs[number].exports
+            for value, tensor in zip(task.outputs, tensors, strict=True):
+                exports[value.index] = tensor.detach() if value.index in mb.layout.without_graph else tensor
+            self._unknown = None
+
+    def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
+        """The numbers of a value, on every rank."""
+        if value.parameter is not None:
+            tensor = self.parameters[value.parameter]
+            return self._broadcast(tensor if value.rank == self.rank else None, value)
+        mb = self._flush(recording)
+        tensor = None
+        if value.rank == self.rank:
+            tensor = mb.runs[mb.layout.stage_of(value.index)].exports[value.index]
+        return self._broadcast(tensor, value)
+
+    def of_first(self, recording: Recording, value: Any) -> Any:
+        """What the body has on the first rank of the pipeline."""
+        active.recording = None
+        try:
+            return communication.allgather(value, CommGroup.PP_GROUP)[0]
+        finally:
+            active.recording = recording
+
+    def _broadcast(self, tensor: torch.Tensor | None, value: Value) -> torch.Tensor:
+        meta = value.meta
+        whole = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if tensor is not None:
+            whole.copy_(tensor.detach())
+        self.transfers.broadcast(whole, value.rank)
+        return whole
+
+    def _flush(self, recording: Recording) -> Microbatch:
+        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may read."""
+        if recording.kept.needs_earlier or any(each.order.changes_state for each in (*recording.earlier, recording)):
+            for earlier in recording.earlier:
+                if earlier.done < len(earlier.tasks):
+                    self._flush(earlier)
+        active.recording = None
+        try:
+            self.agree([recording], recording.microbatch + 1)
+            mb = self._microbatch(recording)
+            if recording.done < len(recording.tasks):
+                with self.module_state.hidden(), self.module_state.applied():
+                    self._run_early(mb)
+            return mb
+        finally:
+            active.recording = recording
+
+    def _microbatch(self, recording: Recording) -> Microbatch:
+        mb = recording.begun
+        if mb is None:
+            mb = recording.begun = Microbatch(recording, Layout(), self.detach)
+        return mb
+
+    def _run_early(self, mb: Microbatch) -> None:
+        recording = mb.recording
+        layout = mb.layout
+        start = _core.timeline_now()
+        executor = self.executor(1.0, early=True)
+        new = layout.extend(recording.tasks, recording.done, early=True)
+        self.transfers.open(layout.edges(new))
+        for number in new:
+            stage = layout.stages[number]
+            for maker in stage.takes:
+                if layout.stages[maker].rank == stage.rank:
+                    continue
+                if layout.stages[maker].rank == self.rank:
+                    executor.send_forward(mb, maker, number)
+                elif stage.rank == self.rank:
+                    executor.receive_forward(mb, number, maker)()
+            if stage.rank == self.rank:
+                with _alone(), self.randomness.own():
+                    executor.forward(mb, number)
+        self._unknown = executor.unknown
+        self.transfers.finish()
+        if start:
+            _core.timeline_stage("synchronous", new[-1], recording.microbatch, start)
+        recording.close_level()
+
+    # A step.
+
+    def executor(self, scale: float, early: bool = False) -> Executor:
+        """Who does this rank's part."""
+        return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
+
+    def agree(self, recordings: Sequence[Recording], phase: int) -> None:
+        """Compares what the ranks have recorded. Ranks that made the same calls in different orders take over that of the first one
+        (SAME-1).
+
+        Raises:
+            SMPMismatchError: the same on all ranks; it shows the first task that differs.
+        """
+        key = (phase, tuple(recording.digest for recording in recordings))
+        known = self._orders.get(key)
+        if known is not None:
+            for recording, (order, digest) in zip(recordings, known, strict=True):
+                task_order.reorder(recording, order)
+                recording.digest = digest
+        if self._are_alike(recordings, phase):
+            return
+        contents = [task_order.content_digests(self, recording) for recording in recordings]
+        everybody = communication.allgather((phase, contents), CommGroup.PP_GROUP)
+        is_reordered = False
+        if all(other[0] == phase and len(other[1]) == len(contents) for other in everybody):
+            found = [
+                [task_order.places(own, first) for own, first in zip(other[1], everybody[0][1], strict=True)]
+                for other in everybody
+            ]
+            is_reordered = not any(None in orders for orders in found)
+            if is_reordered:
+                orders = []
+                for recording, order in zip(recordings, found[self.rank], strict=True):
+                    assert order is not None
+                    task_order.reorder(recording, order)
+                    recording.digest = task_order.digest(self, recording)
+                    orders.append((order, recording.digest))
+                if self._are_alike(recordings, phase):
+                    if len(self._orders) > _LIMIT:
+                        self._orders.clear()
+                    if known is None:
+                        self._orders[key] = orders
+                    return
+        texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
+        story = communication.allgather((phase, texts), CommGroup.PP_GROUP)
+        text = _difference(story)
+        if not is_reordered and all(_same_calls(other[1], everybody[0][1]) for other in everybody):
+            text += (
+                ". The ranks make the same calls in different orders, and some of these draw random numbers or change something: "
+                "Python orders sets of strings differently in each process, so iterate over a list, or over `sorted(..)`"
+            )
+        raise SMPMismatchError(text)
+
+    def _are_alike(self, recordings: Sequence[Recording], phase: int) -> bool:
+        """Whether all ranks have the same recordings."""
+        counts = sum(len(recording.tasks) for recording in recordings)
+        digest = 0
+        for recording in recordings:
+            digest = (digest * 31 + recording.digest) & 0x7FFF_FFFF_FFFF_FFFF
+        everybody = self.transfers.compare([phase, counts, digest])
+        return all(other == everybody[0] for other in everybody)
+
+    def run(
+        self,
+        recordings: Sequence[Recording],
+        returned: Sequence[Sequence[Value]],
+        scale: float,
+        done: Callable[[int, Layout], None],
+    ) -> list[Microbatch]:
+        """Executes what was recorded. ``done`` hears of stages whose parameters' gradients are complete."""
+        self.agree(recordings, 0)
+        for recording in recordings:
+            recording.kept.keep_living()
+        microbatches = [
+            self._laid_out(recording, values) for recording, values in zip(recordings, returned, strict=True)
+        ]
+        begin = 0
+        while begin < len(microbatches):
+            # Microbatches that are alike go through the pipeline together, unless each needs what the one before it left.
+            end = begin + 1
+            in_turn = microbatches[begin].runs_in_turn
+            alike = (microbatches[begin].recording.digest, microbatches[begin].layout.returned)
+            while (
+                end < len(microbatches)
+                and not in_turn
+                and alike
+                == (
+                    microbatches[end].recording.digest,
+                    microbatches[end].layout.returned,
+                )
+            ):
+                end += 1
+            part = microbatches[begin:end]
+            is_last = end == len(microbatches)
+            layout = part[0].layout
+            program = self._plan(part)
+            notify = (lambda stage, layout=layout: done(stage, layout)) if is_last else (lambda stage: None)
+            with _alone():
+                self.executor(scale).run(program, part, notify)
+            begin = end
+        self.transfers.finish()
+        return microbatches
+
+    def _laid_out(self, recording: Recording, returned: Sequence[Value]) -> Microbatch:
+        seeds = [value.index for value, _ in recording.seeds]
+        results = sorted({value.index for value in returned})
+        mb = recording.begun
+        if mb is None:
+            key = (recording.digest, tuple(results))
+            layout = self._layouts.get(key)
+            if layout is None:
+                if len(self._layouts) > _LIMIT:
+                    self._layouts.clear()
+                layout = self._layouts[key] = Layout()
+                layout.extend(recording.tasks, 0, early=False)
+                layout.finish(seeds, results)
+            return Microbatch(recording, layout, self.detach)
+        mb.layout.extend(recording.tasks, recording.done, early=False)
+        mb.layout.finish(seeds, results)
+        for number, run in mb.runs.items():
+            # Now it is known what is needed.
+            stage = mb.layout.stages[number]
+            run.exports = {value: run.exports[value] for value in stage.exports}
+            mb.keep(run.exports)
+            if stage.trains:
+                run.find_weights()
+        return mb
+
+    def _plan(self, part: Sequence[Microbatch]) -> list[tuple[str, int, int, int | None]]:
+        recording = part[0].recording
+        trains = bool(recording.seeds)
+        key = (recording.digest, tuple(part[0].layout.returned), len(part), trains)
+        program = self._plans.get(key)
+        if program is None:
+            if len(self._plans) > _LIMIT:
+                self._plans.clear()
+            schedule = self._schedule if trains else "_only_forward"
+            with errors.translated(CLASSES):
+                program = part[0].layout.plan(self.rank, self.size, len(part), schedule, *self._bounds)
+            self._plans[key] = program
+            layout = part[0].layout
+            self.transfers.open(layout.edges(range(len(layout.stages))))
+        return program
+
+    def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
+        """The tensors that the body returns, of every microbatch, on every rank: each rank sends all that it has at
+        once."""
+        results: list[dict[int, torch.Tensor]] = [{} for _ in microbatches]
+        wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, Meta]]] = {}
+        for place, mb in enumerate(microbatches):
+            for index in mb.layout.returned:
+                value = mb.layout.values[index]
+                meta = value.meta
+                wanted.setdefault((value.rank, meta.dtype, meta.device), []).append((place, index, meta))
+        # The same order everywhere; devices have other numbers on other ranks.
+        for rank, dtype, device in sorted(wanted, key=lambda key: (key[0], str(key[1]), key[2].type)):
+            entries = wanted[rank, dtype, device]
+            sizes = [torch.Size(meta.shape).numel() for _, _, meta in entries]
+            whole = torch.empty(sum(sizes), dtype=dtype, device=device)
+            parts = whole.split(sizes)
+            if rank == self.rank:
+                for (place, index, _), part in zip(entries, parts, strict=True):
+                    part.copy_(microbatches[place].results[index].detach().reshape(-1))
+            self.transfers.broadcast(whole, rank)
+            for (place, index, meta), part in zip(entries, parts, strict=True):
+                tensor = part.view(meta.shape)
+                if rank == self.rank and not detach:
+                    tensor = microbatches[place].results[index]
+                results[place][index] = tensor
+        return results
+
+
+def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: Meta) -> bool:
+    return (
+        name in table
+        and table[name] is tensor
+        and tensor.requires_grad is meta.requires_grad
+        and tensor.dtype is meta.dtype
+        and tensor.shape == meta.shape
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """The others wait for what this rank does inside: an exception that ends it must reach them."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, errors.SmdistributedError) and errors.from_report(text) is None:
+            _core.report_failure(f"{type(error).__name__}: {text}")
+        raise
+
+
+def _ending(recording: Recording) -> str:
+    if not recording.seeds:
+        return "no backward"
+    return "backward of " + ", ".join(f"%{value.index}: {value.meta}" for value, _ in recording.seeds)
+
+
+def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
+    """What the ranks do at the first place where they differ."""
+    first = story[0]
+    for rank, other in enumerate(story):
+        if other == first:
+            continue
+        for microbatch, (ours, theirs) in enumerate(zip(first[1], other[1], strict=False)):
+            for place in range(max(len(ours), len(theirs))):
+                mine = ours[place] if place < len(ours) else "nothing more"
+                yours = theirs[place] if place < len(theirs) else "nothing more"
+                if mine != yours:
+                    return (
+                        f"the ranks of the pipeline run different steps: task {place} of microbatch {microbatch} is {mine} on "
+                        f"partition 0 and {yours} on partition {rank}"
+                    )
+        if len(first[1]) != len(other[1]) or first[0] != other[0]:
+            return (
+                f"the ranks of the pipeline run different steps: partition 0 is {_phase(first)} and partition {rank} is "
+                f"{_phase(other)}"
+            )
+    return "the ranks of the pipeline run different steps: their tasks have the same names and different arguments"
+
+
+def _same_calls(own: Sequence[Any], first: Sequence[Any]) -> bool:
+    """Whether recordings have the same tasks, whatever their order."""
+    return len(own) == len(first) and all(
+        sorted(digest for digest, _ in mine) == sorted(digest for digest, _ in theirs)
+        for mine, theirs in zip(own, first, strict=True)
+    )
+
+
+def _phase(story: tuple[int, list[list[str]]]) -> str:
+    phase, texts = story
+    tasks = sum(map(len, texts))
+    if phase:
+        return f"asking for numbers in microbatch {phase - 1}, after {tasks} tasks"
+    return f"at the end of {len(texts)} microbatches with {tasks} tasks"

@@ -1,0 +1,247 @@
+"""Random numbers of a step: those that its body draws, and those that tasks draw on their partitions.
+
+- RNG-1: the body draws the same on all ranks of a pipeline. It begins each step with the generators as the first rank has them,
+  so the same seed gives the choices of one process until the first task draws from the same generator.
+- RNG-2: tasks draw from a stream of their rank. It begins with the rank's generators, and goes on from step to step; if the
+  script has drawn or seeded between two steps, it begins again with these. If only one partition draws, in an order that the schedule keeps, its numbers are
+  those of one process.
+- RNG-3: the body's state counts where a task is called. If the body has drawn or seeded since the last task that drew, the task begins with the
+  state of the body; if the body has gone back to an earlier state (``fork_rng``), the task goes on where the tasks of that state had ended.
+- RNG-4: after each task that draws, the body's generator jumps: the body never gets the numbers of a task again, and an earlier state is known by the
+  jump. Generators that the task does not draw from stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.torch.runtime.generators import Generator, generators
+from smdistributed.modelparallel.torch.state import state
+
+
+class Draw:
+    """What a task draws from one generator.
+
+    Args:
+        generator: It.
+        begin: Where the task begins: after another one, or with a state; ``None``: it goes on with the rank's stream.
+        is_sure: Whether the task draws in any case.
+
+    Attributes:
+        is_kept: Whether a later task begins after this one.
+        end: The state after it, if it is kept and has run here.
+        has_drawn: Whether it has drawn here, if that is not sure.
+    """
+
+    __slots__ = ("_before", "begin", "end", "generator", "has_drawn", "is_kept", "is_sure")
+
+    def __init__(self, generator: Generator, begin: Draw | bytes | None, is_sure: bool) -> None:
+        self.generator, self.begin, self.is_sure = generator, begin, is_sure
+        self.is_kept = self.has_drawn = False
+        self.end: bytes | None = None
+        self._before: tuple[bytes, bytes] | None = None
+
+    def start(self) -> None:
+        """Before the task."""
+        begin = self.begin
+        if isinstance(begin, Draw):
+            if begin.end is None:
+                raise SMPUnsupportedError(
+                    "the body goes back to the random state after a call that has run before that was known, or runs later: set a seed instead"
+                )
+            begin = begin.end
+        before = None if self.is_sure else self.generator.state()
+        if begin is not None:
+            self.generator.set_state(begin)
+        if before is not None:
+            self._before = before, before if begin is None else begin
+
+    def stop(self) -> None:
+        """After the task."""
+        if self._before is not None:
+            before, begin = self._before
+            self.has_drawn = self.generator.state() != begin
+            if not self.has_drawn:
+                self.generator.set_state(before)
+        if self.is_kept:
+            self.end = self.generator.state()
+
+
+class _Origin(NamedTuple):
+    """Where the tasks of a state of the body begin, and the last one of each rank."""
+
+    begin: bytes
+    last: dict[int, Draw]
+
+
+class _Stream:
+    """One generator in one step.
+
+    Args:
+        generator: It, in the state with which the body begins.
+        own: The state with which this rank's tasks begin.
+    """
+
+    def __init__(self, generator: Generator, own: bytes) -> None:
+        self._generator, self._own = generator, own
+        #: By the body's state.
+        self._origins = {generator.state(): _Origin(own, {})}
+        #: Of each rank, the last task.
+        self._latest: dict[int, Draw] = {}
+        self._has_moved = False
+
+    def begin(self, rank: int, is_sure: bool) -> Draw:
+        """A task of ``rank`` that draws, or may draw, is called now."""
+        now = self._generator.state()
+        wanted = self._place(self._origins.get(now, _Origin(now, {})), rank)
+        if isinstance(wanted, Draw):
+            wanted.is_kept = True
+        return Draw(self._generator, wanted, is_sure)
+
+    def _place(self, origin: _Origin, rank: int) -> Draw | bytes | None:
+        """Where the stream of ``rank`` is for this origin; ``None``: where it is now."""
+        wanted, latest = origin.last.get(rank), self._latest.get(rank)
+        if wanted is not None:
+            return None if wanted is latest else wanted
+        return None if origin.begin is self._own and latest is None else origin.begin
+
+    def add(self, draw: Draw, rank: int) -> None:
+        """The task that was called draws (RNG-4)."""
+        now = self._generator.state()
+        self._has_moved = self._has_moved or now not in self._origins
+        origin = self._origins.get(now, _Origin(now, {}))
+        self._latest[rank] = draw
+        self._generator.jump()
+        self._origins[self._generator.state()] = _Origin(origin.begin, origin.last | {rank: draw})
+
+    def end(self, rank: int) -> tuple[bytes | None, Draw | bytes | None]:
+        """The body has ended: its state if it has drawn or seeded, and where the stream of ``rank`` goes on, if elsewhere."""
+        now = self._generator.state()
+        origin = self._origins.get(now)
+        if origin is None:
+            return now, now
+        final = self._place(origin, rank)
+        if isinstance(final, Draw):
+            final.is_kept = True
+        return now if self._has_moved else None, final
+
+
+class Randomness:
+    """The generators of this process."""
+
+    def __init__(self) -> None:
+        #: The first rank's, from :meth:`follow_first` on.
+        self._first: dict[str, bytes] = {}
+        #: Where the streams of this rank's tasks are, between steps and while the body runs.
+        self._own: dict[str, bytes] = {}
+        #: What the process had after the last step.
+        self._left: dict[str, bytes] = {}
+        self._generators: list[Generator] = []
+        self._streams: dict[str, _Stream] | None = None
+        #: Of the body that has ended.
+        self._ends: dict[str, tuple[bytes | None, Draw | bytes | None]] = {}
+
+    def states(self) -> dict[str, bytes]:
+        """Of this process, by kinds; at the beginning of a step."""
+        self._generators = generators()
+        return _states(self._generators)
+
+    def follow_first(self, mine: dict[str, bytes], is_equal: bool) -> None:
+        """All ranks take the first rank's states for the next body.
+
+        Args:
+            mine: What :meth:`states` returned.
+            is_equal: Whether all ranks have the same.
+        """
+        self._own = {
+            kind: self._own.get(kind, now) if self._left.get(kind) == now else now for kind, now in mine.items()
+        }
+        # Ranks may have other kinds, if one has not imported NumPy.
+        kinds = ("cpu", "cuda", "python", "numpy")
+        self._first = dict(mine)
+        if is_equal:
+            return
+        sizes = torch.tensor([len(mine.get(kind, b"")) for kind in kinds])
+        source = state.groups.members["pp"][0]
+        dist.broadcast(sizes, source, state.groups.pipe)
+        whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+        if state.groups.rank_in("pp") == 0:
+            whole = torch.frombuffer(bytearray(b"".join(mine.get(kind, b"") for kind in kinds)), dtype=torch.uint8)
+        dist.broadcast(whole, source, state.groups.pipe)
+        for kind, part in zip(kinds, whole.split(sizes.tolist()), strict=True):
+            if part.numel() and kind in mine:
+                self._first[kind] = part.numpy().tobytes()
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Around the body of a step, on all ranks of the pipeline."""
+        _set_states(self._generators, self._first)
+        self._streams = {each.kind: _Stream(each, self._own[each.kind]) for each in self._generators}
+        try:
+            yield
+            rank = state.groups.rank_in("pp")
+            self._ends = {kind: stream.end(rank) for kind, stream in self._streams.items()}
+        finally:
+            self._streams = None
+            _set_states(self._generators, self._own)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Inside of :meth:`shared`: around what runs on this partition; elsewhere nothing."""
+        if self._streams is None:
+            yield
+            return
+        shared = _states(self._generators)
+        _set_states(self._generators, self._own)
+        try:
+            yield
+        finally:
+            self._own = _states(self._generators)
+            _set_states(self._generators, shared)
+
+    def draws(self, kinds: Collection[str] | None, rank: int) -> list[Draw]:
+        """The body calls a task of ``rank`` that draws from generators of these kinds; ``None``: nobody knows yet."""
+        if self._streams is None:
+            return []
+        found = []
+        for kind, stream in self._streams.items():
+            if kinds is None or kind in kinds:
+                found.append(stream.begin(rank, kinds is not None))
+                if kinds is not None:
+                    stream.add(found[-1], rank)
+        return found
+
+    def has_drawn(self, draws: Sequence[Draw], kinds: Collection[str], rank: int) -> None:
+        """It is known now from which generators a task has drawn."""
+        assert self._streams is not None
+        for draw in draws:
+            if draw.generator.kind in kinds:
+                self._streams[draw.generator.kind].add(draw, rank)
+
+    def end_of_step(self) -> None:
+        """All tasks have run: the process goes on with the body's states where the body has drawn, else with its tasks'."""
+        self._own = _states(self._generators)
+        self._left = {}
+        for kind, (end, final) in self._ends.items():
+            final = final.end if isinstance(final, Draw) else final
+            if final is not None:
+                self._own[kind] = final
+            self._left[kind] = self._own[kind] if end is None else end
+        _set_states(self._generators, self._left)
+        self._ends = {}
+
+
+def _states(found: list[Generator]) -> dict[str, bytes]:
+    return {each.kind: each.state() for each in found}
+
+
+def _set_states(found: list[Generator], states: dict[str, bytes]) -> None:
+    for each in found:
+        if each.kind in states:
+            each.set_state(states[each.kind])

@@ -1,0 +1,212 @@
+"""The stages of a microbatch: what one rank computes without waiting for another. The core makes them of tasks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from smdistributed import _core
+from smdistributed.modelparallel.torch.partition import cost_model
+from smdistributed.modelparallel.torch.tracing.state_order import touched_modules, writes_parameter
+from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
+
+
+class Stage(NamedTuple):
+    """Tasks by their numbers, values by theirs.
+
+    Attributes:
+        rank: The partition.
+        tasks: In the order in which they were recorded.
+        takes: Values of other stages, by the stage that makes them.
+        gives: Values for other stages, by the stage that takes them.
+        returning: Of these, the ones whose gradients come back.
+        exports: Values that are needed after its forward: by other stages, by the caller, or to begin a backward.
+        seeds: Those at which a backward begins.
+        early: It runs while the step is still being recorded, since the body asks for numbers.
+        trains: It has a part in the backward.
+    """
+
+    rank: int
+    tasks: list[int]
+    takes: dict[int, list[int]]
+    gives: dict[int, list[int]]
+    returning: dict[int, list[int]]
+    exports: list[int]
+    seeds: list[int]
+    early: bool
+    trains: bool
+
+
+class Layout:
+    """The stages of a microbatch, in a topological order.
+
+    Attributes:
+        stages: They.
+        values: Every value by its number.
+        returned: Values that the body returns, by their ranks.
+    """
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+        self.values: list[Value] = []
+        self.returned: list[int] = []
+        #: Storages that a task writes to, by their keys (`Value.storage_key`): what others need of them is copied.
+        self.written: set[int | str] = set()
+        #: Whether a module that changes its own state runs in several stages: then microbatches run one after the other, as
+        #: each reads what the one before it left.
+        self.runs_in_turn = False
+        #: Tasks that call a module which changes its own state; and by task, the modules whose state it can read.
+        self._stateful: set[int] = set()
+        self._touched: list[frozenset[int]] = []
+        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
+        self._writers: dict[int, bool] = {}
+        self._tasks: list[str] = []
+        #: By task, which values get gradients of which: (values that it takes, values that it makes).
+        self._gradients: list[list[tuple[list[int], list[int]]]] = []
+        #: Values that require gradients and have no graph: views that were taken without gradients.
+        self.without_graph: set[int] = set()
+        #: Values on which a loss depends.
+        self._live: set[int] = set()
+        self._core = _core.PipelineLayout()
+
+    def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
+        """Adds the tasks from ``start`` on; returns the numbers of the new stages."""
+        new = tasks[start:]
+        added = self._core.extend([_row(task) for task in new], early)
+        self._look()
+        for task in new:
+            self.values += task.outputs
+            if task.writes and writes_parameter(task):
+                self._writers[len(self._tasks)] = any(
+                    isinstance(source, Value) and source.storage.meta.requires_grad for source, _ in task.writes
+                )
+            if task.module is not None and task.outcome is not None and task.outcome.changes_state:
+                self._stateful.add(len(self._tasks))
+            self._touched.append(touched_modules(task))
+            self._tasks.append(task.name)
+            self._gradients.append(_gradients(task))
+            if not task.context.grad:
+                linked = {result for _, results in self._gradients[-1] for result in results}
+                self.without_graph.update(set(_trained(task.outputs)) - linked)
+            self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
+        return added
+
+    def adopt(self, task: int, outputs: Sequence[Value]) -> int:
+        """The values of a task that was added before anybody knew them; returns its stage."""
+        self.values += outputs
+        if not self._gradients[task]:
+            self.without_graph.update(_trained(outputs))
+        for _, results in self._gradients[task]:
+            results.extend(_trained(outputs))
+        return self._core.adopt(task, _makes(outputs))
+
+    def stage_of(self, value: int) -> int:
+        """The stage that makes a value."""
+        return self._core.stage_of(value)
+
+    def finish(self, seeds: Iterable[int], returned: Iterable[int]) -> None:
+        """Says what is needed after the forwards."""
+        self.returned = sorted(set(returned))
+        seeds = list(seeds)
+        self._core.finish(seeds, self.returned)
+        self._look()
+        self._live = set(seeds)
+        for links in reversed(self._gradients):
+            for inputs, outputs in links:
+                if not self._live.isdisjoint(outputs):
+                    self._live.update(inputs)
+        self._live -= self.without_graph
+        self._find_state()
+
+    def _find_state(self) -> None:
+        stages_of: dict[int, set[int]] = {}
+        if self._stateful:
+            for number, stage in enumerate(self.stages):
+                for task in stage.tasks:
+                    for module in self._touched[task]:
+                        stages_of.setdefault(module, set()).add(number)
+        for stage in self.stages:
+            for task in stage.tasks:
+                is_split = task in self._stateful and any(len(stages_of[part]) > 1 for part in self._touched[task])
+                if task in self._writers:
+                    # A gradient needs the parameter as it was.
+                    others = sum(other.rank == stage.rank for other in self.stages)
+                    is_split = self._writers[task] or others > 1
+                if is_split and not self.runs_in_turn:
+                    self.runs_in_turn = True
+                    warnings.warn(
+                        f"`{self._tasks[task]}` changes parameters, buffers or attributes that its partition uses before and "
+                        "after another one computes: microbatches run one after the other, in the order of the body",
+                        stacklevel=2,
+                    )
+
+    def edges(self, stages: Iterable[int]) -> list[tuple[int, int]]:
+        """Ranks between which the inputs of these stages go: the maker's and the taker's."""
+        pairs = (
+            (self.stages[maker].rank, self.stages[taker].rank) for taker in stages for maker in self.stages[taker].takes
+        )
+        return sorted(set(pairs))
+
+    def gradients(self, maker: int, taker: int) -> list[int]:
+        """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on which no
+        loss depends: their gradients stay `None`, as in one process."""
+        return [value for value in self.stages[maker].returning[taker] if value in self._live]
+
+    def plan(
+        self,
+        rank: int,
+        ranks: int,
+        microbatches: int,
+        schedule: str,
+        active_microbatches: int | None,
+        memory_bytes: int | None,
+    ) -> list[tuple[str, int, int, int | None]]:
+        """What a rank does for so many microbatches like this one, in its order."""
+        return self._core.plan(
+            rank, ranks, microbatches, schedule, active_microbatches, memory_bytes,
+            cost_model.LINK_NANOSECONDS, cost_model.LINK_BYTES_PER_NANOSECOND,
+        )  # fmt: skip
+
+    def _look(self) -> None:
+        self.stages = [Stage(*row) for row in self._core.stages()]
+
+
+def _row(task: Task) -> tuple:
+    takes = [value.index for value in task.inputs if value.parameter is None]
+    price, makes = cost_model.UNKNOWN, _makes(task.outputs)
+    if task.outcome is not None:
+        price = task.outcome.price
+        if task.outcome.attributes:
+            # Their sizes may differ between ranks, and few are used: they do not count for the plan.
+            own, all_ = task.outcome.results, len(task.outcome.metas)
+            makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
+    return (
+        task.rank, task.level, takes, makes, (price.forward, price.input, price.weight),
+        (price.kept_bytes, price.waiting_bytes),
+    )  # fmt: skip
+
+
+def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
+    """Which values of a task get gradients of which."""
+    if task.context.grad:
+        return [(_trained(task.inputs), _trained(task.outputs))]
+    # Without gradients, what is returned as it is and what is changed in place keeps the graph that it has.
+    pairs: list[tuple[object, Value]] = list(task.writes)
+    aliases = () if task.outcome is None else task.outcome.aliases
+    if any(place is not None for place in aliases):
+        leaves = task.leaves()
+        pairs += [(leaves[at], value) for at, value in zip(aliases, task.outputs, strict=False) if at is not None]
+    return [
+        (_trained([source]), _trained([result]))
+        for source, result in pairs
+        if isinstance(source, Value) and source.parameter is None
+    ]
+
+
+def _trained(values: Sequence[Value]) -> list[int]:
+    return [value.index for value in values if value.parameter is None and value.meta.requires_grad]
+
+
+def _makes(values: Sequence[Value]) -> list[tuple[int, bool]]:
+    return [(value.meta.bytes, value.meta.requires_grad) for value in values]

@@ -1,0 +1,142 @@
+"""How one task runs on its partition."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPError
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
+from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
+
+
+def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
+    metas = task.outcome.metas
+    same = len(outputs) == len(metas) and all(
+        output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
+    )
+    if not same:
+        found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
+        raise _other_outcome(task, f"came out as ({found})")
+
+
+def _other_outcome(task: Task, what: str) -> SMPError:
+    text = (
+        f"{task} {what}: what a module on one partition returns, or leaves in its arguments, may depend on the shapes and the types "
+        "of its arguments, and on nothing else"
+    )
+    if task.outcome.observed:
+        text += (
+            f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not follow from "
+            "numbers, or put what chooses by numbers into the body of the step"
+        )
+    return SMPError(text)
+
+
+def task_outputs(
+    task: Task, result: Any, watch: object_state.Watch | None, given: Mapping[int, int]
+) -> list[torch.Tensor]:
+    """The tensors that come out of a task: in what it returned, and in what it left in containers.
+
+    Raises:
+        SMPError: It is not what the recording took it for.
+    """
+    effects = None if watch is None else watch.effects(result)
+    if effects is not None and watch is not None:
+        expected = task.outcome.template.states if task.outcome.effects else {}
+        if effects.states.keys() != expected.keys():
+            raise _other_outcome(task, "changed other lists or objects than it did when its outputs were found")
+    if not task.outcome.effects:
+        outputs = pytree.tensors_of(result)
+    else:
+        outputs = []
+        (effects or object_state.Effects(result, {})).template(
+            [] if watch is None else watch.containers, lambda tensor: outputs.append(tensor), given
+        )
+    check(task, outputs)
+    return outputs
+
+
+class Simple:
+    """How a task is run whose arguments are values and constants side by side, which changes nothing in place and whose
+    result is one tensor: most are such."""
+
+    __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
+
+    def __init__(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = list(args), dict(kwargs)
+        self._placed = [(place, item.index) for place, item in enumerate(args) if type(item) is Value]
+        self._named = [(name, item.index) for name, item in kwargs.items() if type(item) is Value]
+        self._output = task.outputs[0].index
+
+    @classmethod
+    def of(cls, task: Task) -> Simple | Literal[False]:
+        """``False`` if the task is none of those."""
+        outcome = task.outcome
+        kwargs = task.kwargs or {}
+        items = [*task.args, *kwargs.values()]
+        flat = all(type(item) in pytree.ATOMS or (type(item) is Value and item.parameter is None) for item in items)
+        if not flat or outcome is None or outcome.mutated or type(outcome.template) is not pytree.Slot:
+            return False
+        return cls(task, task.args, kwargs)
+
+    def run(self, task: Task, env: dict[int, torch.Tensor]) -> None:
+        """Adds its result to ``env``."""
+        args, kwargs = self._args.copy(), self._kwargs
+        for place, index in self._placed:
+            args[place] = env[index]
+        if self._named:
+            kwargs = kwargs | {name: env[index] for name, index in self._named}
+        result = task.call(*args, **kwargs)
+        meta = task.outcome.metas[0]
+        if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
+            check(task, pytree.tensors_of(result))
+        env[self._output] = result
+
+
+class Contexts:
+    """PyTorch's state as it was when the body called a task; what is the same for the next task stays."""
+
+    def __init__(self, modules: ModuleState) -> None:
+        self._modules = modules
+        self._stack: contextlib.ExitStack | None = None
+        self._entered: Context | None = None
+
+    def __enter__(self) -> Contexts:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        if self._stack is not None:
+            self._stack.close()
+
+    def enter(self, context: Context) -> None:
+        """From now on, this one."""
+        entered = self._entered
+        if entered is context or (entered is not None and entered.same(context)):
+            return
+        self._modules.apply(context.modules)
+        if self._stack is not None:
+            self._stack.close()
+        self._entered, self._stack = context, contextlib.ExitStack()
+        if context.grad is not torch.is_grad_enabled():
+            self._stack.enter_context(torch.set_grad_enabled(context.grad))
+        for device, enabled, dtype, cache in context.autocast:
+            # What was cast without gradients must not serve where they are wanted.
+            cache = cache and context.grad
+            self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+
+
+@contextlib.contextmanager
+def casts_are_kept() -> Iterator[None]:
+    """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

@@ -1,0 +1,112 @@
+"""Tensors between the ranks of a pipeline.
+
+What is sent to whom in which order follows from the program, so a message has no header (PIPE-2). On devices, each
+direction of each pair of ranks that needs one is a communicator of its own (a channel): NCCL runs the operations of one in
+order, and two ranks that send to each other first would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+
+
+class Transfers:
+    """Sends and receives of one rank."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
+        self._group, self._members, self._place, self._device = group, list(members), place, device
+        #: Messages from CPU memory.
+        self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        #: The last message to each partition from a device.
+        self._latest: dict[int, dist.Work] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def open(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Makes the channels, both ways, of pairs of ranks between which tensors will go; all ranks of the pipeline call
+        it with the same pairs. A channel is used once here, since its two ranks wait for each other then, and in a
+        program somebody else might wait for one of them."""
+        if self._device.type != "cuda":
+            return
+        for source, target in sorted({(a, b) for a, b in edges if a != b} | {(b, a) for a, b in edges if a != b}):
+            if self._place not in (source, target) or (source, target) in self._channels:
+                continue
+            members = [self._members[source], self._members[target]]
+            channel = self._channels[source, target] = dist.new_group(members)
+            number = torch.zeros(1, device=self._device)
+            if self._place == source:
+                dist.send(number, members[1], channel)
+            else:
+                dist.recv(number, members[0], channel)
+
+    def ahead(self, messages: int) -> int:
+        """How many receives may be begun before their places in the program: on devices none. A receive there is a kernel
+        that runs until its message comes, and what is launched for the first time may have to wait for such kernels,
+        while the message waits for what is launched."""
+        return 0 if self._device.type == "cuda" else messages
+
+    def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
+        return self._channels[source, target] if device.type == "cuda" else self._group
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Gives ``tensor`` to the partition ``to``; returns at once."""
+        tensor = tensor.detach().contiguous()
+        if tensor.numel() == 0:
+            return
+        work = dist.isend(tensor, self._members[to], self._channel(self._place, to, tensor.device))
+        if tensor.is_cuda:
+            # Messages of a channel leave in order, so the last one's handle stands for all. One that goes leaves its memory
+            # to the allocator until the device is done with it: to keep handles until this process sees that would keep
+            # the more memory the farther the host is ahead.
+            self._latest[to] = work
+            return
+        self._under_way.append((work, tensor))
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()[0].wait()
+
+    def receive(self, meta: Meta, source: int) -> Arriving:
+        """A tensor from the partition ``source``; returns at once."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        if tensor.numel() == 0:
+            return Arriving(tensor, None)
+        channel = self._channel(source, self._place, tensor.device)
+        return Arriving(tensor, dist.irecv(tensor, self._members[source], channel))
+
+    def finish(self) -> None:
+        """Returns when all that was sent has left; on a device, when the current stream waits for that."""
+        while self._latest:
+            self._latest.popitem()[1].wait()
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Gives all ranks of the pipeline what ``source`` has, in place."""
+        if tensor.numel():
+            dist.broadcast(tensor, self._members[source], self._group)
+
+    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks of the pipeline, in their order."""
+        mine = torch.tensor(numbers)
+        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
+        dist.all_gather_into_tensor(everybody, mine, self._group)
+        return everybody.view(len(self._members), -1).tolist()
+
+
+class Arriving:
+    """A tensor that is under way."""
+
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def here(self) -> torch.Tensor:
+        """The tensor, when it has come."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor

@@ -1,0 +1,1 @@
+"""Recording of a step: what its body does becomes tasks on partitions."""

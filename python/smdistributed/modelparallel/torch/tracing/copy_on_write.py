@@ -1,0 +1,202 @@
+"""Replicated tensors that tasks hold: the body may write to them before the tasks run.
+
+A task runs after the body, with the numbers that its arguments had at the call (REC-5). So before the body writes to a storage
+that tasks hold, these tasks get a copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.tracing.placeholders import Unread
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost, version_of
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.tracing.tasks import Task
+
+
+class HeldTensors:
+    """Those of all microbatches of one step.
+
+    Attributes:
+        has_backward: Whether some microbatch has called ``model.backward``.
+    """
+
+    def __init__(self) -> None:
+        self.has_backward = False
+        #: By the storage, the tasks that hold a tensor of it, with their microbatches.
+        self._tasks: dict[int, list[tuple[int, Task]]] = {}
+        #: Handles of located views of replicated tensors.
+        self._views: dict[int, list[tuple[weakref.ref[Handle], torch.Tensor]]] = {}
+
+    def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
+        """Notes the replicated tensors among the arguments of a task."""
+        for tensor in tensors:
+            if tensor.layout == torch.strided:
+                self._tasks.setdefault(_storage(tensor), []).append((microbatch, task))
+
+    def add_view(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Notes that a located tensor shares its storage with a replicated one."""
+        self._views.setdefault(_storage(tensor), []).append((weakref.ref(handle), tensor))
+
+    def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
+        """Located views of a replicated tensor that changes cannot be followed."""
+        for reference, _ in self._views.pop(_storage(tensor), ()):
+            handle = reference()
+            if handle is not None:
+                handle.value = Lost(f"this tensor is a view of another one, and {reason}: use a copy of either")  # type: ignore[assignment]
+
+    def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
+        """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
+        found = []
+        for storage in {_storage(tensor) for tensor in tensors}:
+            for number, task in self._tasks.get(storage, ()):
+                # In one process, the backward of a microbatch before has been.
+                if number == microbatch:
+                    found += [
+                        (leaf, version_of(leaf), task)
+                        for leaf in task.saved()
+                        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and _storage(leaf) == storage
+                    ]
+        return found
+
+    def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
+        """Checks that autograd's version counter sees what a task writes to a replicated tensor, if autograd has saved its numbers.
+
+        Raises:
+            SMPUsageError: it does not.
+        """
+        saved = self._saved([tensor], microbatch)
+        if not saved or tensor.is_inference():
+            return
+        torch.autograd.graph.increment_version(tensor)
+        _check_versions(saved, [tensor], name)
+
+    def call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
+        """Calls a function of replicated tensors, which may write to them.
+
+        Raises:
+            SMPUsageError: it wrote to a tensor that a task holds, and its name does not tell.
+        """
+        held = [tensor for tensor in tensors if tensor.layout == torch.strided and self._holds(tensor)]
+        if not held:
+            return func(*args, **kwargs)
+        if _may_write(func, args, kwargs):
+            saved = self._saved(held, microbatch)
+            if func == _SET_DATA:
+                for tensor, _, task in saved:
+                    if tensor is args[0]:
+                        raise unversioned_write("data.__set__", task)
+            for tensor in held:
+                self._release(tensor, func)
+            versions = [version_of(tensor) for tensor in held]
+            result = func(*args, **kwargs)
+            written = [tensor for tensor, version in zip(held, versions, strict=True) if version_of(tensor) != version]
+            _check_versions(saved, written, getattr(func, "__name__", str(func)))
+            return result
+        versions = [version_of(tensor) for tensor in held]
+        result = func(*args, **kwargs)
+        if versions != [version_of(tensor) for tensor in held]:
+            raise SMPUsageError(
+                f"`{getattr(func, '__name__', func)}` changed a tensor in place that a module was called with before, inside "
+                "of a `smp.step` function: change a copy"
+            )
+        return result
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        storage = _storage(tensor)
+        return storage in self._tasks or storage in self._views
+
+    def _release(self, tensor: torch.Tensor, func: Any) -> None:
+        """Gives a copy to the tasks that hold the storage of ``tensor``."""
+        storage = _storage(tensor)
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Unread) or leaf.layout != torch.strided:
+                return leaf
+            if _storage(leaf) != storage:
+                return leaf
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.clone()
+            return copies[id(leaf)]
+
+        # A copy that is made in inference mode could not be saved for a backward.
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            for _, task in self._tasks.pop(storage, ()):
+                task.replace_leaves(copied)
+        self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
+
+
+class StorageRange(NamedTuple):
+    """The part of a storage that a strided tensor covers, in bytes."""
+
+    storage: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StorageRange:
+        """The range of a tensor."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.storage_offset() * tensor.itemsize
+        return cls(_storage(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares bytes of the range."""
+        if tensor.layout != torch.strided or _storage(tensor) != self.storage:
+            return False
+        other = StorageRange.of(tensor)
+        return other.begin < self.end and self.begin < other.end
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return tensor.untyped_storage()._cdata
+
+
+#: Gives a tensor other numbers, also where autograd has saved it.
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def unversioned_write(name: str, saver: Task) -> SMPUsageError:
+    """The error of a write that autograd's version counter does not see."""
+    return SMPUsageError(
+        f"`{name}` changes a tensor in place through `.data`, and autograd has saved its numbers for the backward of `{saver.name}`, whose gradient "
+        "would be another one: change a copy"
+    )
+
+
+def _check_versions(
+    saved: Sequence[tuple[torch.Tensor, int, Task]], written: Sequence[torch.Tensor], name: str
+) -> None:
+    """Checks that the versions of saved tensors have changed where something was written to them."""
+    ranges = [StorageRange.of(tensor) for tensor in written]
+    for tensor, version, task in saved:
+        if version_of(tensor) == version and any(each.overlaps(tensor) for each in ranges):
+            raise unversioned_write(name, task)
+
+
+def _may_write(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function's name or arguments say that it changes an operand in place."""
+    schemas = getattr(func, "_schemas", None) or getattr(func, "_schema", None)
+    if schemas is not None:
+        schemas = schemas.values() if isinstance(schemas, dict) else [schemas]
+        return any(schema.is_mutable for schema in schemas)
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return True
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in _NO_WRITES)
+    # Functions take `inplace` by position, too.
+    return name.endswith("_") or True in [arg for arg in args if type(arg) is bool]
+
+
+_NO_WRITES = frozenset({"__index__", "__int__", "__invert__", "__iter__", "__init__"})

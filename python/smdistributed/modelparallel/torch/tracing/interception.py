@@ -1,0 +1,241 @@
+"""Calls of modules on their way to the recording.
+
+``nn.Module.__call__``, and that of every class in the model that has one of its own, is replaced while a step is recorded,
+and only then. ``super().forward()`` and everything else that Python does inside of a forward stays as it is. So are
+``nn.Module.__setattr__`` and ``__delattr__``, since tasks run with the attributes that their modules had at the call, and
+``torch.autograd.Function.apply``, which PyTorch does not offer to function modes.
+
+Forward hooks are Python code that sees what goes in and what comes out, so they run in the body, on all ranks (HOOK-1). A module
+with hooks below it runs its own forward in the body, so that what has the hooks is a call of its own (HOOK-2). Hooks of
+``torch.nn.utils``, which compute parameters, and backward hooks stay with the module, on its partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._functorch.apis
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.tracing.recording import active
+
+#: Tables of hooks of a module that see what goes in or comes out of its forward.
+_FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
+
+
+class _Hooks:
+    """Which modules of a pipeline have forward hooks, on them or below them."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[list[Any], list[Any]]] = {}
+        #: Modules whose hooks run in the body right now.
+        self.entered: set[int] = set()
+
+    def _of(self, module: nn.Module) -> tuple[list[Any], list[Any]]:
+        known = self._tables.get(id(module))
+        if known is None:
+            own = [getattr(module, name) for name in _FORWARD_TABLES]
+            below = [getattr(each, name) for each in module.modules() if each is not module for name in _FORWARD_TABLES]
+            known = self._tables[id(module)] = own, below
+        return known
+
+    def below(self, module: nn.Module) -> bool:
+        """Whether a module in it has some."""
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return any(True for _ in module.children())
+        return any(table and _any_visible(table) for table in self._of(module)[1])
+
+    def on(self, module: nn.Module) -> bool:
+        """Whether it has some itself."""
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return True
+        return any(table and _any_visible(table) for table in self._of(module)[0])
+
+
+def _computes_parameters(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) is not None and hook.__module__.startswith("torch.nn.utils")
+
+
+def _any_visible(table: dict[int, Any]) -> bool:
+    return not all(map(_computes_parameters, table.values()))
+
+
+@contextmanager
+def _tables_replaced(module: nn.Module, keep: Callable[[str, Any], bool]) -> Iterator[None]:
+    """Hooks of a module that ``keep(table, hook)`` refuses are away inside."""
+    originals = {name: getattr(module, name) for name in (*_FORWARD_TABLES, *_BACKWARD_TABLES)}
+    try:
+        for name, table in originals.items():
+            if table:
+                module.__dict__[name] = type(table)((key, hook) for key, hook in table.items() if keep(name, hook))
+        yield
+    finally:
+        module.__dict__.update(originals)
+
+
+def _without_forward_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of a module on its partition."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            _tables_replaced(module, lambda name, hook: name in _BACKWARD_TABLES or _computes_parameters(hook))
+        )
+        return module(*args, **kwargs)
+
+
+def _recorded(original: Callable[..., Any], pipeline: Pipeline, hooks: _Hooks) -> Callable[..., Any]:
+    whole, paths = pipeline.placement.whole, pipeline.paths
+
+    def with_hooks(self: nn.Module, rank: int, args: Any, kwargs: Any) -> Any:
+        bare = functools.partial(_without_forward_hooks, self)
+
+        def restore() -> None:
+            if own is None:
+                self.__dict__.pop("forward", None)
+            else:
+                self.__dict__["forward"] = own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # What is called to find its outputs is the module as it was.
+            restore()
+            recording = active.recording
+            assert recording is not None
+            return recording.call_module(self, paths[id(self)], rank, args, kwargs, bare)
+
+        own = self.__dict__.get("forward")
+        self.__dict__["forward"] = forward
+        hooks.entered.add(id(self))
+        keep = _tables_replaced(self, lambda name, hook: name in _FORWARD_TABLES and not _computes_parameters(hook))
+        try:
+            with keep:
+                return original(self, *args, **kwargs)
+        finally:
+            hooks.entered.discard(id(self))
+            restore()
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recording = active.recording
+        rank = whole.get(id(self)) if recording is not None else None
+        if (
+            rank is None
+            and recording is not None
+            and (self._backward_hooks or self._backward_pre_hooks)
+            and id(self) in paths
+        ):
+            raise SMPUsageError(
+                f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs and "
+                "outputs: register the hooks on modules that are on one partition"
+            )
+        if rank is None or id(self) in hooks.entered or hooks.below(self):
+            return original(self, *args, **kwargs)
+        if hooks.on(self):
+            return with_hooks(self, rank, args, kwargs)
+        assert recording is not None
+        return recording.call_module(self, paths[id(self)], rank, args, kwargs)
+
+    return call
+
+
+def _recorded_vmap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def vmap(
+        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        recording = active.recording
+        if recording is None or not any(map(recording.is_located, pytree.tensors_of((args, kwargs)))):
+            return original(func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs)
+        mapped = functools.partial(original, func, in_dims, out_dims, randomness, chunk_size)
+        return recording.call_function("vmap", mapped, args, kwargs)
+
+    return vmap
+
+
+def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]:
+    state = pipeline.module_state
+
+    @functools.wraps(original)
+    def change(self: nn.Module, name: str, *value: Any) -> None:
+        recording = active.recording
+        if recording is None or not state.follows(self):
+            is_buffer = (
+                recording is not None and name in self.__dict__.get("_buffers", ()) and id(self) in pipeline.paths
+            )
+            if is_buffer and value and isinstance(value[0], torch.Tensor) and recording.is_located(value[0]):
+                recording.set_buffer(self, name, value[0])
+            else:
+                original(self, name, *value)
+            return
+        before = self.__dict__.get(name)
+        if value and before is value[0] and name in self.__dict__:
+            return
+        tables = (self._parameters, self._buffers, self._modules)
+        if any(name in table for table in tables) or (value and isinstance(value[0], nn.Module | nn.Parameter)):
+            raise SMPUsageError(
+                f"`{pipeline.paths.get(id(self), type(self).__name__)}.{name}` is a parameter, a buffer or a module: set it before "
+                "the `smp.step` function is called"
+            )
+        with state.changing(self, name):
+            original(self, name, *value)
+
+    return change
+
+
+class _Apply:
+    """``torch.autograd.Function.apply`` of one class, as one operation of the recording."""
+
+    def __init__(self, function: type[torch.autograd.Function], original: Callable[..., Any]) -> None:
+        self._function, self._original = function, original
+        self.__name__ = f"{function.__qualname__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(self._function, *args, **kwargs)
+
+
+def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        recording = active.recording
+        if recording is None or not recording.has_located((args, kwargs)):
+            return original(cls, *args, **kwargs)
+        call = vars(cls).get("_smp_apply")
+        if call is None:
+            call = _Apply(cls, original)
+            cls._smp_apply = call
+        return recording.operation(call, args, kwargs)
+
+    return apply
+
+
+@contextmanager
+def intercepted(pipeline: Pipeline) -> Iterator[None]:
+    """Modules that are wholly on one partition are recorded inside."""
+    replaced: list[tuple[Any, str, Any, Any]] = []
+    hooks = _Hooks()
+    for owner in pipeline.callers:
+        original = vars(owner)["__call__"]
+        replaced.append((owner, "__call__", original, _recorded(original, pipeline, hooks)))
+    vmap = torch._functorch.apis.vmap_impl
+    replaced.append((torch._functorch.apis, "vmap_impl", vmap, _recorded_vmap(vmap)))
+    for name in ("__setattr__", "__delattr__"):
+        original = vars(nn.Module)[name]
+        replaced.append((nn.Module, name, original, _noted(original, pipeline)))
+    function = torch.autograd.Function
+    original = vars(function)["apply"]
+    replaced.append((function, "apply", original, classmethod(_applied(original.__func__))))
+    try:
+        for owner, name, _, replacement in replaced:
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original, _ in replaced:
+            setattr(owner, name, original)

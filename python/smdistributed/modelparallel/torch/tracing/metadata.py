@@ -1,0 +1,512 @@
+"""What an operation or a module would return, without its parameters: fake tensors go through it once for each
+signature, and the answer is kept.
+
+Every rank can do so for every module, since fake parameters take no memory. Where fake tensors cannot tell, because the
+module looks at numbers or calls what has no rule for fake tensors, made-up numbers go through it (``tracing/shape_probe.py``). What fails with
+those as well, in the same way, is an error of the script, and is raised on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.partition.cost_model import UNKNOWN, Counter, Price
+from smdistributed.modelparallel.torch.partition.placement import own_tensors
+from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
+from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Meta, version_of
+
+#: Signatures that are remembered; a step that never repeats one must not fill the memory.
+_LIMIT = 1 << 14
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes out of a call.
+
+    Attributes:
+        template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such structures.
+        metas: Of these tensors.
+        mutated: Places, among the tensors that went in, of those that the call changes.
+        aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
+        price: What it is estimated to cost; equal on all ranks.
+        storages: For each tensor that comes out, whose storage it shares, if it shares one.
+        attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
+            template is a pair of the result and the tuple of their values.
+        draws: Kinds of generators that the call draws from.
+        effects: Whether the call leaves something in the containers that it gets, or returns objects.
+        unread: Places, among the tensors that went in, of those in containers that it never reads.
+        observed: Whether this was seen with made-up numbers.
+        saved: Places of tensors that autograd saves for the backward: of one that went in, its place; of one that comes out, -1 minus its place.
+        unversioned: Of ``mutated``, the places of tensors that are changed through ``.data``, past autograd's version counter.
+    """
+
+    template: Any
+    metas: tuple[Meta, ...]
+    mutated: tuple[int, ...]
+    aliases: tuple[int | None, ...]
+    price: Price = UNKNOWN
+    storages: tuple[SharedStorage | None, ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+    draws: frozenset[str] = frozenset()
+    #: Whether it changes buffers or attributes of the called module, which the next call may read.
+    changes_state: bool = False
+    effects: bool = False
+    unread: tuple[int, ...] = ()
+    observed: bool = False
+    saved: tuple[int, ...] = ()
+    unversioned: tuple[int, ...] = ()
+    #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
+    is_simple: bool = field(init=False, compare=False, default=False)
+    #: How many of the tensors are the result's, and not those of attributes.
+    results: int = field(init=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        simple = type(self.template) is pytree.Slot and not self.mutated and not any(self.storages)
+        object.__setattr__(self, "is_simple", simple)
+        whole = self.template.result if isinstance(self.template, object_state.Effects) else self.template
+        results = len(pytree.tensors_of(whole[0])) if self.attributes else len(self.metas)
+        object.__setattr__(self, "results", results)
+
+
+class SharedStorage(NamedTuple):
+    """That a tensor that comes out of a call shares the storage of another one.
+
+    Attributes:
+        place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the storage
+            of a parameter of the called module.
+        offset: In elements, from the beginning of that tensor.
+    """
+
+    place: int | None
+    offset: int
+
+
+class UnknownOutcomeError(Exception):
+    """It takes the numbers themselves to tell what comes out; the text says why."""
+
+
+class ReadsNumbersError(Exception):
+    """An operation reads the number of a replicated tensor, such as a size that was computed with tensors."""
+
+
+#: What comes out has a shape that follows from numbers.
+_SHAPES = (DynamicOutputShapeException,)
+_NUMBERS = (DataDependentOutputException, *_SHAPES)
+_UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+
+
+def described_result(
+    result: Any, watch: object_state.Watch | None, given: Mapping[int, int] | None = None
+) -> tuple[Any, list[torch.Tensor], bool]:
+    """What came out of a call: a template, the tensors for it, and whether the template has effects on containers.
+
+    Args:
+        result: What the call returned.
+        watch: The containers that it got, as they were.
+        given: Places of the tensors that it got, by their identities: what stays in a container is no output.
+
+    Raises:
+        UnknownOutcomeError: There are sparse tensors among what comes out.
+    """
+    effects = None if watch is None else watch.effects(result)
+    shape: Any
+    has_effects = effects is not None and bool(effects.states or object_state.has_objects(result))
+    if has_effects and effects is not None and watch is not None:
+        outputs: list[Any] = []
+
+        def slot(output: Any) -> pytree.Slot:
+            outputs.append(output)
+            return pytree.Slot(len(outputs) - 1)
+
+        shape = effects.template(watch.containers, slot, given or {})
+    else:
+        shape, outputs = pytree.template(result)
+    if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
+        raise UnknownOutcomeError("what it returns is not strided")
+    return shape, outputs, has_effects
+
+
+class Outcomes:
+    """Keeps what was found."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, Outcome] = {}
+        self._counter = Counter()
+        #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path, name).
+        self._known_attributes: dict[int, list[tuple[str, str]]] = {}
+        #: Modules that have been seen to change attributes of theirs.
+        self._changing: set[int] = set()
+        #: What the module that is being called has set attributes to: path, name, value.
+        self._attributes: list[tuple[str, str, Any]] = []
+        self._changes_attributes = False
+        #: Of a call with made-up numbers, these.
+        self._numbers: shape_probe.Numbers | None = None
+
+    def known(self, key: Any) -> Outcome | None:
+        """What was found for a signature before."""
+        return self._known.get(key) if key is not None else None
+
+    def keep(self, key: Any, outcome: Outcome) -> None:
+        """From now on, this is known."""
+        if key is None:
+            return
+        if len(self._known) >= _LIMIT:
+            self._known.clear()
+        self._known[key] = outcome
+
+    def of(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        meta_of: Callable[[Any], Meta],
+        is_module: bool = False,
+        held: Sequence[int] = (),
+        has_numbers: bool = False,
+    ) -> Outcome:
+        """Finds out.
+
+        Args:
+            call: What is called.
+            args, kwargs: Structures with leaves that ``meta_of`` describes.
+            meta_of: Says all of a leaf but its numbers.
+            is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
+            held: Places, among the leaves, of those that are in such containers.
+            has_numbers: Whether there are tensors among the leaves that all ranks can pass as integers instead.
+
+        Raises:
+            ReadsNumbersError: With ``has_numbers``, the call looks at numbers.
+            UnknownOutcomeError: What comes out follows from numbers.
+            Exception: The call itself fails, whatever the numbers are.
+        """
+        wants_gradients = torch.is_grad_enabled()
+        try:
+            # Tensors of inference mode have no versions; tasks run without gradients instead.
+            with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
+                return self._outcome(call, args, kwargs, meta_of, is_module, held)
+        except UnknownOutcomeError:
+            raise
+        except _NUMBERS as error:
+            if has_numbers:
+                raise ReadsNumbersError from error
+            found, reason = error, "it looks at numbers"
+        except _UNSUPPORTED as error:
+            found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
+        except Exception as error:
+            found, reason = error, f"it fails with fake tensors ({type(error).__name__}: {_line(error)})"
+        return self._observe(call, args, kwargs, meta_of, is_module, held, found, reason)
+
+    def _observe(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        found: Exception, reason: str,
+    ) -> Outcome:  # fmt: skip
+        """What made-up numbers show (TRY-1)."""
+        try:
+            outcomes = self._samples(call, args, kwargs, meta_of, is_module, held)
+        except UnknownOutcomeError:
+            raise
+        except Exception as error:
+            if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
+                # It is not for lack of numbers.
+                raise
+            text = f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
+            try:
+                outcomes = self._samples(call, args, kwargs, meta_of, is_module, held, replicated=True)
+            except Exception:
+                raise UnknownOutcomeError(text) from error
+            if any(meta.shape for meta in outcomes[0].metas):
+                # Replicated tensors of the next microbatch have other numbers, and a shape may follow from these.
+                raise UnknownOutcomeError(text) from error
+        first = outcomes[0]
+        if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
+            # Made-up numbers may agree by chance where a single operation chooses by them; a loss has one number.
+            raise UnknownOutcomeError("the shape of what it returns follows from numbers") from found
+        if not all(_alike(first, other) for other in outcomes[1:]):
+            raise UnknownOutcomeError(f"{reason}, and returns other shapes for other numbers")
+        unread = set(first.unread).intersection(*(other.unread for other in outcomes))
+        draws = frozenset().union(*(each.draws for each in outcomes))
+        return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, observed=True)
+
+    def _samples(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        replicated: bool = False,
+    ) -> list[Outcome]:  # fmt: skip
+        """Some calls with made-up numbers; with ``replicated``, tensors that all ranks have keep theirs (TRY-3)."""
+        outcomes = []
+        for sample in range(shape_probe.SAMPLES):
+            self._numbers = shape_probe.Numbers(sample, replicated)
+            try:
+                with shape_probe.random_numbers(sample):
+                    outcomes.append(self._outcome(call, args, kwargs, meta_of, is_module, held))
+            finally:
+                self._numbers = None
+        return outcomes
+
+    def _outcome(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int]
+    ) -> Outcome:
+        leaves: list[torch.Tensor] = []
+        counter = self._counter = Counter()
+        self._attributes, self._changes_attributes = [], False
+
+        def tensor(leaf: Any) -> torch.Tensor:
+            meta = meta_of(leaf)
+            leaves.append(self.fake(meta) if self._numbers is None else self._numbers.of(leaf, meta))
+            if getattr(leaf, "parameter", None) is not None:
+                counter.parameter(leaves[-1])
+            return leaves[-1]
+
+        watch = None
+        host = HostGenerators()
+        if is_module:
+            copier = object_state.Copier(tensor)
+            own_args = copier.copy(args)
+            own_kwargs = {key: copier.copy(item) for key, item in kwargs.items()}
+            watch = object_state.Watch(copier.copies)
+        else:
+            own_args, own_kwargs = pytree.transform((args, kwargs), tensor)
+        versions = [version_of(leaf) for leaf in leaves]
+        with host, counter:
+            result = call(*own_args, **own_kwargs)
+        if counter.mistrusted and self._numbers is None:
+            raise UnsupportedOperatorException(counter.mistrusted)
+        attributes = tuple((path, name) for path, name, _ in self._attributes)
+        if attributes:
+            result = (result, tuple(value for _, _, value in self._attributes))
+        places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        shape, outputs, effects = described_result(result, watch, places)
+        mutated = tuple(
+            place
+            for place, leaf in enumerate(leaves)
+            if version_of(leaf) != versions[place] or counter.storage(leaf) in counter.written
+        )
+        unversioned = tuple(place for place in mutated if version_of(leaves[place]) == versions[place])
+        saved = (
+            *(place for place, leaf in enumerate(leaves) if counter.is_saved(leaf)),
+            *(-1 - place for place, output in enumerate(outputs) if counter.is_saved(output)),
+        )
+        unread = counter.untouched({place: leaves[place] for place in held}, outputs)
+        for each in (*leaves, *outputs):
+            counter.outside(each)
+        metas = tuple(map(Meta.of, outputs))
+        aliases = tuple(places.get(id(output)) for output in outputs)
+        storages = _shared_storages(counter, leaves, outputs)
+        return Outcome(
+            shape,
+            metas,
+            mutated,
+            aliases,
+            counter.price(),
+            storages,
+            attributes,
+            frozenset(counter.draws | host.draws),
+            self._changes_attributes or counter.writes_parameters(),
+            effects,
+            unread,
+            saved=saved,
+            unversioned=unversioned,
+        )
+
+    def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
+        """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
+        with self._mode, torch.enable_grad():
+            tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+            if not meta.requires_grad:
+                return tensor
+            tensor.requires_grad_()
+            return tensor if leaf else _Alias.apply(tensor)
+
+    def module(self, module: nn.Module, what: Callable[..., Any]) -> Callable[..., Any]:
+        """``what``, which calls ``module`` or is it, with fake parameters."""
+        module = getattr(module, "_orig_mod", module)
+        caller = module if isinstance(what, nn.Module) else _Caller(module, what)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+                raise UnknownOutcomeError("its code is TorchScript's")
+            # A tensor that has several names is one tensor here, too.
+            made: dict[int, torch.Tensor] = {}
+            tensors = {}
+            # Each entry of a table once: of a module with several parents, `functional_call` would restore a second name to the fake tensor.
+            for path, part in module.named_modules():
+                for _, name, tensor in own_tensors(part):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = self._counter.parameter(self._state(tensor))
+                    full = f"{path}.{name}" if path else name
+                    tensors[full if caller is module else f"module.{full}"] = made[id(tensor)]
+            stand_in = self.fake if self._numbers is None else self._numbers.tensor
+            with preserved_attributes(module, stand_in) as attributes:
+                result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
+                self._look_at_attributes(module, attributes)
+                return result
+
+        return call
+
+    def _state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or a buffer."""
+        meta = Meta.of(tensor)
+        if self._numbers is None:
+            return self.fake(meta, leaf=True)
+        return self._numbers.state(meta, isinstance(tensor, nn.Parameter))
+
+    def _look_at_attributes(self, module: nn.Module, attributes: preserved_attributes) -> None:
+        """Ranks differ in what a module has cached in attributes, so what was seen once counts for all later calls."""
+        found = attributes.set_by_call()
+        known = self._known_attributes.setdefault(id(module), [])
+        known += [name for name, value in found.items() if name not in known and _is_of_tensors(value)]
+        if found:
+            self._changing.add(id(module))
+        self._changes_attributes = id(module) in self._changing
+        values = {(path, name): getattr(module.get_submodule(path), name, None) for path, name in known}
+        self._attributes = [(*name, value) for name, value in values.items() if _is_of_tensors(value)]
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if type(value) in pytree.ATOMS:
+        return False
+    leaves = pytree.tensors_of(value)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+class _Caller(nn.Module):
+    """A function that calls a module, as a module with its parameters."""
+
+    def __init__(self, module: nn.Module, what: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.what = module, what
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return self.what(*args, **kwargs)
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, neither a leaf nor a view: it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _shared_storages(
+    counter: Counter, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[SharedStorage | None, ...]:
+    homes: dict[int, tuple[int, int]] = {}
+    for place, leaf in enumerate(leaves):
+        homes.setdefault(counter.storage(leaf), (place, leaf.storage_offset()))
+    found: list[SharedStorage | None] = []
+    for place, output in enumerate(outputs):
+        storage = counter.storage(output)
+        home = homes.get(storage)
+        if home is not None:
+            found.append(SharedStorage(home[0], output.storage_offset() - home[1]))
+            continue
+        homes[storage] = (-1 - place, output.storage_offset())
+        found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
+    return tuple(found) if any(found) else ()
+
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class preserved_attributes:  # noqa: N801 - a context
+    """Restores what modules store in themselves during a call: attributes, and the contents of lists, dicts and sets.
+
+    Args:
+        module: The module that is called.
+        fake: Makes a fake tensor of a description; attributes that hold remote tensors hold fake ones inside.
+    """
+
+    def __init__(self, module: nn.Module, fake: Callable[[Meta], torch.Tensor]) -> None:
+        self._modules = list(module.named_modules())
+        self._fake = fake
+
+    def __enter__(self) -> preserved_attributes:
+        self._before = [dict(module.__dict__) for _, module in self._modules]
+        self._contents = [
+            (value, copy.copy(value))
+            for before in self._before
+            for name, value in before.items()
+            if type(value) in (list, dict, set) and name not in _MODULE_INTERNALS
+        ]
+        for (_, module), before in zip(self._modules, self._before, strict=True):
+            for name, value in before.items():
+                if name not in _MODULE_INTERNALS and type(value) not in pytree.ATOMS and _has_remote(value):
+                    module.__dict__[name] = pytree.transform(
+                        value, lambda leaf: self._fake(Meta.of(leaf)) if type(leaf) is Handle else leaf
+                    )
+        self._at_call = [dict(module.__dict__) for _, module in self._modules]
+        return self
+
+    def set_by_call(self) -> dict[tuple[str, str], Any]:
+        """Attributes that the call has set, by the path of their module and their name."""
+        found = {}
+        for (path, module), before in zip(self._modules, self._at_call, strict=True):
+            for name, value in module.__dict__.items():
+                is_known = name in _MODULE_INTERNALS or value is before.get(name, self)
+                if not is_known and not (type(value) in pytree.ATOMS and value == before.get(name, self)):
+                    found[path, name] = value
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        for (_, module), before in zip(self._modules, self._before, strict=True):
+            if module.__dict__.keys() != before.keys():
+                for name in module.__dict__.keys() - before.keys():
+                    del module.__dict__[name]
+            for name, value in before.items():
+                if module.__dict__.get(name) is not value:
+                    module.__dict__[name] = value
+        for value, content in self._contents:
+            if value != content if type(value) is set else not _same_items(value, content):
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _has_remote(value: Any) -> bool:
+    if type(value) is Handle:
+        return True
+    if type(value) in (list, tuple):
+        return any(map(_has_remote, value))
+    return type(value) is dict and any(map(_has_remote, value.values()))
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(key in b and b[key] is value for key, value in a.items())
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    """Whether two calls gave the same, but for numbers that are no tensors' and what they cost."""
+    first, second = (
+        (each.metas, each.mutated, each.aliases, each.effects, each.storages, each.attributes) for each in (one, other)
+    )
+    return first == second and object_state.described(one.template) == object_state.described(other.template)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what it says."""
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,382 @@
+"""Objects that a module's call reads and changes: caches of keys and values, dataclasses, lists, dictionaries.
+
+A task runs later than its call, on one rank. So it has a copy of each object as the object was at the call (OBJ-1). What the
+call leaves in its copies is an output of the task, and is put into the caller's objects when the call is recorded (OBJ-2). Tensors
+in objects that the call never reads are not inputs of the task (OBJ-3).
+
+Followed are lists, dictionaries and instances of Python classes, to any depth, also where they refer to each other. Modules,
+classes, functions and what else can be called stay what they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch import pytree
+
+#: Instances of classes that Python code has defined.
+_HEAP_TYPE = 1 << 9
+_OPAQUE = (
+    nn.Module, type, enum.Enum, BaseException, torch.Tensor, types.ModuleType, weakref.ref, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, weakref.WeakSet,
+)  # fmt: skip
+_followed: dict[type, bool] = {}
+
+
+def is_object(kind: type) -> bool:
+    """Whether the attributes of instances of a class are followed."""
+    known = _followed.get(kind)
+    if known is None:
+        known = _followed[kind] = _is_object(kind)
+    return known
+
+
+def _is_object(kind: type) -> bool:
+    if issubclass(kind, types.SimpleNamespace):
+        return True
+    if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, _OPAQUE) or getattr(kind, "_smp_leaf", False):
+        return False
+    if issubclass(kind, list | dict) or issubclass(kind, tuple | set | frozenset | str | bytes | int | float | complex):
+        return False
+    if any("__call__" in vars(base) for base in kind.__mro__):
+        return False
+    package = kind.__module__.partition(".")[0]
+    return package not in ("builtins", "threading", "_thread", "io") and (
+        package != "torch" or kind.__module__.startswith("torch.distributions")
+    )
+
+
+def is_container(kind: type) -> bool:
+    """Whether instances of a class are containers that a call may change in place."""
+    return kind is list or kind is dict or (issubclass(kind, list | dict) and not is_output(kind)) or is_object(kind)
+
+
+def is_output(kind: type) -> bool:
+    """Whether a class is one of dictionaries with fields, as Hugging Face's models return."""
+    return issubclass(kind, dict) and dataclasses.is_dataclass(kind)
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object, those in slots as well, in an order that follows from how it was made."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+class State:
+    """What a container holds: its items and its attributes, without what is in those."""
+
+    __slots__ = ("attributes", "items")
+
+    def __init__(self, value: Any) -> None:
+        self.items: Any = None
+        if isinstance(value, dict):
+            self.items = dict(value.items())
+        elif isinstance(value, list):
+            self.items = list(value)
+        self.attributes = {} if type(value) in (list, dict) else dict(attributes(value))
+
+    def same(self, other: State) -> bool:
+        """Whether both have the same things in the same places."""
+        mine, theirs = self.items, other.items
+        if isinstance(mine, dict):
+            if list(mine) != list(theirs) or not all(map(_same, mine.values(), theirs.values())):
+                return False
+        elif mine is not None and (len(mine) != len(theirs) or not all(map(_same, mine, theirs))):
+            return False
+        return list(self.attributes) == list(other.attributes) and all(
+            map(_same, self.attributes.values(), other.attributes.values())
+        )
+
+    def put_into(self, value: Any) -> None:
+        """Makes it what ``value`` holds."""
+        if isinstance(value, list):
+            list.__setitem__(value, slice(None), self.items)
+        elif isinstance(value, dict):
+            base = OrderedDict if isinstance(value, OrderedDict) else dict
+            base.clear(value)
+            for key, item in self.items.items():
+                base.__setitem__(value, key, item)
+        if type(value) in (list, dict):
+            return
+        for name, _ in list(attributes(value)):
+            if name not in self.attributes:
+                object.__delattr__(value, name)
+        for name, item in self.attributes.items():
+            object.__setattr__(value, name, item)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in pytree.ATOMS and bool(one == other))
+
+
+class Origin:
+    """In what a call leaves: the container with this number that the call was given."""
+
+    _smp_leaf = True
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Given:
+    """In the state that a call leaves: the tensor at this place among those that the call was given, unless it is also a result."""
+
+    _smp_leaf = True
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class Copier:
+    """Copies structures with all that they refer to; containers keep their identities among each other.
+
+    Args:
+        leaf: Makes what stands for a tensor, or for an object whose class is a leaf (``structure.transform``).
+
+    Attributes:
+        originals: Containers that were met, in order.
+        copies: Theirs.
+    """
+
+    def __init__(self, leaf: Callable[[Any], Any]) -> None:
+        self.leaf = leaf
+        self._memo: dict[int, Any] = {}
+        self.originals: list[Any] = []
+        self.copies: list[Any] = []
+
+    def know(self, value: Any, what: Any) -> None:
+        """``what`` stands for ``value``."""
+        self._memo[id(value)] = what
+        # Its address must not become another's.
+        self.originals.append(value)
+        self.copies.append(what)
+
+    def __contains__(self, identity: int) -> bool:
+        return identity in self._memo
+
+    def copy(self, value: Any) -> Any:
+        """The copy."""
+        kind = type(value)
+        if kind in pytree.ATOMS:
+            return value
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, torch.Tensor) or getattr(kind, "_smp_leaf", False):
+            return self.leaf(value)
+        if kind is tuple:
+            return tuple([self.copy(item) for item in value])
+        if isinstance(value, State):
+            new = State.__new__(State)
+            new.items, new.attributes = self._items(value.items), {k: self.copy(v) for k, v in value.attributes.items()}
+            return new
+        if not is_container(kind):
+            return self._other(value, kind)
+        new = [] if kind is list else {} if kind is dict else _empty(value)
+        self.know(value, new)
+        # A list or a dictionary of ours is filled without a detour.
+        if kind is list:
+            new.extend(self.copy(item) for item in value)
+        elif kind is dict:
+            new.update((key, self.copy(item)) for key, item in value.items())
+        else:
+            self.copy(State(value)).put_into(new)
+        return new
+
+    def _items(self, items: Any) -> Any:
+        if isinstance(items, dict):
+            return {key: self.copy(item) for key, item in items.items()}
+        return None if items is None else [self.copy(item) for item in items]
+
+    def _other(self, value: Any, kind: type) -> Any:
+        """As ``structure.transform`` has them."""
+        if is_output(kind):
+            return pytree.rebuilt_mapping(value, {key: self.copy(item) for key, item in value.items()})
+        if isinstance(value, tuple):
+            items = [self.copy(item) for item in value]
+            try:
+                return kind(*items) if hasattr(value, "_fields") else kind(items)
+            except TypeError:
+                return value
+        if kind in (set, frozenset):
+            return kind([self.copy(item) for item in value])
+        if kind is slice:
+            return slice(*(self.copy(part) for part in (value.start, value.stop, value.step)))
+        return value
+
+
+def _empty(value: Any) -> Any:
+    """An object of the same class, which its state is still to be put into."""
+    kind = type(value)
+    if isinstance(value, list | dict):
+        return copy.copy(value)
+    if issubclass(kind, types.SimpleNamespace):
+        return types.SimpleNamespace.__new__(kind)
+    return object.__new__(kind)
+
+
+def snapshot(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call, with copies of the containers among them."""
+    copier = Copier(leaf)
+    return copier.copy(args), {key: copier.copy(item) for key, item in kwargs.items()}
+
+
+class Effects:
+    """What a call left in the containers that it was given, by their numbers, and what it returned.
+
+    Attributes:
+        result: What the call returned.
+        states: New states of containers that it changed.
+    """
+
+    __slots__ = ("result", "states")
+
+    def __init__(self, result: Any, states: Mapping[int, State]) -> None:
+        self.result, self.states = result, dict(states)
+
+    def template(self, containers: list[Any], leaf: Callable[[Any], Any], given: Mapping[int, int]) -> Effects:
+        """With ``leaf(tensor)`` instead of tensors, and without the containers that the call was given, nor what stays in them.
+
+        Args:
+            containers: The copies that the call was given.
+            leaf: Makes what stands for a tensor.
+            given: Places of the tensors that the call was given, by their identities.
+        """
+        copier = Copier(leaf)
+        for number, container in enumerate(containers):
+            copier.know(container, Origin(number))
+        for value in _objects_in(self.result):
+            if id(value) not in copier and not has_tensors(value):
+                # Such as what the module has in an attribute: the caller gets the same one.
+                copier.know(value, value)
+        result = copier.copy(self.result)
+        copier.leaf = lambda tensor: Given(given[id(tensor)]) if id(tensor) in given else leaf(tensor)
+        return Effects(result, {number: copier.copy(state) for number, state in self.states.items()})
+
+    def apply(self, containers: list[Any], results: list[Any], tensors: list[Any]) -> Any:
+        """Of a template: puts the states into the caller's containers, and returns the result (OBJ-2).
+
+        Args:
+            containers: Those that the call was made with.
+            results: What the slots of the template stand for.
+            tensors: Those that the call was made with.
+        """
+
+        def filled(item: Any) -> Any:
+            if type(item) is pytree.Slot:
+                return results[item.index]
+            if type(item) is Origin:
+                return containers[item.number]
+            return tensors[item.place] if type(item) is Given else item
+
+        copier = Copier(filled)
+        new = Effects(copier.copy(self.result), {number: copier.copy(state) for number, state in self.states.items()})
+        for number, state in new.states.items():
+            state.put_into(containers[number])
+        return new.result
+
+
+def _objects_in(value: Any) -> Iterator[Any]:
+    """Objects in a structure of tuples, lists and dictionaries."""
+    kind = type(value)
+    if kind in pytree.ATOMS or isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _objects_in(item)
+    elif is_object(kind):
+        yield value
+
+
+def has_objects(value: Any) -> bool:
+    """Whether a structure of tuples, lists and dictionaries has objects in it whose attributes are followed."""
+    return next(_objects_in(value), None) is not None
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether tensors can be reached from a value."""
+    found = False
+
+    def leaf(tensor: Any) -> Any:
+        nonlocal found
+        found = True
+        return tensor
+
+    Copier(leaf).copy(value)
+    return found
+
+
+class Watch:
+    """Containers that a call is about to get."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self.containers = containers
+        self._before = [State(container) for container in containers]
+
+    def effects(self, result: Any) -> Effects:
+        """What came of the call."""
+        after = map(State, self.containers)
+        states = {
+            number: new for number, (old, new) in enumerate(zip(self._before, after, strict=True)) if not old.same(new)
+        }
+        return Effects(result, states)
+
+
+def described(value: Any) -> str:
+    """Text that is equal for templates with the same structure and the same constants."""
+    lines: list[str] = []
+    known: dict[int, int] = {}
+
+    def describe(item: Any) -> None:
+        kind = type(item)
+        if kind in pytree.ATOMS or kind in (pytree.Slot,):
+            lines.append(repr(item))
+        elif kind is Origin:
+            lines.append(f"container {item.number}")
+        elif kind is Given:
+            lines.append(f"given {item.place}")
+        elif id(item) in known:
+            lines.append(f"again {known[id(item)]}")
+        elif isinstance(item, Effects):
+            describe(item.result)
+            describe(item.states)
+        elif isinstance(item, State):
+            describe(item.items)
+            describe(item.attributes)
+        elif isinstance(item, tuple | set | frozenset) or is_output(kind) or is_container(kind):
+            known[id(item)] = len(known)
+            lines.append(kind.__qualname__)
+            parts = (
+                item.items()
+                if isinstance(item, dict)
+                else item
+                if isinstance(item, tuple | list | set | frozenset)
+                else ()
+            )
+            for part in parts:
+                describe(part)
+            if is_object(kind):
+                for part in attributes(item):
+                    describe(part)
+        else:
+            lines.append(kind.__qualname__)
+
+    describe(value)
+    return "\n".join(lines)

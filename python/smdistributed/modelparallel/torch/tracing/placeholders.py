@@ -1,0 +1,44 @@
+"""Tensors that a task does not need: they have a shape, and no numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, Meta
+
+
+class Unread(torch.Tensor):
+    """A tensor in a container that a module got and never read when its outputs were found (OBJ-3)."""
+
+    _smp_leaf = True
+    task: str
+
+    @staticmethod
+    def __new__(cls, meta: Meta, task: str) -> Unread:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=False
+        )
+        self.task = task
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"Unread({Meta.of(self)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        task = next((arg.task for arg in args if isinstance(arg, Unread)), "a module")
+        raise SMPUsageError(
+            f"`{task}` read a tensor of a list or an object that it did not read in an equal call before: what a module reads "
+            "may depend on the shapes and the types of its arguments, and on nothing else"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SMPUsageError(f"`{func}` of a tensor that was taken for one that nothing reads")

@@ -1,0 +1,200 @@
+"""Tensors that are not here: values of a recorded step, and parameters of other partitions.
+
+They are tensor subclasses with shape, type and device, and without memory. Python code that asks for these gets them;
+whatever would need the numbers goes through the recording.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.tracing.tasks import Value
+
+
+class Meta(NamedTuple):
+    """All of a tensor but its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Meta:
+        """That of a strided tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """Of its numbers."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+#: What a tensor without numbers can answer itself.
+METADATA: frozenset[Any] = frozenset(
+    _getters(
+        "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta",
+        "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_sparse_csr", "itemsize", "nbytes", "names",
+        "is_leaf", "grad", "_version", "retains_grad", "is_xla", "is_vulkan", "is_ipu", "is_maia", "output_nr",
+    )
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point",
+            "is_complex", "is_signed", "element_size", "storage_offset", "get_device", "__len__", "is_inference",
+            "has_names", "__hash__", "dim_order", "is_shared",
+        )
+        if hasattr(torch.Tensor, name)
+    }
+    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_signed}
+)  # fmt: skip
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """What autograd counts of writes to a tensor of this rank, 0 for those of which it counts none. For this library's own use, also while
+    a body is recorded: what the body asks for is the same on all ranks, and so goes between them."""
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else int(tensor._version)
+
+
+class Lost:
+    """Stands for the value of a tensor that cannot be followed any further; whoever uses the tensor gets ``reason``."""
+
+    _smp_leaf = True
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class GraphNode:
+    """The ``grad_fn`` of a tensor on a partition: there will be one, and it cannot be looked into."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SMPUsageError(
+            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when the function has "
+            "returned"
+        )
+
+
+class Handle(torch.Tensor):
+    """A value of the step that is being recorded; see ``tracing/recording.py``.
+
+    Attributes:
+        value: The value; it is another one after a change in place.
+        recording: The recording of the microbatch that it belongs to.
+    """
+
+    value: Value
+    recording: Any
+
+    @staticmethod
+    def __new__(cls, value: Value, recording: Any = None) -> Handle:
+        meta = value.meta
+        if meta.requires_grad and torch.is_inference_mode_enabled():
+            # There PyTorch makes no tensors that require gradients.
+            with torch.inference_mode(False):
+                return cls.__new__(cls, value, recording)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
+        self.value = value
+        self.recording = recording
+        return self
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """PyTorch does not offer this method to function modes."""
+        raise SMPUsageError(
+            "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new tensor instead"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        if isinstance(self.value, Lost):
+            return "Handle(lost)"
+        return f"Handle({self.value.meta}, partition={self.value.rank})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise SMPUsageError(
+            f"`{getattr(func, '__name__', func)}` of a tensor that was made inside of a `smp.step` function, after that "
+            "function has ended: return the tensor from the function, and take it from the `StepOutput`; if the function has set it as an attribute "
+            "of a module, pass it to the module instead"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SMPUsageError(f"`{func}` was called past PyTorch's functions, on a tensor that is on another partition")
+
+
+class Absent(torch.Tensor):
+    """A parameter or buffer of another partition: it takes no memory here."""
+
+    #: Its name in the model, and its partition.
+    path: str
+    partition: int
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, path: str, partition: int, device: torch.device) -> Absent:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=device,
+            requires_grad=tensor.requires_grad,
+        )
+        self.path, self.partition = path, partition
+        # What `isinstance(.., torch.nn.Parameter)` looks at.
+        self._is_param = isinstance(tensor, torch.nn.Parameter)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"Absent({self.path!r}, {Meta.of(self)}, partition={self.partition})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        absent = next((arg for arg in args if isinstance(arg, Absent)), None)
+        name = f"`{absent.path}` is on partition {absent.partition}" if absent is not None else "it is elsewhere"
+        raise SMPUsageError(
+            f"`{getattr(func, '__name__', func)}` of a parameter that this rank does not hold: {name}; see "
+            "`model.local_parameters()` and `model.state_dict()`"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SMPUsageError(f"`{func}` of a parameter that this rank does not hold")
+
+
+_ALLOWED = METADATA | {
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,
+    torch.Tensor.grad.__set__,
+    torch.Tensor.grad_fn.__get__,
+}

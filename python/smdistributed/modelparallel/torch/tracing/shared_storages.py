@@ -1,0 +1,189 @@
+"""Tensors of a step body that share a storage: what is written to one of them is written to all.
+
+A value of the recording never changes. So a task that writes to a storage makes a new value of every tensor of that storage which
+the body still holds, and the handles of these tensors go on to the new values. The values of one generation between two
+writes have one base; the executor has them share a storage, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smdistributed.modelparallel.torch.tracing.copy_on_write import unversioned_write
+from smdistributed.modelparallel.torch.tracing.metadata import Outcome, SharedStorage
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost, Meta
+from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, Write
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.tracing.recording import Recording
+
+
+class SharedStorages:
+    """Those of one recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        #: Handles of values that share a storage, by the value that stands for the storage.
+        self._views: dict[Value, list[weakref.ref[Handle]]] = {}
+        #: Replicated tensors of which located values are views, by the value that stands for the storage.
+        self._replicated_bases: dict[Value, torch.Tensor] = {}
+
+    def add_writes(self, task: Task, leaves: Sequence[Any]) -> None:
+        """Makes new values of all that a task writes to (REC-3)."""
+        # What is added to a tensor in place may make it require a gradient.
+        trains = task.context.grad and any(value.meta.requires_grad for value in task.inputs)
+        taken = {value.index for value in task.inputs}
+
+        def new(source: Value | torch.Tensor, place: int | None = None) -> Value:
+            meta = source.meta if isinstance(source, Value) else Meta.of(source)
+            if trains and not meta.requires_grad:
+                meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
+            value = self._recording.new_value(task.rank, task.level, meta)
+            value.versioned = not isinstance(source, Value) or source.versioned
+            task.outputs.append(value)
+            task.writes.append(Write(source if place is None else place, value))
+            if isinstance(source, Value) and source.parameter is None and source.index not in taken:
+                taken.add(source.index)
+                task.inputs.append(source)
+            return value
+
+        for place in task.outcome.mutated:
+            if not isinstance(leaves[place], Value):
+                new(leaves[place], place)
+        for base, values in self.written(task.outcome, leaves, task.rank).items():
+            if base.rank != task.rank:
+                new(values[0])
+                continue
+            new_base = new(base)
+            new_base.home = base.home
+            for value in values:
+                if value is not base:
+                    view = new(value)
+                    view.base, view.offset = new_base, value.offset
+
+    def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
+        """Checks that a task does not write through ``.data`` to what autograd has saved before.
+
+        In one process the backward would take the changed numbers. On partitions it would take them only where the operation that
+        saved the tensor runs in the same stage as the write.
+
+        Raises:
+            SMPUsageError: it does.
+        """
+        for place in task.outcome.mutated:
+            leaf = leaves[place]
+            if not isinstance(leaf, Value):
+                self._recording.held.check_unversioned(self._recording.microbatch, leaf, task.name)
+            elif (place in task.outcome.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
+                saver = self._saver(leaf.storage, task)
+                if saver is not None:
+                    raise unversioned_write(task.name, saver)
+
+    def _saver(self, storage: Value, before: Task) -> Task | None:
+        """The last task before another one for whose backward autograd saves a tensor of a storage."""
+        savers: dict[Value, Task] = {}
+        for task in self._recording.tasks:
+            if task is before:
+                continue
+            for value in task.saved():
+                if isinstance(value, Value):
+                    savers[value.storage] = task
+            for source, result in task.writes:
+                if isinstance(source, Value) and source.storage in savers:
+                    savers.setdefault(result.storage, savers[source.storage])
+        return savers.get(storage)
+
+    def written(self, outcome: Outcome, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:
+        """Values that change when a call on ``rank`` writes in place, by their bases; ``leaves`` are its arguments.
+
+        Of a storage of another partition that is the argument alone: other views of it cannot be followed.
+        """
+        found: dict[Value, list[Value]] = {}
+        for place in outcome.mutated:
+            leaf = leaves[place]
+            if not isinstance(leaf, Value) or leaf.storage in found:
+                continue
+            base = leaf.storage
+            values = [leaf]
+            if base.rank == rank:
+                values += [base, *(handle.value for handle in self._handles_of(base) if handle.value.rank == rank)]
+            found[base] = list(dict.fromkeys(values))
+        return found
+
+    def has_others(self, handle: Handle, storage: Value) -> bool:
+        """Whether the body has something else than this handle in a storage."""
+        others = [each for each in self._handles_of(storage) if each is not handle]
+        return bool(others) or storage in self._replicated_bases or storage.parameter is not None
+
+    def _handles_of(self, base: Value) -> list[Handle]:
+        """Living handles of values that share a storage with others."""
+        found: dict[int, Handle] = {}
+        for reference in self._views.get(base, ()):
+            handle = reference()
+            if handle is not None and type(handle.value) is Value and handle.value.storage is base:
+                found[id(handle)] = handle
+        return list(found.values())
+
+    def writes_alike(self, task: Task, tensors: list[torch.Tensor]) -> bool:
+        """Whether a task of the microbatch before that writes in place writes to the same values in this one."""
+        if not task.writes:
+            return True
+        leaves = [
+            tensor.value if type(tensor) is Handle else self._recording.located.get(id(tensor)) for tensor in tensors
+        ]
+        known = {write.source for write in task.writes}
+        written = self.written(task.outcome, leaves, task.rank)
+        return all(value in known for values in written.values() for value in values)
+
+    def add_view(
+        self, result: torch.Tensor, shared: SharedStorage, tensors: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        """Takes note that a handle shares its storage."""
+        if type(result) is not Handle or shared.place is None:
+            return
+        other = results[-1 - shared.place] if shared.place < 0 else tensors[shared.place]
+        base = result.value.storage
+        if not self._recording.is_located(other):
+            self._replicated_bases[base] = other
+            self._recording.held.add_view(result, other)
+            return
+        handles = self._views.setdefault(base, [])
+        handles.append(weakref.ref(result))
+        if type(other) is Handle and other.value.storage is base:
+            handles.append(weakref.ref(other))
+
+    def follow_writes(self, task: Task, tensors: list[torch.Tensor]) -> None:
+        """Has the body's tensors go on to the values after the writes of a task."""
+        after = {write.source: write.result for write in task.writes}
+        where = f"`{task.name}` on partition {task.rank}"
+        for place in task.outcome.mutated:
+            tensor = tensors[place]
+            old = tensor.value if type(tensor) is Handle else self._recording.located.get(id(tensor))
+            if old is None:
+                self._recording.move(tensor, after[place])
+                self._recording.held.lose_views(tensor, f"{where} changed that in place")
+                continue
+            base = old.storage
+            views = self._handles_of(base)
+            replicated = self._replicated_bases.pop(base, None)
+            if replicated is not None:
+                self._recording.move(replicated, Lost(
+                    f"{where} changed a tensor in place through a view that a module had returned: pass a copy to the module, "
+                    "or use what it returned"
+                ))  # fmt: skip
+            if old in after:
+                self._recording.move(tensor, after[old])
+            for view in views:
+                if view is not tensor:
+                    lost = Lost(
+                        f"{where} changed the storage of this view in place, which lies on partition {base.rank}: take the view "
+                        "again from what was changed, or change a copy"
+                    )
+                    view.value = after.get(view.value, lost)  # type: ignore[assignment]
+            if views and base in after:
+                living = [weakref.ref(view) for view in (*views, tensor) if type(view) is Handle]
+                self._views.setdefault(after[base].storage, []).extend(living)

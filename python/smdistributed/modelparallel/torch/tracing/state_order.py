@@ -1,0 +1,104 @@
+"""The order of tasks that read and write the same state of a partition: parameters, buffers, attributes of a module.
+
+Stages run by their levels, which follow from the values that tasks pass each other. State passes no values, so a task that
+writes it gets a level that keeps it after the calls before it, and before the calls after it.
+
+- ORD-1: a task of the body that writes to a parameter or buffer comes after all tasks of its partition before it, and before all after it.
+- ORD-2: a call of a module that changes its own state comes after the calls before it, and before the calls after it, of all modules
+  that share a part with it; so do operations of the body that take a parameter or buffer of such a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from smdistributed.modelparallel.torch.tracing.metadata import Outcome
+from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
+
+_parts: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+
+class StateOrder:
+    """That of one recording.
+
+    Attributes:
+        changes_state: Whether some task changes parameters, buffers or attributes.
+    """
+
+    def __init__(self) -> None:
+        self.changes_state = False
+        #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or buffer.
+        self._highest: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        #: By the identity of a module: the level of the last call that changes its state, and the highest of the calls that read it.
+        self._changed: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+        #: Tasks that are not in `_read` yet: it is needed only where a call changes state.
+        self._new: list[Task] = []
+
+    def level(self, task: Task, level: int, writes_parameter: bool, outcome: Outcome | None) -> int:
+        """The level of a task whose inputs allow ``level``."""
+        rank = task.rank
+        level = max(level, self._written.get(rank, 0))
+        if writes_parameter:
+            self.changes_state = True
+            level = self._written[rank] = max(level, self._highest.get(rank, 0))
+        if self._changed:
+            level = max(level, _highest(self._changed, touched_modules(task)))
+        if task.module is not None and outcome is not None and outcome.changes_state:
+            self.changes_state = True
+            self._fold()
+            modules = touched_modules(task)
+            level = max(level, _highest(self._read, modules))
+            self._changed.update(dict.fromkeys(modules, level))
+        task.level = level
+        self._new.append(task)
+        self._highest[rank] = max(level, self._highest.get(rank, 0))
+        return level
+
+    def note(self, task: Task) -> None:
+        """Takes note of a task whose level is known."""
+        rank, level = task.rank, task.level
+        if level > self._highest.get(rank, 0):
+            self._highest[rank] = level
+        self._new.append(task)
+        if task.outcome is None:
+            return
+        if task.outcome.changes_state and task.module is not None:
+            self.changes_state = True
+            self._changed.update(dict.fromkeys(touched_modules(task), level))
+        if task.writes and writes_parameter(task):
+            self.changes_state = True
+            self._written[rank] = level
+
+    def _fold(self) -> None:
+        for task in self._new:
+            for module in touched_modules(task):
+                self._read[module] = max(task.level, self._read.get(module, 0))
+        self._new.clear()
+
+
+def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
+    return max((levels.get(module, 0) for module in modules), default=0)
+
+
+def touched_modules(task: Task) -> frozenset[int]:
+    """Identities of the modules whose state a task can read: the called one with all in it, and those whose parameters it takes."""
+    found = frozenset[int]() if task.module is None else _parts_of(task.module)
+    owners = [value.owner for value in task.inputs if value.owner is not None]
+    return found.union(owners) if owners else found
+
+
+def _parts_of(module: nn.Module) -> frozenset[int]:
+    known = _parts.get(module)
+    if known is None:
+        known = _parts[module] = frozenset(map(id, module.modules()))
+    return known
+
+
+def writes_parameter(task: Task) -> bool:
+    """Whether a task writes to a parameter or buffer that it is given."""
+    return any(isinstance(source, Value) and source.storage.parameter is not None for source, _ in task.writes)

@@ -1,0 +1,122 @@
+"""Ranks whose bodies make the same calls in different orders, as a loop over a set of strings does: each Python process puts such a
+set in an order of its own.
+
+- SAME-1: ranks that recorded the same tasks with the same inputs take over the order of the first rank, and number the values in it. So
+  plans and messages are the same on all ranks.
+- SAME-2: a task that draws random numbers, writes in place, changes its module, or ran while the body was recorded stays between
+  the same tasks. Only what lies between two such tasks changes places.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from smdistributed.modelparallel.torch.tracing.recording import Recording, digest_of
+from smdistributed.modelparallel.torch.tracing.tasks import Task
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+
+
+def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int, bool]]:
+    """Describe the tasks of a recording without their order.
+
+    Args:
+        pipeline: It keeps digests.
+        recording: It may be recorded in part.
+
+    Returns:
+        For each task a digest of what is called with which inputs, and whether the task keeps its place (SAME-2).
+    """
+    tasks = recording.tasks
+    made_by = {value: (number, place) for number, task in enumerate(tasks) for place, value in enumerate(task.outputs)}
+
+    def inputs(task: Task, digests: Sequence[int]) -> list[Any]:
+        return [
+            (digests[made_by[value][0]], made_by[value][1]) if value in made_by else value.parameter
+            for value in task.inputs
+        ]
+
+    # Equal calls may serve different ones: what takes their outputs tells them apart, and so do then their inputs.
+    makers: list[int] = []
+    for task in tasks:
+        makers.append(digest_of((pipeline.digest(task.signature, task.level), inputs(task, makers))))
+    uses: list[list[Any]] = [[] for _ in tasks]
+    for place, (value, _) in enumerate(recording.seeds):
+        if value in made_by:
+            uses[made_by[value][0]].append((made_by[value][1], -1, place))
+    takers = list(makers)
+    for number in range(len(tasks) - 1, -1, -1):
+        takers[number] = digest_of((makers[number], sorted(uses[number])))
+        for place, value in enumerate(tasks[number].inputs):
+            if value in made_by:
+                uses[made_by[value][0]].append((made_by[value][1], place, takers[number]))
+    digests: list[int] = []
+    for number, task in enumerate(tasks):
+        digests.append(digest_of((takers[number], inputs(task, digests))))
+    # What later microbatches and steps take of this one, they know by its number.
+    is_taken_from = bool(recording.kept.by_value)
+    keeps = [is_taken_from or number < recording.done or _keeps_its_place(task) for number, task in enumerate(tasks)]
+    return list(zip(digests, keeps, strict=True))
+
+
+def _keeps_its_place(task: Task) -> bool:
+    outcome = task.outcome
+    return (
+        outcome is None
+        or bool(outcome.draws or outcome.mutated or outcome.attributes or outcome.effects)
+        or outcome.changes_state
+    )
+
+
+def places(own: Sequence[tuple[int, bool]], first: Sequence[tuple[int, bool]]) -> list[int] | None:
+    """Find the order of the first rank.
+
+    Args:
+        own: What :func:`content_digests` says of this rank's tasks.
+        first: And of those of the first rank.
+
+    Returns:
+        The numbers of this rank's tasks in the order of the first rank; ``None`` if the tasks are others, or may not change
+        places.
+    """
+    if len(own) != len(first):
+        return None
+    waiting: dict[tuple[int, bool], collections.deque[int]] = {}
+    order: list[int] = []
+    begin = 0
+    for place, task in enumerate(own):
+        waiting.setdefault(task, collections.deque()).append(place)
+        if not task[1] and place + 1 < len(own):
+            continue
+        if task[1] and first[place] != task:
+            return None
+        for theirs in first[begin : place + 1]:
+            if not waiting.get(theirs):
+                return None
+            order.append(waiting[theirs].popleft())
+        begin = place + 1
+    return order
+
+
+def reorder(recording: Recording, order: Sequence[int]) -> None:
+    """Puts the tasks of a recording into an order, and numbers their values anew (SAME-1)."""
+    recording.tasks[:] = [recording.tasks[number] for number in order]
+    values = [value for task in recording.tasks for value in task.outputs]
+    # Microbatches that are alike share their values, so the first one of them has numbered these.
+    if any(value.index != number for number, value in enumerate(values)):
+        for number, value in enumerate(values):
+            value.index = number
+        for task in recording.tasks:
+            task.simple = None
+
+
+def digest(pipeline: Pipeline, recording: Recording) -> int:
+    """A digest of a recording in an order that was taken over; equal on ranks that record the same."""
+    tasks = tuple(
+        pipeline.digest(task.signature, tuple(value.parameter or value.index for value in task.inputs))
+        for task in recording.tasks
+    )
+    return digest_of((tasks, recording.done, tuple(value.index for value, _ in recording.seeds)))

@@ -1,0 +1,197 @@
+"""What a recording consists of: values, and tasks that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.metadata import Outcome
+from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED, AttributeSnapshot
+from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.task_execution import Simple
+
+
+class Value:
+    """A tensor that some task makes, or a parameter.
+
+    Attributes:
+        index: Its number in the recording; -1 for a parameter.
+        rank: The partition where it is.
+        level: How many changes of the partition lie before it.
+        meta: All but its numbers.
+        parameter: The path of the parameter or buffer that it is.
+        owner: The identity of the module that has it; a parameter of several modules has the first one.
+        base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
+        offset: Of a view, its place in the storage of ``base``, in elements.
+        versioned: Whether autograd's version counter sees what is written to it; it does not see it through ``.data``.
+        home: The path of the parameter or buffer whose memory it is: of such a value itself, and after writes to it in place.
+    """
+
+    _smp_leaf = True
+    __slots__ = ("base", "home", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
+
+    def __init__(
+        self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None, owner: int | None = None
+    ) -> None:
+        self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
+        self.owner = owner
+        self.base: Value | None = None
+        self.offset = 0
+        self.versioned = True
+        self.home = parameter
+
+    @property
+    def storage(self) -> Value:
+        """The value that stands for the storage: ``base``, or the value itself."""
+        return self.base or self
+
+    @property
+    def storage_key(self) -> int | str:
+        """Identifies the storage among those of one recording; equal for recordings with equal tasks."""
+        storage = self.base or self
+        return storage.index if storage.parameter is None else storage.parameter
+
+
+class Context:
+    """The state of PyTorch and of the model's modules at the moment when the body made a call.
+
+    Attributes:
+        grad: Whether gradients are enabled.
+        autocast: Of each device: its name, whether autocast is enabled, the dtype, whether casts are cached.
+        modules: Attributes of modules that the body has changed in this step.
+    """
+
+    __slots__ = ("autocast", "grad", "modules")
+
+    def __init__(
+        self,
+        grad: bool,
+        autocast: tuple[tuple[str, bool, torch.dtype, bool], ...],
+        modules: AttributeSnapshot = UNCHANGED,
+    ) -> None:
+        self.grad, self.autocast, self.modules = grad, autocast, modules
+
+    @classmethod
+    def current(cls, modules: AttributeSnapshot) -> Context:
+        """Returns the state of this moment; ``modules`` is the part that PyTorch does not keep."""
+        devices = ("cpu", "cuda") if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else ()
+        autocast = tuple(
+            (
+                device,
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+                torch.is_autocast_cache_enabled(),
+            )
+            for device in devices
+        )
+        return cls(torch.is_grad_enabled(), autocast, modules)
+
+    def key(self) -> Any:
+        """Equal for equal contexts."""
+        return (self.grad, self.autocast, self.modules)
+
+    def same(self, other: Context) -> bool:
+        """Whether a task cannot tell them apart."""
+        return self.grad is other.grad and self.modules is other.modules and self.autocast == other.autocast
+
+
+class Write(NamedTuple):
+    """A tensor that a task changes in place, or that shares the storage of one.
+
+    Attributes:
+        source: The value before; of a replicated tensor, its place among the leaves of the arguments.
+        result: The value after.
+    """
+
+    source: Value | int
+    result: Value
+
+
+class Task:
+    """What is to be computed on one partition.
+
+    Attributes:
+        name: For messages: the module's path or the function's name.
+        call: What is called.
+        module: Of a task that is a call of a module, that.
+        args, kwargs: With values instead of handles.
+        inputs: Values among them, in the order of the structure; then other values of a storage that the task writes to.
+        outputs: Values that come out, then those after the writes.
+        writes: What the task changes in place; of each storage its base first.
+        outcome: What comes out, ``None`` until it is known.
+        follows: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
+        digest: The same on ranks that record the same.
+        signature: What is called, without its inputs; the same on ranks that record the same.
+    """
+
+    __slots__ = (
+        "args", "call", "context", "digest", "follows", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
+        "signature", "simple", "writes",
+    )  # fmt: skip
+
+    def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
+        self.name, self.call, self.args, self.kwargs, self.inputs = name, call, args, kwargs, inputs
+        self.rank = self.level = self.digest = 0
+        self.signature: Any = None
+        self.module: nn.Module | None = None
+        self.follows = False
+        self.outputs: list[Value] = []
+        self.writes: list[Write] = []
+        self.outcome: Outcome | None = None
+        #: How the executor runs it, once it has looked.
+        self.simple: Simple | Literal[False] | None = None
+        self.context: Context = None  # type: ignore[assignment]
+
+    def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:
+        """Puts ``leaf(item)`` in the place of each value and each tensor of the arguments, in their order."""
+        if self.follows:
+            self.args, self.kwargs = object_state.snapshot(self.args, self.kwargs, leaf)
+        else:
+            self.args, self.kwargs = pytree.transform((self.args, self.kwargs), leaf)
+
+    def leaves(self) -> list[Any]:
+        """Each value and each tensor of the arguments, in their order."""
+        found: list[Any] = []
+
+        def note(leaf: Any) -> Any:
+            found.append(leaf)
+            return leaf
+
+        if self.follows:
+            object_state.snapshot(self.args, self.kwargs, note)
+        else:
+            pytree.transform((self.args, self.kwargs), note)
+        return found
+
+    def saved(self) -> list[Any]:
+        """Values and replicated tensors that autograd saves for the backward of the task."""
+        if self.outcome is None or not self.outcome.saved:
+            return []
+        leaves = self.leaves()
+        return [self.outputs[-1 - place] if place < 0 else leaves[place] for place in self.outcome.saved]
+
+    def __str__(self) -> str:
+        takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)
+        gives = ", ".join(f"%{value.index}: {value.meta}" for value in self.outputs)
+        return f"`{self.name}` on partition {self.rank} ({takes}) -> ({gives})"
+
+
+class WithAttributes:
+    """A call of a module that also returns the tensors which its forward leaves in attributes."""
+
+    __slots__ = ("_attributes", "_call", "_module")
+
+    def __init__(self, call: Callable[..., Any], module: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
+        self._call, self._module, self._attributes = call, module, attributes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(*args, **kwargs)
+        owners = [(self._module.get_submodule(path), name) for path, name in self._attributes]
+        return result, tuple(getattr(owner, name) for owner, name in owners)

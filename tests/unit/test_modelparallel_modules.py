@@ -1,0 +1,79 @@
+"""The modules of the model-parallel packages: import paths, import cycles and folder sizes."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "python/smdistributed/modelparallel"
+MOST_MODULES = 25
+FRAMEWORKS = ["torch", "tensorflow"]
+#: What published scripts import; each line runs in one process.
+PUBLIC = {
+    "torch": """
+import smdistributed.modelparallel.torch as smp
+import smdistributed.modelparallel.torch.exceptions
+import smdistributed.modelparallel.backend.exceptions
+from smdistributed.modelparallel.torch import core, exceptions, patches, state, step
+from smdistributed.modelparallel.torch.amp import GradScaler
+from smdistributed.modelparallel.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.output import StepOutput
+from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
+assert callable(smp.step) and callable(smp.partition) and smp.save is save
+""",
+    "tensorflow": """
+import smdistributed.modelparallel.tensorflow as smp
+import smdistributed.modelparallel.tensorflow.exceptions
+from smdistributed.modelparallel.tensorflow import core, exceptions, state, step
+from smdistributed.modelparallel.tensorflow.checkpoint import CheckpointManager
+from smdistributed.modelparallel.tensorflow.model import DistributedModel
+from smdistributed.modelparallel.tensorflow.output import StepOutput
+assert callable(smp.step) and callable(smp.partition) and smp.CheckpointManager is CheckpointManager
+""",
+}
+
+
+def modules():
+    """Every module of the packages, by its dotted name."""
+    for path in PACKAGE.rglob("*.py"):
+        parts = ["smdistributed", "modelparallel", *path.relative_to(PACKAGE).with_suffix("").parts]
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(tree, known):
+    """The modules of the packages that a module imports as it is imported itself."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (name if name in known else node.module for name in names)
+        yield from imports(node, known)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    known = dict(modules())
+    graph = {name: set(imports(ast.parse(path.read_text()), known)) & set(known) for name, path in known.items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(known)
+
+
+def test_folders_are_small():
+    folders = {path.parent for _, path in modules()}
+    assert [folder for folder in folders if len(list(folder.glob("*.py"))) > MOST_MODULES] == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_published_import_paths(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    command = [sys.executable, "-c", PUBLIC[framework]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
