@@ -198,11 +198,11 @@ class DistributedModel(nn.Module):
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
-            from smdistributed.modelparallel.torch.partition import assignment
+            from smdistributed.modelparallel.torch.partition.assignment import auto_partition
 
             state.tracing = True
             try:
-                found = assignment.auto_partition(
+                found = auto_partition(
                     self.module, args, kwargs, cfg, manual, measure_times=self._trace_execution_times
                 )
             except ValueError as error:
