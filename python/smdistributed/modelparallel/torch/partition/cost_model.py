@@ -110,6 +110,16 @@ def is_cast(func: Any) -> bool:
     return func is _aten._to_copy.default
 
 
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function that may draw random numbers draws them from the default generator. Attention without dropout does not."""
+    if kwargs.get("generator") is not None:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
+
+
 def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The operands that an operation writes to."""
     for place, argument in enumerate(schema.arguments):
@@ -230,7 +240,7 @@ class Counter(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if func._schema.is_mutable:
             self.written.update(map(self._key, _written(func._schema, args, kwargs)))

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_module
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.tracing.key_value_caches import without_new_cache
 from smdistributed.modelparallel.torch.tracing.recording import active
 
 #: Tables of hooks of a module that see what goes in or comes out of its forward.
@@ -136,6 +137,8 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline, hooks: _Hooks) -
                 f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs and "
                 "outputs: register the hooks on modules that are on one partition"
             )
+        if rank is None and recording is not None:
+            kwargs = without_new_cache(self, args, kwargs)
         if rank is None or id(self) in hooks.entered or hooks.below(self):
             return original(self, *args, **kwargs)
         if hooks.on(self):

@@ -1,0 +1,56 @@
+"""Caches of keys and values, which models of Hugging Face make by default and which training does not use.
+
+A layer gets the cache with the keys and values of all layers before it. Over partitions these would be described, compared and carried with
+each call, and their number grows with the square of the layers. As transformers itself does with activation checkpointing, a model
+that trains makes none, unless the call asks for it (KVC-1).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+from torch import nn
+
+#: Arguments that bring a cache.
+_CACHES = ("past_key_values", "past_key_value", "cache_params")
+
+
+def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which a module that is spread over partitions is called.
+
+    Args:
+        module: The module.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        ``kwargs``, with ``use_cache=False`` if the module trains, would make a cache by its configuration, and is neither told to nor
+        given one. A warning says so once.
+    """
+    if not module.training or not getattr(getattr(module, "config", None), "use_cache", False):
+        return kwargs
+    names = _parameters(type(module))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "use_cache" not in names or any(given.get(name) is not None for name in ("use_cache", *_CACHES)):
+        return kwargs
+    if callable(getattr(module, "can_generate", None)) and module.can_generate():
+        _warn(type(module).__name__)
+    return kwargs | {"use_cache": False}
+
+
+@functools.cache
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments that a class's ``forward`` takes."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+@functools.cache
+def _warn(name: str) -> None:
+    warnings.warn(
+        f"`{name}` makes no cache of keys and values while it trains over several partitions: each layer's call would carry those of "
+        "all layers. Its output has none, as with `use_cache=False`; to have one, call the model with `use_cache=True`",
+        stacklevel=2,
+    )
