@@ -6,7 +6,8 @@ Models are made from transformers' configurations of about a billion parameters,
 Ours are divided by `auto_partition`. Torch's stages have half of the layers each: the first one the embedding, the last one the norm
 and the head; a head that shares its weight with the embedding (gemma, gpt2) becomes a weight of its own there, so that the losses
 differ. Both train in one process, in turns, so that they see the same machine. ``memory`` is the peak of each rank beyond what the
-other pipeline keeps.
+other pipeline keeps. ``host`` is the time after which a step has returned to the script; the GPUs are the limit where it is less than
+the step's own. Ranks share a GPU where there are fewer than ranks: then only ``host`` says something.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ class Bench:
             kept[name] = torch.cuda.memory_allocated() - before
         gc.freeze()
         times: dict[str, list[float]] = {name: [] for name in steps}
+        hosts: dict[str, list[float]] = {name: [] for name in steps}
         peaks = dict.fromkeys(steps, 0)
         for _ in range(self.arguments.rounds):
             for name, step in steps.items():
@@ -195,21 +197,28 @@ class Bench:
                 start = time.perf_counter()
                 for _ in range(self.arguments.steps):
                     loss = step(ids, targets)
+                hosts[name].append((time.perf_counter() - start) / self.arguments.steps)
                 _wait()
                 times[name].append((time.perf_counter() - start) / self.arguments.steps)
                 losses[name] = float("nan") if loss is None else float(loss)
                 others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
         every: list[Any] = [None] * c10d.get_world_size()
-        c10d.all_gather_object(every, (peaks, losses, first))
+        host = {name: statistics.median(found) for name, found in hosts.items()}
+        c10d.all_gather_object(every, (peaks, losses, first, host))
         middle = {name: statistics.median(found) for name, found in times.items()}
         memory = {name: " ".join(f"{each[0][name] / 2**30:.1f}" for each in every) for name in steps}
         tokens = rows * self.arguments.sequence
         return (
             f"{self.family:10} {tokens / middle['ours']:8,.0f} {tokens / middle['torch']:8,.0f} "
             f"{middle['torch'] / middle['ours']:6.3f}   {memory['ours']:11} {memory['torch']:11}  "
-            f"{every[-1][1]['ours']:.3f} {every[-1][1]['torch']:.3f}  {first['ours']:.0f} s {first['torch']:.0f} s"
+            f"{every[-1][1]['ours']:.3f} {every[-1][1]['torch']:.3f}  "
+            f"{_ms(every, 'ours')} of {middle['ours'] * 1e3:.0f}, {_ms(every, 'torch')} of {middle['torch'] * 1e3:.0f}  {first['ours']:.0f} s {first['torch']:.0f} s"
         )
+
+
+def _ms(every: list[Any], name: str) -> str:
+    return "/".join(f"{each[3][name] * 1e3:.0f}" for each in every)
 
 
 def _wait() -> None:
@@ -236,7 +245,10 @@ def main() -> None:
         "--steps", type=int, default=3, help="steps of each pipeline in a round, after one that does not count"
     )
     arguments = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if devices < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
+    torch.cuda.set_device(local_rank % devices)
     smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
     rank, ranks = smp.rank(), smp.size()
     # Torch's own group: `smdrun` gives no place to meet, so the ranks agree on one.
@@ -250,7 +262,7 @@ def main() -> None:
         print(
             f"{ranks} x {torch.cuda.get_device_name()}, {arguments.microbatches} microbatches of {arguments.microbatch} x "
             f"{arguments.sequence}, {arguments.pipeline}, {arguments.rounds} rounds\n"
-            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  last losses  until the fourth step",
+            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  last losses  host ms of a step: ours, torch  until the fourth step",
             flush=True,
         )
     for family in arguments.families:

@@ -94,3 +94,93 @@ def test_hidden_states_attentions_and_gradient_checkpointing():
     pytest.importorskip("transformers")
     for found in run_ranks(_options_body, 2, launcher=Forked("torch"), env=STRICT, timeout=190):
         assert [row["difference"] <= 1e-10 for row in found] == [True] * 3, found
+
+
+def _cache_body():
+    import warnings
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support import huggingface
+    from support.huggingface_steps import run_model
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+
+    class Cached(torch.nn.Module):
+        """The caller asks for a cache, and the loss depends on it."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = huggingface.make("llama")
+
+        def forward(self, **arguments):
+            outputs = self.inner(use_cache=True, **arguments)
+            keys = [layer.keys for layer in outputs.past_key_values.layers]
+            return {"loss": outputs.loss + sum(key.square().mean() for key in keys), "logits": outputs.logits}
+
+    asked = run_model(Cached(), lambda step: huggingface.batch("llama", step), "interleaved", 2)
+    smp.shutdown()
+    smp.init({"partitions": 2, "microbatches": 2})
+    model = smp.DistributedModel(huggingface.make("llama"))
+    caches = []
+
+    @smp.step
+    def step(model, **batch):
+        output = model(**batch)
+        caches.append(output.past_key_values)
+        model.backward(output.loss)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            step(model, **huggingface.batch("llama", number))
+    containers = [bool(call.task.follows) for calls in model.pipeline.calls.values() for call in calls]
+    return asked, caches, containers, [str(each.message) for each in caught if "cache of keys" in str(each.message)]
+
+
+@pytest.mark.timeout(150)
+def test_a_model_that_trains_makes_a_cache_only_if_it_is_asked_for():
+    pytest.importorskip("transformers")
+    for asked, caches, containers, warned in run_ranks(
+        _cache_body, 2, launcher=Forked("torch"), env=STRICT, timeout=140
+    ):
+        assert asked["difference"] <= 1e-10
+        assert caches == [None] * 4
+        assert containers
+        assert not any(containers)
+        assert len(warned) == 1
+
+
+def _dropout_body(probability):
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.inner(x).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=probability)
+
+    smp.init({"partitions": 2, "microbatches": 2})
+    model = smp.DistributedModel(nn.Sequential(Attention(), Attention()))
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).sum())
+
+    step(model, torch.randn(4, 5, 8))
+    return [sorted(call.task.outcome.draws) for calls in model.pipeline.calls.values() for call in calls][:2]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("probability", "draws"), [(0.0, []), (0.5, ["cpu"])])
+def test_attention_draws_random_numbers_only_with_dropout(probability, draws):
+    for found in run_ranks(_dropout_body, 2, probability, launcher=Forked("torch"), timeout=110):
+        assert found == [draws, draws]

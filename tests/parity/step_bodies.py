@@ -1,6 +1,6 @@
 """Random step bodies on partitions beside the same bodies in plain PyTorch: results, gradients, parameters and buffers.
 
-    python tests/parity/step_bodies.py [--runs 1000] [--seed 0] [--partitions 2,3] [--only SEED] [--show crash,DIFFERENT]
+    python tests/parity/step_bodies.py [--runs 1000] [--seed 0] [--partitions 2,3] [--only SEED] [--show 10]
 
 Every program ends as one of:
 

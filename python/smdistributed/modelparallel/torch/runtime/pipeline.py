@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.runtime.stage_graph import Layout
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
+from smdistributed.modelparallel.torch.tracing.constants import Constants
 from smdistributed.modelparallel.torch.tracing.metadata import Outcome, Outcomes
 from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active, digest_of
@@ -62,6 +63,7 @@ class Pipeline:
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.outcomes = Outcomes()
+        self.constants = Constants()
         #: Attributes of the modules that run inside of tasks.
         self.module_state = self._state_of_modules(root)
         #: Calls that left the pipeline.

@@ -144,6 +144,7 @@ class Recording(TorchFunctionMode):
 
     def __exit__(self, *problem: Any) -> None:
         active.recording = None
+        self.pipeline.constants.end_of_body()
         for module, name, buffer in reversed(self._cast_buffers):
             module._buffers[name] = buffer
         self._cast_buffers.clear()
@@ -213,7 +214,10 @@ class Recording(TorchFunctionMode):
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
-            return self.held.call(func, args, kwargs, encoder.leaves, self.microbatch)
+            key = None if encoder.unknown else encoder.key()
+            return self.pipeline.constants.call(
+                func, key, encoder.leaves, lambda: self.held.call(func, args, kwargs, encoder.leaves, self.microbatch)
+            )
         if func in _STORAGE_WRITES:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a `smp.step` function, "

@@ -1,0 +1,115 @@
+"""Answers about tensors that the bodies of all microbatches make of the same constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+from smdistributed.modelparallel.torch.tracing.constants import Constants  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.encoder import Encoder  # noqa: E402
+
+
+class _Body(TorchFunctionMode):
+    """Calls go through the constants, as those of a body do; `asked` counts the questions that reach a tensor."""
+
+    def __init__(self, constants: Constants) -> None:
+        super().__init__()
+        self._constants, self.asked = constants, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        encoder = Encoder({})
+        encoder.encode(args)
+        encoder.encode(kwargs)
+
+        def compute() -> Any:
+            self.asked += func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist)
+            return func(*args, **kwargs)
+
+        return self._constants.call(func, None if encoder.unknown else encoder.key(), encoder.leaves, compute)
+
+
+def _run(*bodies: Callable[[], Any]) -> tuple[list[Any], int]:
+    constants, answers, asked = Constants(("cpu",)), [], 0
+    for body in bodies:
+        with _Body(constants) as mode:
+            answers.append(body())
+        constants.end_of_body()
+        asked += mode.asked
+    return answers, asked
+
+
+def test_a_question_about_positions_is_put_once() -> None:
+    def is_one_sequence() -> bool:
+        positions = torch.arange(6).unsqueeze(0).expand(2, -1)
+        steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+        return bool(((steps != 1).cumsum(-1)[:, -1] == 0).all())
+
+    assert _run(is_one_sequence, is_one_sequence, is_one_sequence) == ([True] * 3, 1)
+
+
+def test_other_arguments_are_another_question() -> None:
+    answers, asked = _run(*(lambda n=n: (torch.arange(n) * 2).sum().item() for n in (3, 4, 3)))
+    assert answers == [6, 12, 6]
+    assert asked == 2
+
+
+def test_types_are_told_apart() -> None:
+    assert _run(lambda: torch.full((1,), 1).tolist(), lambda: torch.full((1,), 1.0).tolist())[0] == [[1], [1.0]]
+    answers, _ = _run(
+        *(lambda dtype=dtype: (torch.arange(3).to(dtype) / 2)[1].item() for dtype in (torch.half, torch.int))
+    )
+    assert answers == [0.5, 0.5]
+
+
+def test_data_of_the_microbatch_is_asked_for_each_time() -> None:
+    data = [torch.tensor([1]), torch.tensor([2])]
+    answers, asked = _run(*(lambda x=x: (x + torch.arange(1)).item() for x in data))
+    assert answers == [1, 2]
+    assert asked == 2
+
+
+def test_random_numbers_are_asked_for_each_time() -> None:
+    torch.manual_seed(0)
+    assert _run(*[lambda: torch.rand(1).item()] * 3)[1] == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1),
+        lambda x: x[1:].fill_(7),
+        lambda x: x.__setitem__(0, 5),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.data.add_(1),
+        lambda x: x.detach().mul_(2),
+    ],
+)
+def test_a_tensor_that_was_written_to_is_not_constant(change: Callable[[Any], Any]) -> None:
+    def body(is_changed: bool) -> list[int]:
+        x = torch.arange(3)
+        view = x[:]
+        if is_changed:
+            change(x)
+        return view.tolist() + (view + 0).tolist()
+
+    (before, after), _ = _run(lambda: body(False), lambda: body(True))
+    plain = torch.arange(3)
+    change(plain)
+    assert before == [0, 1, 2] * 2
+    assert after == plain.tolist() * 2
+
+
+def test_the_caller_owns_the_answer() -> None:
+    def body() -> list[int]:
+        found = torch.arange(2).tolist()
+        found.append(9)
+        return found
+
+    assert _run(body, body)[0] == [[0, 1, 9]] * 2
