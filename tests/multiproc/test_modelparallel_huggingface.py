@@ -53,6 +53,21 @@ def test_grouped_products_of_experts():
         _check(found, 1e-5, 3)
 
 
+def _unwritten_body():
+    import torch
+
+    # Memory that nothing has been written to is NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return _families_body(["longformer"], "float64", 2)
+
+
+@pytest.mark.timeout(200)
+def test_no_result_is_of_memory_that_nothing_was_written_to():
+    pytest.importorskip("transformers")
+    for found in run_ranks(_unwritten_body, 2, launcher=Forked("torch"), env=STRICT, timeout=190):
+        _check(found, 1e-10, 2)
+
+
 def _options_body():
     import torch
     from torch import nn

@@ -46,6 +46,15 @@ def _model(kind="plain"):
         def forward(self, x):
             return (x + self.shift) * 2
 
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -0.7 * gradient
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -66,6 +75,8 @@ def _model(kind="plain"):
                     smp.set_partition(part, 1 % smp.pp_size())
 
         def forward(self, x):
+            if kind == "function":
+                return self.b(Reverse.apply(self.a(x)))
             if kind != "buffers":
                 return self.b(torch.tanh(self.a(x)))
             self.positions = self.positions.to(device=x.device, dtype=x.dtype)
@@ -245,6 +256,14 @@ def _functions(model, backward, x, y):
     return loss, out
 
 
+def _function_of_a_forward(model, backward, x, y):
+    """A custom autograd function in a spread forward."""
+    out = model(x)
+    loss = _loss(out, y)
+    backward(loss)
+    return loss, out
+
+
 def _auxiliary(model, backward, x, y):
     """A loss that a module leaves in an attribute."""
     core = getattr(model, "module", model)
@@ -345,6 +364,7 @@ CASES = [
     ("_data", "shift"),
     ("_module_writes", "inplace"),
     ("_functions", "plain"),
+    ("_function_of_a_forward", "function"),
     ("_auxiliary", "aux"),
     ("_nested", "shift"),
     ("_sizes", "plain"),

@@ -114,6 +114,28 @@ def test_environment_and_arguments(tmp_path):
     assert len({env["SMD_SECRET"] for _, env in seen}) == 1
 
 
+def test_scripts_for_horovod_are_told_their_place(tmp_path):
+    names = [f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+    script = f"import os; print(*(os.environ.get(name) for name in {names}))"
+    done = smdrun("-n", 2, script=script, tmp_path=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 2 0 2 0 1", "[1] 1 2 1 2 0 1"], done.stderr
+
+
+def test_folders_of_a_training_container_are_made(tmp_path):
+    script = """
+import os
+for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"):
+    with open(os.path.join(os.environ[name], "made"), "w") as file:
+        file.write(name)
+"""
+    done = smdrun(
+        "-n", 1, script=script, tmp_path=tmp_path, cwd=tmp_path, env={"SM_MODEL_DIR": str(tmp_path / "deep" / "model")}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "deep" / "model" / "made").read_text() == "SM_MODEL_DIR"
+    assert (tmp_path / "output" / "made").read_text() == "SM_OUTPUT_DATA_DIR"
+
+
 def test_a_model_parallel_configuration_reaches_the_script(tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text(

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel.torch import activation_checkpointing  # noqa: E402
+from smdistributed.modelparallel.torch.partition import cost_model  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.metadata import Outcomes  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta  # noqa: E402
 
@@ -45,3 +46,30 @@ def test_what_is_computed_again_is_not_kept_but_what_waits_is(way):
     assert plain.waiting_bytes == again.waiting_bytes == (row + 4 * row) + (4 * row + row)
     assert again.forward == plain.forward
     assert (again.input, again.weight) == (plain.input + plain.forward, plain.weight)
+
+
+class _Grouped(nn.Module):
+    """Four heads of queries share two heads of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+
+    def forward(self, x):
+        heads = self.project(x).view(1, 32, 4, 16).transpose(1, 2)
+        shared = heads[:, ::2]
+        return nn.functional.scaled_dot_product_attention(heads, shared, shared, enable_gqa=True)
+
+
+def test_attention_of_grouped_queries_has_a_price():
+    price = _price(None, _Grouped())
+    assert price.forward > _price(None, nn.Linear(64, 64)).forward
+
+
+def test_an_operation_whose_formula_fails_has_a_price(monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError("shapes that the formula does not expect")
+
+    known = _price(None, nn.Linear(64, 64))
+    monkeypatch.setitem(cost_model._FLOPS, torch.ops.aten.addmm, fails)
+    assert _price(None, nn.Linear(64, 64)) == known
