@@ -1,9 +1,10 @@
 """What a pipelined step costs the host beside the modules' own work, for each microbatch.
 
     OMP_NUM_THREADS=1 smdrun -n 4 benches/modelparallel/host.py
+    OMP_NUM_THREADS=1 smdrun -n 2 benches/modelparallel/host.py --family llama --blocks 22
 
 The model is a GPT of 32 blocks that compute next to nothing, called module by module, so that a microbatch records 36
-tasks on every rank. Times are medians over steps: of the body (*record*), of the comparison and the plan (*agree*), and of
+tasks on every rank; or one of transformers' decoders with its defaults, as small. Times are medians over steps: of the body (*record*), of the comparison and the plan (*agree*), and of
 the rank's own part without the modules' forwards, autograd's backward and waits for other ranks (*execute*). Ranks
 need a core each. ``--profile`` also prints where the body's time goes.
 """
@@ -54,30 +55,33 @@ class Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--family", help="a causal language model of transformers, such as llama or gpt2, instead")
+    parser.add_argument("--use-cache", action="store_true", help="of such a model: ask for a cache of keys and values")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    smp.init(
-        {
-            "partitions": int(os.environ["WORLD_SIZE"]),
-            "microbatches": arguments.microbatches,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    partitions = int(os.environ["WORLD_SIZE"])
+    config = {"partitions": partitions, "microbatches": arguments.microbatches}
     shape = Shape(width=8, blocks=arguments.blocks, heads=2, vocabulary=16, context=8)
-    model = build(shape)
-    for place, module in enumerate(model):
-        smp.set_partition(module, chunk_of(place, shape, smp.pp_size()))
+    if arguments.family:
+        smp.init(config)
+        model = decoder(arguments)
+    else:
+        smp.init(config | {"auto_partition": False, "default_partition": 0})
+        model = build(shape)
+        for place, module in enumerate(model):
+            smp.set_partition(module, chunk_of(place, shape, smp.pp_size()))
     model = smp.DistributedModel(model)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     spent = Clock()
+    options = {"use_cache": True} if arguments.use_cache else {}
 
     @smp.step
     def step(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model(tokens), targets)
+        logits = model(tokens) if not arguments.family else model(input_ids=tokens, **options).logits
+        loss = loss_of(logits, targets)
         model.backward(loss)
         return loss
 
@@ -102,7 +106,7 @@ def main() -> None:
             spent.around(torch.autograd, "backward", "backward")
             spent.around(transfers.Arriving, "here", "wait")
             spent.around(pipeline.Pipeline, "refresh", "refresh")
-            _count_modules(model.module, spent)
+            _count_modules(model, spent)
         if number >= 3 and arguments.profile:
             profile.enable()
         optimizer.zero_grad()
@@ -113,19 +117,37 @@ def main() -> None:
     report(figures, arguments, profile)
 
 
-def _count_modules(model: torch.nn.Module, spent: Clock) -> None:
-    for child in model:
-        if not any(type(p).__name__ == "Absent" for p in child.parameters()):
-            original: Callable[..., Any] = child.forward
+def decoder(arguments: argparse.Namespace) -> torch.nn.Module:
+    """A causal language model that computes next to nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-            def timed(*args: Any, original: Callable[..., Any] = original) -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": arguments.blocks, "num_attention_heads": 2, "vocab_size": 16}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    config = AutoConfig.for_model(arguments.family, **sizes, **tokens)
+    if hasattr(config, "intermediate_size"):
+        config.intermediate_size = 16
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 1
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _count_modules(model: Any, spent: Clock) -> None:
+    """Adds up the time of forwards of modules that are tasks of this rank."""
+    whole, mine = model.pipeline.placement.whole, smp.pp_rank()
+    inside = {id(child) for each in model.module.modules() if id(each) in whole for child in each.children()}
+    for module in model.module.modules():
+        if whole.get(id(module)) == mine and id(module) not in inside:
+            original: Callable[..., Any] = module.forward
+
+            def timed(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
                 start = time.perf_counter()
                 try:
-                    return original(*args)
+                    return original(*args, **kwargs)
                 finally:
                     spent.seconds["forward"] = spent.seconds.get("forward", 0.0) + time.perf_counter() - start
 
-            child.forward = timed
+            module.forward = timed
 
 
 def report(figures: list[dict[str, float]], arguments: argparse.Namespace, profile: cProfile.Profile) -> None:
@@ -136,8 +158,7 @@ def report(figures: list[dict[str, float]], arguments: argparse.Namespace, profi
     medians["execute"] = medians["run"] - medians["forward"] - medians["backward"] - medians["wait"]
     rows = smp.allgather(medians, smp.WORLD)
     if smp.rank() == 0:
-        tasks = arguments.blocks + 4
-        print(f"milliseconds for each of {arguments.microbatches} microbatches, {tasks} tasks")
+        print(f"milliseconds for each of {arguments.microbatches} microbatches, {arguments.blocks} blocks")
         print("rank  record  refresh   agree  execute  (modules' forward, backward; waits)")
         for rank, row in enumerate(rows):
             print(

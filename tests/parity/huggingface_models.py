@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support import Forked, RanksFailedError, run_ranks
-from support.huggingface import ARCHITECTURES, FLOAT32_INSIDE, FLOAT32_ONLY, REFUSED, routes
+from support.huggingface import ARCHITECTURES, FLOAT32_INSIDE, FLOAT32_ONLY, routes
 
 SCHEDULES = ["simple", "interleaved", "zero_bubble"]
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
@@ -34,19 +34,22 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 _INTRODUCTION = """\
 # Models of Hugging Face in pipelines
 
-Each row is an architecture of transformers, made from its configuration with small sizes and otherwise untouched defaults: caches,
-grouped-query attention, tied weights, routing. A row runs two steps of four microbatches with each of the schedules {schedules}, on
-{partitions} partitions. Losses, logits, gradients and parameters are compared with one process.
+Each row is an architecture of transformers, made from its configuration with small sizes and
+otherwise untouched defaults: grouped-query attention, tied weights, sliding windows, routing. It
+runs two steps of four microbatches with the schedules {schedules}.
+Losses, logits, gradients and parameters are compared with one process.
 
-- *Difference* is the largest one, as a part of the largest number of its tensor.
-- *Left the pipeline* names calls for which all ranks waited, with the reason. `SMD_STRICT_PIPELINE=1` makes each an error.
-- Probabilities of dropout and of other random choices are 0 in this table: it compares what is computed.
-- Experts run as grouped products in float32 (the default), and one after the other in float64, which PyTorch's grouped product lacks.
+- The figures are the largest differences on so many partitions, as parts of the largest number of
+  their tensor.
+- The last column names calls for which all ranks waited, with the reason: there are none.
+  `SMD_STRICT_PIPELINE=1` makes such a call an error.
+- Probabilities of dropout and of other random choices are 0 here, as what is computed is compared.
+- Experts run as grouped products in float32 (the default), and one after the other in float64,
+  which PyTorch's grouped product lacks.
 
-`python tests/parity/huggingface_models.py` makes this page.
+`python tests/parity/huggingface_models.py` makes this page. Models of timm and adapters of PEFT are
+compared by `tests/multiproc/test_modelparallel_libraries.py`.
 
-| model | type | partitions | difference | left the pipeline, or remarks |
-| --- | --- | --- | --- | --- |
 """
 
 
@@ -82,7 +85,7 @@ def _row(name: str, dtype: str, partitions: int, seconds: float) -> dict[str, An
         )
     except RanksFailedError as error:
         lines = [line for line in str(error).splitlines() if line.startswith("rank ")]
-        row |= {"left": REFUSED.get(name) or (lines or ["?"])[0], "good": name in REFUSED}
+        row |= {"left": (lines or ["?"])[0], "good": False}
     else:
         rows = [row for rank in ranks for row in rank]
         worst = max(rows, key=lambda row: row["difference"])
@@ -96,9 +99,8 @@ def _row(name: str, dtype: str, partitions: int, seconds: float) -> dict[str, An
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A line of the page."""
-    difference = f"{row['difference']:.1e}" if "difference" in row else "raises"
-    return f"| {row['model']} | {row['type']} | {row['partitions']} | {difference} | {row['left'].replace('|', chr(92) + '|')} |"
+    """A row, as it is printed."""
+    return f"{row['model']} {row['type']}, {row['partitions']} partitions: {_difference(row)} {row['left']}"
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -121,10 +123,24 @@ def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _write_page(rows: list[dict[str, Any]]) -> None:
-    counts = ", ".join(str(count) for count in sorted({row["partitions"] for row in rows}))
-    schedules = ", ".join(f"`{each}`" for each in SCHEDULES)
-    lines = "\n".join(map(_line, rows))
-    PAGE.write_text(_INTRODUCTION.format(schedules=schedules, partitions=counts) + lines + "\n")
+    counts = sorted({row["partitions"] for row in rows})
+    grouped: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault((row["model"], row["type"]), {})[row["partitions"]] = row
+    lines = [
+        f"| model | type | {' | '.join(f'{count} partitions' for count in counts)} | left the pipeline, or remarks |",
+        "| --- | --- |" + " --- |" * (len(counts) + 1),
+    ]
+    for (model, dtype), found in grouped.items():
+        figures = [_difference(found[count]) if count in found else "" for count in counts]
+        remarks = "; ".join(dict.fromkeys(row["left"].replace("|", "\\|") for row in found.values() if row["left"]))
+        lines.append(f"| {model} | {dtype} | {' | '.join(figures)} | {remarks} |")
+    introduction = _INTRODUCTION.format(schedules=", ".join(f"`{each}`" for each in SCHEDULES))
+    PAGE.write_text(introduction + "\n".join(lines) + "\n")
+
+
+def _difference(row: dict[str, Any]) -> str:
+    return f"{row['difference']:.1e}" if "difference" in row else "raises"
 
 
 def main() -> int:

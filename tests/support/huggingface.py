@@ -304,10 +304,6 @@ FLOAT32_ONLY = {"xlnet"}
 FLOAT32_INSIDE = {
     "deepseek-v2": "its rotary embedding, router and norms cast to float32; here these casts are to float64"
 }
-#: Models that keep tensors of one microbatch in a module for the next one: these raise, with the reason for the table.
-REFUSED = {
-    "recurrent-gemma": "its layers keep recurrent states, and their graph, in attributes for the next forward",
-}
 
 _AUTO = {
     "causal": "AutoModelForCausalLM",

@@ -60,7 +60,7 @@ class Fallbacks:
         first = (what, reason) not in self.counts
         self.counts[what, reason] += 1
         if first:
-            warnings.warn(text, stacklevel=_level())
+            warnings.warn(text, stacklevel=script_level())
 
 
 def _is_strict() -> bool:
@@ -75,7 +75,8 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _level() -> int:
+def script_level() -> int:
+    """The `stacklevel` of a warning in the function that calls this one, for the line of the script or of its model."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
+
 #: Arguments that bring a cache.
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -52,5 +54,5 @@ def _warn(name: str) -> None:
     warnings.warn(
         f"`{name}` makes no cache of keys and values while it trains over several partitions: each layer's call would carry those of "
         "all layers. Its output has none, as with `use_cache=False`; to have one, call the model with `use_cache=True`",
-        stacklevel=2,
+        stacklevel=script_level(),
     )
