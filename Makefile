@@ -20,6 +20,8 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
+# Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer format generated develop wheel \
 	clean docs torch-suite build-release build-tests packages-test packages-demo
