@@ -20,6 +20,8 @@ CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.c
 
 # Ranks share the cores: without this, each starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
+# Tests that run at the same time: while the processes of one wait, those of another compute. Each holds servers of some gigabytes.
+WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -52,7 +54,7 @@ test-rust: ## Run the tests of the Rust crates
 
 test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= goes to pytest
 	$(BOTH) shim-torch shim-tensorflow
-	$(BIN)/python -m pytest --durations=40 $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 $(ARGS)
 
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
 	$(BIN)/python tests/e2e/install.py
@@ -141,7 +143,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/base: constraints.txt | $(STAMPS)/venv
-	$(PIP) maturin pytest pytest-timeout
+	$(PIP) maturin pytest pytest-timeout pytest-xdist
 	@touch $@
 
 # The stamps of pip form a chain: two pips at once would trip over each other.

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import devices
 
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
 # them. A handler that does nothing is not inherited.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
+
+
+#: Where the workers of pytest-xdist find the folder of their locks.
+_LOCKS = "PYTEST_LOCKS_OF_WORKERS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the folder of the locks, before the workers are started."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="smd-locks-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_LOCKS] = folder.name
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Runs a test that is marked `alone` while the other workers of pytest-xdist run none.
+
+    It comes before pytest-timeout, so that waiting for the other workers is not time of the test.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    folder = Path(os.environ[_LOCKS])
+    alone = item.get_closest_marker("alone") or (devices.NUM_DEVICES and "gpu" in item.path.parts)
+    with (folder / "running").open("w") as running:
+        # A test that waits to be alone keeps the entrance, or the others' tests would follow one another without a gap.
+        with (folder / "entrance").open("w") as entrance:
+            fcntl.flock(entrance, fcntl.LOCK_EX)
+            fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        return (yield)

@@ -342,6 +342,7 @@ def a_missing_rank(runs=1):
     return took
 
 
+@pytest.mark.alone
 def test_a_missing_rank_is_named_after_the_limit():
     with start_ranks(a_missing_rank, 3, env=ENV | LIMIT, timeout=110) as job:
         outcome = job.wait()

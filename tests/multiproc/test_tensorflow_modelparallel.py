@@ -122,11 +122,11 @@ def _errors():
 
     smp.barrier()
     if smp.rank():
-        time.sleep(1.0)
+        time.sleep(3.0)
     with mock.patch.object(agreement, "TRACING_SECONDS", 0.1):
         start = time.monotonic()
         refused("late", lambda: late(x))
-        assert smp.rank() or time.monotonic() - start < 0.9
+        assert smp.rank() or time.monotonic() - start < 2.9
     assert (smp.step(lambda x: model(x))(x).merge().numpy() == plain).all()
     made = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
 import socket
@@ -17,6 +19,12 @@ LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
 #: These have no command: the ranks are started one by one with the variables of each.
 COMMANDLESS = ("slurm", "raw")
 
+
+#: Ports of `free_port`, a block for each worker of pytest-xdist. They lie below those that Linux gives to sockets that ask for any
+#: port: one of these could be taken by another process of the job before its rank listens.
+_FIRST_PORT, _BLOCK_PORTS, _NUM_BLOCKS = 12000, 1000, 16
+#: Two runs of the tests at the same time start at different places.
+_ports = itertools.count(os.getpid() * 37)
 
 #: What starts the ranks of a job.
 Launcher = str | Forked | Hosts | ByHand | Torchrun
@@ -103,7 +111,12 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now, and that no other test takes before a rank listens at it."""
+    _, _, worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").partition("gw")
+    first = _FIRST_PORT + int(worker) % _NUM_BLOCKS * _BLOCK_PORTS
+    for _ in range(_BLOCK_PORTS):
+        port = first + next(_ports) % _BLOCK_PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of the ports from {first} to {first + _BLOCK_PORTS - 1} is free")
