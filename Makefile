@@ -123,8 +123,9 @@ clean: ## Remove what was built, and .venv
 
 # Set-up, each step once.
 
+# The module is named so that the dependencies get the features with which maturin asks for them: it finds the core compiled.
 build-release:
-	cargo build --quiet --release --locked $(CRATES)
+	cargo build --quiet --release --locked $(CRATES) -p smd-python
 
 build-tests: build-release
 	cargo test --quiet --locked --no-run $(CRATES)

@@ -28,7 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support import devices, start_ranks
+from support import Forked, devices, start_ranks
 
 PHASES = ("init", "wrap", "forward", "backward", "collective", "shutdown")
 #: A survivor knows of a death within this time, without and with devices.
@@ -46,7 +46,7 @@ class Case:
     """One run."""
 
     seed: int
-    launcher: str
+    launcher: str | Forked
     n: int
     victim: int
     phase: str

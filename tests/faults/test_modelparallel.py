@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from support import start_ranks
+from support import Forked, start_ranks
 from support.rank_main import announce
 
 
@@ -34,9 +34,11 @@ def _body(victim):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("victim", range(3))
-def test_a_killed_rank_is_named_by_all_others(victim):
-    with start_ranks(_body, 3, victim, timeout=180) as job:
+@pytest.mark.parametrize(
+    ("victim", "launcher"), [(0, Forked("torch")), (1, "smdrun"), (2, Forked("torch"))], ids=["0", "1", "2"]
+)
+def test_a_killed_rank_is_named_by_all_others(victim, launcher):
+    with start_ranks(_body, 3, victim, launcher=launcher, timeout=180) as job:
         job.wait_for("training")
         time.sleep(0.05)
         killed = job.kill(victim)

@@ -27,6 +27,16 @@ def test_values_come_back_in_rank_order(launcher):
     assert run_ranks(rank_and_size, 3, 10, launcher=launcher) == [0, 10, 20]
 
 
+def working_directory():
+    return os.getcwd()
+
+
+@pytest.mark.parametrize("launcher", ["raw", FORKED])
+def test_ranks_run_in_the_working_directory_of_the_test(launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(working_directory, 2, launcher=launcher) == [str(tmp_path)] * 2
+
+
 def raise_on_rank_1():
     if os.environ["RANK"] == "1":
         raise ValueError("bad batch")

@@ -196,7 +196,7 @@ def _keras_states():
 @pytest.mark.timeout(240)
 def test_states_of_pytorch():
     pytest.importorskip("torch")
-    first, second = run_ranks(_torch_states, 2, timeout=200)
+    first, second = run_ranks(_torch_states, 2, timeout=200, launcher=Forked("torch"))
     assert first["synced"] == second["synced"]
     assert second["synced"][1:] == (0.1, 0, [0])
     for found in (first, second):

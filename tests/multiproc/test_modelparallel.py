@@ -605,7 +605,8 @@ def _timeline_body(decision):
 def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     path = tmp_path / "timeline.json"
     decision = tmp_path / "partitions.json"
-    run_ranks(_timeline_body, 2, str(decision), timeout=100, env={"SMD_TIMELINE": str(path)})
+    env = {"SMD_TIMELINE": str(path)}
+    run_ranks(_timeline_body, 2, str(decision), launcher=Forked("torch"), timeout=100, env=env)
     assert partition_file.read(str(decision), 2) == {
         "": 0, "layers": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1,
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_ranks
+from support import Forked, run_ranks
 
 
 def _offloading_body():
@@ -107,4 +107,4 @@ def _offloading_body():
 
 @pytest.mark.timeout(120)
 def test_activations_wait_elsewhere():
-    run_ranks(_offloading_body, 2, timeout=110)
+    run_ranks(_offloading_body, 2, launcher=Forked("torch"), timeout=110)

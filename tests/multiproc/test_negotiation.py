@@ -344,7 +344,7 @@ def a_missing_rank(runs=1):
 
 @pytest.mark.alone
 def test_a_missing_rank_is_named_after_the_limit():
-    with start_ranks(a_missing_rank, 3, env=ENV | LIMIT, timeout=110) as job:
+    with start_ranks(a_missing_rank, 3, launcher=Forked("tensorflow"), env=ENV | LIMIT, timeout=110) as job:
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert "collectives have waited for more than 1 seconds" in outcome.output, outcome.describe()

@@ -96,7 +96,7 @@ def wait_for_the_dead():
 
 
 def test_a_dead_rank_is_named_within_5_seconds():
-    with start_ranks(wait_for_the_dead, 2, launcher="raw", timeout=110) as job:
+    with start_ranks(wait_for_the_dead, 2, launcher=Forked("tensorflow"), timeout=110) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)

@@ -2,7 +2,7 @@
 
     python fork_main.py FD MODULE
 
-`FD` is a connection: (folder, file for output, variables) comes in, ("started", pid) and ("ended", pid, exit code) go out.
+`FD` is a connection: (folder, file for output, working directory, variables) comes in, ("started", pid) and ("ended", pid, exit code) go out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALSO = {"torch": ("torch._dynamo",)}
 _PR_SET_PDEATHSIG = 1
 
 
-def _serve(connection: Connection) -> tuple[str, str, dict[str, str]] | None:
+def _serve(connection: Connection) -> tuple[str, str, str, dict[str, str]] | None:
     """Forks until the test ends; gives what was asked for in each rank, and None in the server."""
     running: dict[int, int] = {}
     server = os.getpid()
@@ -59,7 +59,8 @@ def _end_with_the_server() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _become(output: str, variables: dict[str, str]) -> None:
+def _become(output: str, directory: str, variables: dict[str, str]) -> None:
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
     with open(output, "ab") as file:
@@ -78,8 +79,8 @@ def _main(descriptor: int, module: str) -> int:
     asked = _serve(Connection(descriptor))
     if asked is None:
         return 0
-    folder, output, variables = asked
-    _become(output, variables)
+    folder, output, directory, variables = asked
+    _become(output, directory, variables)
     sys.argv = [rank_main.__file__, folder]
     return rank_main.main(Path(folder))
 

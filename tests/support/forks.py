@@ -100,7 +100,7 @@ class _Server:
     def start(self, folder: Path, output: Path, environment: Mapping[str, str]) -> ForkedProcess:
         """Forks a rank of the job in `folder`."""
         try:
-            self._connection.send((str(folder), str(output), dict(environment)))
+            self._connection.send((str(folder), str(output), os.getcwd(), dict(environment)))
             deadline = time.monotonic() + _IMPORT_SECONDS
             while self._connection.poll(max(0.0, deadline - time.monotonic())):
                 kind, pid, *code = self._connection.recv()
