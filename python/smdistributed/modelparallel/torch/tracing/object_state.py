@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import types
 import weakref
 from collections import OrderedDict
@@ -69,11 +70,24 @@ def is_output(kind: type) -> bool:
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of an object, those in slots as well, in an order that follows from how it was made."""
     yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of attributes that instances of a class have beside their dictionary."""
+    found = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """The same, as a dictionary."""
+    return dict(attributes(value)) if _slots(type(value)) else getattr(value, "__dict__", {}).copy()
 
 
 class State:
@@ -87,7 +101,7 @@ class State:
             self.items = dict(value.items())
         elif isinstance(value, list):
             self.items = list(value)
-        self.attributes = {} if type(value) in (list, dict) else dict(attributes(value))
+        self.attributes = {} if type(value) in (list, dict) else _attributes_of(value)
 
     def same(self, other: State) -> bool:
         """Whether both have the same things in the same places."""
@@ -194,8 +208,13 @@ class Copier:
             new.extend(self.copy(item) for item in value)
         elif kind is dict:
             new.update((key, self.copy(item)) for key, item in value.items())
-        else:
+        elif issubclass(kind, list | dict) or _slots(kind):
             self.copy(State(value)).put_into(new)
+        else:
+            # Most objects, of which a cache has many: the dictionary alone is theirs.
+            own = vars(new)
+            for name, item in list(vars(value).items()):
+                own[name] = item if type(item) in pytree.ATOMS else self.copy(item)
         return new
 
     def _items(self, items: Any) -> Any:

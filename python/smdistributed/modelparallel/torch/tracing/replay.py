@@ -87,13 +87,15 @@ class Replay:
         recording: The recording that makes them again.
     """
 
-    __slots__ = ("_calls", "_containers", "_located", "_pairs", "_recording", "place")
+    __slots__ = ("_calls", "_containers", "_located", "_paired", "_pairs", "_recording", "place")
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
         #: Of the call of a module, containers that were met; and for the identity of each, what it was in the known call.
         self._containers: list[Any] | None = None
         self._pairs: dict[int, Any] = {}
+        #: The identities of these containers of the known call.
+        self._paired: set[int] = set()
 
     def find(
         self,
@@ -116,6 +118,7 @@ class Replay:
             return None
         if containers is not None and self._pairs:
             self._pairs = {}
+            self._paired = set()
         self._containers = containers
         if call.training is not training or not self._same(call.args, args, tensors):
             return None
@@ -172,9 +175,10 @@ class Replay:
         assert self._containers is not None
         if id(value) in self._pairs:
             return self._pairs[id(value)] is known
-        if type(known) is not type(value) or any(other is known for other in self._pairs.values()):
+        if type(known) is not type(value) or id(known) in self._paired:
             return False
         self._pairs[id(value)] = known
+        self._paired.add(id(known))
         self._containers.append(value)
         before, now = object_state.State(known), object_state.State(value)
         if isinstance(value, dict):
