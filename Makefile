@@ -16,6 +16,9 @@ CARGO_TEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo 'cargo nex
 CRATES := -p smd-core -p smd-bridge
 RUST_SOURCES := $(shell find rust-core cpp-shims python/src torch_ext tf_ops -type f) \
 	Cargo.toml Cargo.lock python/build.rs python/Cargo.toml pyproject.toml
+# The changelog and the notes of measurements are not wrapped, and generated pages have their own tests.
+MARKDOWN := $(shell git ls-files '*.md' ':!CHANGELOG.md' ':!benches/NOTES.md' \
+	':!docs/reference/environment.md' ':!docs/reference/errors.md' ':!docs/reference/smdrun.md')
 CPP_SOURCES := $(shell find cpp-shims torch_ext tf_ops -name '*.h' -o -name '*.cc')
 
 # Ranks share the cores: without this, each starts as many threads as there are cores.
@@ -59,18 +62,21 @@ test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= g
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
 	$(BIN)/python tests/e2e/install.py
 
-check: $(STAMPS)/lint ## Formats and lints of Rust, Python and C++
+check: $(STAMPS)/lint ## Formats and lints of Rust, Python, C++ and Markdown, and links between pages
 	cargo fmt --all --check
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+	$(BIN)/mdformat --check $(MARKDOWN)
+	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/unit/test_docs.py -k links
 
 format: $(STAMPS)/lint ## Bring all sources into the form that `make check` wants
 	cargo fmt --all
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
+	$(BIN)/mdformat $(MARKDOWN)
 
 generated: $(STAMPS)/develop ## Write the generated files anew; their tests say when that is needed
 	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked $(CRATES) is_current
@@ -172,8 +178,8 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 	$(PIP) expecttest hypothesis
 	@touch $@
 
-$(STAMPS)/lint: constraints.txt | $(STAMPS)/venv
-	$(PIP) ruff clang-format
+$(STAMPS)/lint: constraints.txt | $(STAMPS)/base
+	$(PIP) ruff clang-format mdformat mdformat-gfm
 	@touch $@
 
 # ruff formats the signatures of the reference.

@@ -129,7 +129,7 @@ def _write_page(rows: list[dict[str, Any]]) -> None:
         grouped.setdefault((row["model"], row["type"]), {})[row["partitions"]] = row
     lines = [
         f"| model | type | {' | '.join(f'{count} partitions' for count in counts)} | left the pipeline, or remarks |",
-        "| --- | --- |" + " --- |" * (len(counts) + 1),
+        "| -- | -- |" + " -- |" * (len(counts) + 1),
     ]
     for (model, dtype), found in grouped.items():
         figures = [_difference(found[count]) if count in found else "" for count in counts]
