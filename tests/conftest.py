@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from support import devices
-
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
 # them. A handler that does nothing is not inherited.
 for _number in (signal.SIGINT, signal.SIGHUP):
@@ -32,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[_LOCKS] = folder.name
 
 
+def _has_devices() -> bool:
+    # It imports torch, which other tests may not need.
+    from support import devices
+
+    return devices.NUM_DEVICES > 0
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Runs a test that is marked `alone` while the other workers of pytest-xdist run none.
@@ -41,10 +46,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if not hasattr(item.config, "workerinput"):
         return (yield)
     folder = Path(os.environ[_LOCKS])
-    alone = item.get_closest_marker("alone") or (devices.NUM_DEVICES and "gpu" in item.path.parts)
+    alone = item.get_closest_marker("alone") or (item.path.parent.name == "gpu" and _has_devices())
     with (folder / "running").open("w") as running:
         # A test that waits to be alone keeps the entrance, or the others' tests would follow one another without a gap.
         with (folder / "entrance").open("w") as entrance:
             fcntl.flock(entrance, fcntl.LOCK_EX)
             fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            # Not by closing the file: a process that the test forked may have it open.
+            fcntl.flock(running, fcntl.LOCK_UN)
