@@ -81,6 +81,7 @@ format: $(STAMPS)/lint ## Bring all sources into the form that `make check` want
 generated: $(STAMPS)/develop ## Write the generated files anew; their tests say when that is needed
 	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked $(CRATES) is_current
 	$(BIN)/python docs/generate.py
+	$(BIN)/python benches/plots.py
 
 docs: $(STAMPS)/docs ## Build the documentation in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -84,10 +84,35 @@ def test_every_page_is_in_the_navigation():
     assert sorted(navigation) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
+def load(path):
+    """A script as a module."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_plots_show_the_figures_of_the_page():
+    benches = load(ROOT / "benches" / "plots.py")
+    page = (DOCS / "performance.md").read_text()
+    for plot in benches.plots():
+        file = benches.PLOTS / plot["file"]
+        assert file.read_text() == benches.draw(plot), f"{file.relative_to(ROOT)}: run `make generated`"
+        section = re.search(rf"^## {plot['section']}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)[1]
+        table = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)
+        ]
+        columns = [
+            place for name in dict.fromkeys(plot["columns"]) for place, head in enumerate(table[0]) if head == name
+        ]
+        found = {tuple(row[: len(plot["rows"][0]["cells"])]): [row[column] for column in columns] for row in table[2:]}
+        plotted = {tuple(row["cells"]): row["values"] for row in plot["rows"]}
+        shown = {cells: [float(value.split()[0]) for value in values] for cells, values in found.items()}
+        assert plotted == shown
+
+
 def test_generated_pages_are_current():
-    specification = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    generate = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(generate)
+    generate = load(DOCS / "generate.py")
     for name, page in generate.PAGES.items():
         assert (DOCS / "reference" / name).read_text() == page(), f"docs/reference/{name}: run `make generated`"
 
