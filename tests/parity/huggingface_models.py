@@ -39,16 +39,15 @@ otherwise untouched defaults: grouped-query attention, tied weights, sliding win
 runs two steps of four microbatches with the schedules {schedules}.
 Losses, logits, gradients and parameters are compared with one process.
 
-- The figures are the largest differences on so many partitions, as parts of the largest number of
-  their tensor.
-- The last column names calls for which all ranks waited, with the reason: there are none.
+- A figure is the largest difference, relative to the largest value of its tensor.
+- The last column names calls that left the pipeline, with the reason. No call did.
   `SMD_STRICT_PIPELINE=1` makes such a call an error.
-- Probabilities of dropout and of other random choices are 0 here, as what is computed is compared.
-- Experts run as grouped products in float32 (the default), and one after the other in float64,
-  which PyTorch's grouped product lacks.
+- Dropout and other random choices have the probability 0, so that values can be compared.
+- Experts run as grouped products in float32, the default. They run one after the other in float64,
+  because PyTorch's grouped product lacks float64.
 
-`python tests/parity/huggingface_models.py` makes this page. Models of timm and adapters of PEFT are
-compared by `tests/multiproc/test_modelparallel_libraries.py`.
+`python tests/parity/huggingface_models.py` writes this page. A test compares models of timm and
+adapters of PEFT: `tests/multiproc/test_modelparallel_libraries.py`.
 
 """
 
