@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "compat.h"
 #include "completion.h"
 #include "smd/status.h"
 #include "status.h"
@@ -145,7 +146,7 @@ Backend::~Backend() = default;
 c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
   auto options = c10::make_intrusive<Options>(getBackendName(), Milliseconds(timeout_ms_));
   options->group_name = getGroupUid();
-  options->group_desc = getGroupDesc();
+  compat::set_group_desc(*options, getGroupDesc(), compat::Preferred());
   for (const auto rank : membership_->ranks()) options->global_ranks_in_group.push_back(rank);
   return options;
 }
@@ -238,7 +239,7 @@ void Backend::give_up(const std::string& message, bool on_device) noexcept {
 Backend::Works Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return in_turn(tensors, [&] {
     return issue({OpType::BROADCAST, "smddp:broadcast", options.timeout, options.asyncOp},
-                 broadcast_(only(tensors, "broadcast"), options.rootRank, group_), tensors, tensors);
+                 torch_ext::broadcast_(only(tensors, "broadcast"), options.rootRank, group_), tensors, tensors);
   });
 }
 
@@ -247,8 +248,8 @@ Backend::Works Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions
   return in_turn(tensors, [&] {
     const auto& tensor = only(tensors, "all_reduce");
     return issue({OpType::ALLREDUCE, "smddp:all_reduce", options.timeout, options.asyncOp},
-                 all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_), tensors,
-                 tensors);
+                 torch_ext::all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_),
+                 tensors, tensors);
   });
 }
 
@@ -256,7 +257,8 @@ Backend::Works Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allred
   return in_turn(tensors, [&] {
     std::vector<TensorOperation> operations;
     for (const auto& tensor : tensors) {
-      operations.push_back(all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_));
+      operations.push_back(
+          torch_ext::all_reduce_(contribute(tensor, options.reduceOp), name_of(options.reduceOp), group_));
     }
     return issue({OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", options.timeout, options.asyncOp},
                  std::move(operations), tensors, tensors);
@@ -269,7 +271,7 @@ Backend::Works Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opti
     const bool is_root = options.rootRank == getRank();
     const auto& mine = is_root ? contribute(tensor, options.reduceOp) : contribution(tensor, options.reduceOp);
     return issue({OpType::REDUCE, "smddp:reduce", options.timeout, options.asyncOp},
-                 reduce_(mine, name_of(options.reduceOp), options.rootRank, group_), tensors, tensors);
+                 torch_ext::reduce_(mine, name_of(options.reduceOp), options.rootRank, group_), tensors, tensors);
   });
 }
 
@@ -278,14 +280,14 @@ Backend::Works Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs
   return in_turn(inputs, [&] {
     const auto& blocks = only(outputs, "all_gather");
     return issue({OpType::ALLGATHER, "smddp:all_gather", options.timeout, options.asyncOp},
-                 all_gather(blocks, only(inputs, "all_gather"), group_), inputs, blocks);
+                 torch_ext::all_gather(blocks, only(inputs, "all_gather"), group_), inputs, blocks);
   });
 }
 
 Backend::Works Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   return in_turn({input}, [&] {
     return issue({OpType::_ALLGATHER_BASE, "smddp:_all_gather_base", options.timeout, options.asyncOp},
-                 all_gather_single(output, input, group_), {input}, {output});
+                 torch_ext::all_gather_single(output, input, group_), {input}, {output});
   });
 }
 
@@ -305,7 +307,7 @@ Backend::Works Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tenso
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Tensors blocks;
       for (const auto& list : outputs) blocks.push_back(list[i]);
-      operations.push_back(all_gather(blocks, inputs[i], group_));
+      operations.push_back(torch_ext::all_gather(blocks, inputs[i], group_));
     }
     return issue({OpType::ALLGATHER_COALESCED, "smddp:all_gather", options.timeout, options.asyncOp},
                  std::move(operations), inputs, all);
@@ -319,7 +321,7 @@ Backend::Works Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensor
                       " inputs and ", outputs.size(), " outputs");
     std::vector<TensorOperation> operations;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      operations.push_back(all_gather_single(outputs[i], inputs[i], group_));
+      operations.push_back(torch_ext::all_gather_single(outputs[i], inputs[i], group_));
     }
     return issue({OpType::ALLGATHER_COALESCED, "smddp:_all_gather_base", options.timeout, options.asyncOp},
                  std::move(operations), inputs, outputs);
@@ -360,10 +362,10 @@ Backend::Works Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& i
 Backend::Works Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::ReduceScatterOptions& options) {
   return in_turn({input}, [&] {
-    return issue(
-        {OpType::_REDUCE_SCATTER_BASE, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
-        reduce_scatter_single(output, contribution(input, options.reduceOp), name_of(options.reduceOp), group_),
-        {input}, {output});
+    return issue({OpType::_REDUCE_SCATTER_BASE, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
+                 torch_ext::reduce_scatter_single(output, contribution(input, options.reduceOp),
+                                                  name_of(options.reduceOp), group_),
+                 {input}, {output});
   });
 }
 
@@ -375,7 +377,8 @@ Backend::Works Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensor
     const auto op = name_of(options.reduceOp);
     std::vector<TensorOperation> operations;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      operations.push_back(reduce_scatter_single(outputs[i], contribution(inputs[i], options.reduceOp), op, group_));
+      operations.push_back(
+          torch_ext::reduce_scatter_single(outputs[i], contribution(inputs[i], options.reduceOp), op, group_));
     }
     return issue({OpType::COALESCED, "smddp:_reduce_scatter_base", options.timeout, options.asyncOp},
                  std::move(operations), inputs, outputs);
@@ -386,14 +389,14 @@ Backend::Works Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std
                                       std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
   return in_turn({input}, [&] {
     return issue({OpType::ALLTOALL_BASE, "smddp:all_to_all", options.timeout, options.asyncOp},
-                 all_to_all_single(output, input, output_sizes, input_sizes, group_), {input}, {output});
+                 torch_ext::all_to_all_single(output, input, output_sizes, input_sizes, group_), {input}, {output});
   });
 }
 
 Backend::Works Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
   return in_turn(inputs, [&] {
     return issue({OpType::ALLTOALL, "smddp:all_to_all", options.timeout, options.asyncOp},
-                 all_to_all(outputs, inputs, group_), inputs, outputs);
+                 torch_ext::all_to_all(outputs, inputs, group_), inputs, outputs);
   });
 }
 
@@ -402,11 +405,12 @@ Backend::Works Backend::send(Tensors& tensors, int to, int tag) {
 }
 
 Backend::Works Backend::recv(Tensors& tensors, int from, int tag) {
-  return issue({OpType::RECV, "smddp:recv"}, recv_(only(tensors, "recv"), from, tag, group_), tensors, tensors);
+  return issue({OpType::RECV, "smddp:recv"}, torch_ext::recv_(only(tensors, "recv"), from, tag, group_), tensors,
+               tensors);
 }
 
 Backend::Works Backend::recvAnysource(Tensors& tensors, int tag) {
-  auto operation = recv_(only(tensors, "recv"), 0, tag, group_);
+  auto operation = torch_ext::recv_(only(tensors, "recv"), 0, tag, group_);
   operation.core.collective = Collective::RecvAny;
   return issue({OpType::RECVANYSOURCE, "smddp:recvAnySource"}, std::move(operation), tensors, tensors);
 }
@@ -442,7 +446,7 @@ Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::Allreduce
     };
     const auto count = at::full({1}, entries._nnz(), at::kLong);
     const auto counts = at::empty({getSize()}, at::kLong);
-    run_now(all_gather_single(counts, count, group_));
+    run_now(torch_ext::all_gather_single(counts, count, group_));
     const auto gathered = [&](const at::Tensor& mine, int64_t dimension) {
       Tensors blocks;
       for (int rank = 0; rank < getSize(); ++rank) {
@@ -450,7 +454,7 @@ Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::Allreduce
         sizes[static_cast<std::size_t>(dimension)] = counts[rank].item<int64_t>();
         blocks.push_back(at::empty(sizes, mine.options()));
       }
-      run_now(all_gather(blocks, mine, group_));
+      run_now(torch_ext::all_gather(blocks, mine, group_));
       return at::cat(blocks, dimension);
     };
     const auto indices = gathered(entries.indices(), 1);

@@ -1,10 +1,14 @@
 #include "device.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
 
 #include <map>
 #include <mutex>
 #include <utility>
+
+#include "compat.h"
 
 namespace smd::torch_ext {
 namespace {
@@ -13,10 +17,23 @@ c10::impl::VirtualGuardImpl guard(c10::Device device) { return c10::impl::Virtua
 
 }  // namespace
 
+std::size_t compat::cuda_stream_handle(const c10::Stream& stream) {
+  // A `CUDAStream` is a `c10::Stream` and nothing else, and a member function takes its object's address first.
+  using StreamOf = void* (*)(const c10::Stream*);
+  static const auto stream_of = [] {
+    void* library = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<StreamOf>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv"));
+  }();
+  TORCH_CHECK(stream_of != nullptr,
+              "this PyTorch cannot tell CUDA's handle of a stream: expected PyTorch 2.9 or newer");
+  return reinterpret_cast<std::size_t>(stream_of(&stream));
+}
+
 c10::Stream current_stream(c10::Device device) { return guard(device).getStream(device); }
 
 std::size_t handle_of(const c10::Stream& stream) {
-  return reinterpret_cast<std::size_t>(guard(stream.device()).getStreamNativeHandle(stream));
+  return compat::native_handle(guard(stream.device()), stream, compat::Preferred());
 }
 
 // PyTorch's pool has 32 streams of a priority and gives them out in turn: with more groups than that, some share one.

@@ -18,6 +18,7 @@
 
 #include "ballot.h"
 #include "comm_hook.h"
+#include "compat.h"
 #include "device_buckets.h"
 #include "placing_allocator.h"
 #include "smd/src/bridge.rs.h"
@@ -137,7 +138,7 @@ class Reducer : public torch::CustomClassHolder {
   struct Watched {
     Parameter parameter;
     // Keeps the accumulator, to which the hook belongs, alive.
-    std::shared_ptr<torch::autograd::Node> accumulator;
+    compat::NodePtr accumulator;
     std::uintptr_t hook;
     // Of the gradient, as the core knows it: a parameter may be given other data after construction.
     at::TensorOptions options;

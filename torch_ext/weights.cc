@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "accumulation.h"
+#include "compat.h"
 
 namespace smd::torch_ext {
 
@@ -144,7 +145,7 @@ bool is_plain(const at::Tensor& weight) {
   using torch::autograd::impl::hooks;
   using torch::autograd::impl::post_acc_grad_hooks;
   return weight.layout() == at::kStrided && !weight.key_set().has(c10::DispatchKey::Python) && weight.is_contiguous() &&
-         at::isFloatingType(weight.scalar_type()) && weight.grad_dtype() == weight.scalar_type() &&
+         at::isFloatingType(weight.scalar_type()) && compat::has_own_grad_dtype(weight, compat::Preferred()) &&
          hooks(weight).empty() && post_acc_grad_hooks(weight) == nullptr;
 }
 
@@ -308,7 +309,7 @@ class Search {
   }
 
   std::unordered_set<const c10::TensorImpl*> inputs_;
-  std::vector<std::shared_ptr<Node>> accumulators_;
+  std::vector<compat::NodePtr> accumulators_;
   // Nodes, and whether a leaf lies before each.
   std::unordered_map<Node*, bool> known_;
   std::vector<std::pair<Node*, bool>> stack_;

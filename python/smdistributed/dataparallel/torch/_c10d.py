@@ -8,7 +8,9 @@ concerns any other group goes on to PyTorch's function as it came.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -20,6 +22,11 @@ from torch.distributed import device_mesh, distributed_c10d
 
 NAME = "smddp"
 _CPU = torch.device("cpu")
+#: What ``split_group`` returns to a rank that is in no split: ``None`` before PyTorch 2.14.
+_OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER if hasattr(distributed_c10d, "_NonGroupMember") else None
+#: Beyond the numbers of groups that are counted.
+_FAR = 1 << 40
+_times_made: Counter[tuple[int, ...]] = Counter()
 _parent: ContextVar[dist.ProcessGroup | None] = ContextVar("parent", default=None)
 
 
@@ -45,6 +52,25 @@ def _out_of(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         _parent.reset(token)
+
+
+@contextmanager
+def _not_counted(ranks: Sequence[int] | None) -> Iterator[None]:
+    """Around the making of a group that only its members know of.
+
+    PyTorch names a group by the number of groups before it, and gloo's ranks meet at that name. From 2.14 on, a group that only
+    its members make counts, too, so that the ranks would no longer agree on the names of later groups. Its own name needs
+    another number then, of which only its members have to know.
+    """
+    members = tuple(ranks or ())
+    _times_made[members] += 1
+    world = distributed_c10d._world
+    count = world.group_count
+    world.group_count = _FAR + _times_made[members]
+    try:
+        yield
+    finally:
+        world.group_count = count
 
 
 def monitored_barrier(
@@ -74,7 +100,8 @@ def split_group(
     timeout: timedelta | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> dist.ProcessGroup | None:
+    backend: str | None = None,
+) -> Any:
     """``torch.distributed.split_group``, whether a device is bound to the default group or not. All ranks of the parent
     call it; if the parent was not used on CUDA devices, those of a split meet without the others.
 
@@ -84,9 +111,10 @@ def split_group(
         timeout: Of the new group; ``None`` means PyTorch's default.
         pg_options: Passed on.
         group_desc: Passed on.
+        backend: Of the new group; ``None`` means the parent's.
 
     Returns:
-        The group of the split that this rank is in, or ``None``.
+        The group of the split that this rank is in, or what this version of PyTorch returns to others.
 
     Raises:
         ValueError: A split is empty, names a rank twice or one that does not exist, or a rank is in two.
@@ -102,12 +130,13 @@ def split_group(
     mine = next((split for split in split_ranks if me in split), None)
     if mine is None:
         _stay_out(parent)
-        return None
-    with _out_of(parent):
-        return dist.new_group(
-            [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
+        return _OUTSIDE
+    members = [dist.get_global_rank(parent, rank) for rank in sorted(mine)]
+    with _out_of(parent), _not_counted(members):
+        return _theirs["new_group"](
+            members,
             timeout=timeout,
-            backend=dist.get_backend(parent),
+            backend=backend or dist.get_backend(parent),
             pg_options=pg_options,
             use_local_synchronization=True,
             group_desc=group_desc,
@@ -122,21 +151,29 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
+    *more: Any,
+    **options: Any,
 ) -> Any:
     """``torch.distributed.new_group``, which all ranks call unless they synchronize locally: so the new group can be made
     out of the default one, where a backend has to hear of it on every rank.
 
     Args:
         ranks: Passed on, as all others.
+        more: What newer versions of PyTorch take, as are ``options``: ``sort_ranks`` since 2.12.
     """
-    arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
-    if use_local_synchronization or (backend or dist.get_backend()) != NAME or not _is_fine(ranks, timeout, device_id):
-        return _theirs["new_group"](*arguments)
+    arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, *more)
+    if (backend or dist.get_backend()) != NAME:
+        return _theirs["new_group"](*arguments, **options)
+    if use_local_synchronization:
+        with _not_counted(ranks):
+            return _theirs["new_group"](*arguments, **options)
+    if not _is_fine(ranks, timeout, device_id):
+        return _theirs["new_group"](*arguments, **options)
     if ranks is not None and dist.get_rank() not in ranks:
         _stay_out(dist.group.WORLD)
-        return _theirs["new_group"](*arguments)
+        return _theirs["new_group"](*arguments, **options)
     with _out_of(dist.group.WORLD):
-        return _theirs["new_group"](*arguments)
+        return _theirs["new_group"](*arguments, **options)
 
 
 def _get_split_source(pg: dist.ProcessGroup) -> None:
@@ -190,7 +227,13 @@ def install() -> None:
 def _put_before(ours: Callable, position: int | None, name: str, serves: Callable[[Any], bool]) -> None:
     """`ours` instead of torch's function of the same name where `serves` says so of the argument at `position`, which
     is called `name`; of the default group if there is none."""
-    theirs = _theirs[ours.__name__] = getattr(distributed_c10d, ours.__name__)
+    theirs = getattr(distributed_c10d, ours.__name__, None)
+    if theirs is None:
+        warnings.warn(
+            f"this PyTorch has no `{ours.__name__}`, which `{NAME}` adapts: report it to OpenSMD", stacklevel=2
+        )
+        return
+    _theirs[ours.__name__] = theirs
 
     @functools.wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
