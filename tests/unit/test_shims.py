@@ -125,6 +125,11 @@ def test_the_key_changes_with_what_the_shim_depends_on(monkeypatch):
     assert len({key, *others}) == 1 + len(others)
 
 
+def test_builds_of_one_version_share_a_shim():
+    keys = {replace(FRAMEWORK, version=version).key for version in ("9.9", "9.9+cpu", "9.9+cu130")}
+    assert keys == {FRAMEWORK.key}
+
+
 def test_another_version_builds_again(cache, compiler):
     log = compiler()
     first = shims.ensure(FRAMEWORK)
@@ -156,15 +161,40 @@ def test_a_failed_build_shows_the_first_errors_and_leaves_nothing(cache, compile
     assert "y.cc:0: error: number 0" in text
     assert "number 50" not in text
     assert "\ncommand: " in text
-    assert [entry.name for entry in (cache / FRAMEWORK.key).iterdir()] == [".lock"]
+    assert sorted(entry.name for entry in (cache / FRAMEWORK.key).iterdir()) == [".lock", "failure"]
     compiler()
     assert shims.ensure(FRAMEWORK).exists()
+    assert sorted(entry.name for entry in (cache / FRAMEWORK.key).iterdir()) == [".lock", FRAMEWORK.library]
+
+
+def test_ranks_that_start_at_once_share_a_failure(cache, compiler):
+    log = compiler('time.sleep(1); print("y.cc:1: error: this one"); sys.exit(3)')
+    builds = [_start_build() for _ in range(4)]
+    errors = [build.communicate(timeout=60)[1] for build in builds]
+    assert all("y.cc:1: error: this one" in error for error in errors)
+    assert sum("building" in error for error in errors) == 1
+    assert len(log.read_text().splitlines()) == 3, "three units, once"
+    # A later job tries again.
+    log = compiler()
+    assert _start_build().wait(timeout=60) == 0
+    assert _links(log) == 1
 
 
 def test_headers_that_want_a_newer_standard_get_it(cache, compiler):
     log = compiler('if "-std=c++17" in sys.argv: print("x.h:1: error: #error C++20 or later is required"); sys.exit(1)')
     assert shims.ensure(FRAMEWORK).exists()
     assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
+
+
+def test_headers_name_their_standard(cache, compiler, tmp_path):
+    header = tmp_path / "ATen.h"
+    header.write_text("#pragma once\n#error C++20 or later compatible compiler is required to use ATen.\n")
+    assert shims._wanted_standard(header) == "c++20"
+    log = compiler()
+    shims.ensure(replace(FRAMEWORK, standard=shims._wanted_standard(header)))
+    assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
+    header.write_text("#pragma once\n")
+    assert shims._wanted_standard(header) == "c++17"
 
 
 def test_ranks_that_start_at_once_build_once(cache, compiler):

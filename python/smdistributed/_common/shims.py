@@ -4,7 +4,8 @@ A shim depends on the framework's version and on nothing else of the machine, so
 
 1. uses a prebuilt shim if the package holds one for the installed version,
 2. otherwise uses the one in the user's cache,
-3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side.
+3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
+   does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
 
 Only files that nobody but this user and root can have written are loaded from the cache. If others can write to it, an owner-only
 folder among the temporary files takes its place (``rust-core/src/cache.rs``).
@@ -19,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,8 +46,16 @@ _SHOWN_ERROR_LINES = 15
 _SILENT_WAIT_SECONDS = 10.0
 _LONGEST_WAIT_SECONDS = 600.0
 
-# Ours is C++17. Headers of a newer framework may want more, which older compilers do not have: tried in this order.
-_STANDARDS = ("c++17", "c++20")
+# Ours is C++17. Headers of a newer framework may want more, which older compilers do not have.
+_STANDARD = "c++17"
+_NEWER_STANDARD = "c++20"
+# How they say so.
+_WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
+
+# Why a build failed, beside the shim that it was to make: the number of the process, and the error.
+_FAILURE = "failure"
+# A failure that is older was not seen by the ranks of this process' job.
+_STARTED = time.time()
 
 
 #: Warnings that were shown: two shims may have the same.
@@ -67,6 +77,7 @@ class Framework:
         folder: The folder of the shim's sources.
         compile_flags: Include paths and ABI switches.
         link_flags: The framework's libraries.
+        standard: The C++ standard that its headers want.
     """
 
     name: str
@@ -75,10 +86,15 @@ class Framework:
     folder: str
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
+    standard: str = _STANDARD
 
     @property
     def key(self) -> str:
-        """Name of the shim's folder: changes with everything that the shim depends on."""
+        """Name of the shim's folder: changes with everything that the shim depends on.
+
+        Builds of one version for CPUs and for CUDA (``2.11.0+cpu``, ``2.11.0+cu130``) share a shim: it includes no
+        header of CUDA and links to none of its libraries, and the other headers are the same.
+        """
         digest = hashlib.sha256()
         # Where the framework is installed does not matter, what its headers are told does.
         switches = [flag for flag in self.compile_flags if not flag.startswith(("-I", "-isystem", "/"))]
@@ -86,7 +102,8 @@ class Framework:
         for part in (platform.machine(), *switches, *sources):
             digest.update(part.encode())
             digest.update(b"\0")
-        return f"{self.name}-{self.version}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
+        release = self.version.partition("+")[0]
+        return f"{self.name}-{release}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
 
     def sources(self) -> dict[str, str]:
         """Name and text of every file that the shim is built from."""
@@ -118,7 +135,14 @@ def torch_framework() -> Framework:
             str(include / "torch/csrc/api/include"),
         ),
         link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        standard=_wanted_standard(include / "ATen/ATen.h"),
     )
+
+
+def _wanted_standard(header: Path) -> str:
+    """The C++ standard without which a header is an ``#error``."""
+    wanted = _WANTED_STANDARD.search(header.read_text())
+    return f"c++{wanted[1]}" if wanted else _STANDARD
 
 
 def tensorflow_framework() -> Framework:
@@ -126,9 +150,16 @@ def tensorflow_framework() -> Framework:
     import tensorflow
 
     flags: list[str] = []
+    standard = _STANDARD
     for flag in tensorflow.sysconfig.get_compile_flags():
-        # System headers: their warnings are not ours.
-        flags += ["-isystem", flag[2:]] if flag.startswith("-I") else [flag]
+        name, _, value = flag.lstrip("-").partition("=")
+        if name == "std":
+            standard = value
+        elif flag.startswith("-I"):
+            # System headers: their warnings are not ours.
+            flags += ["-isystem", flag[2:]]
+        else:
+            flags.append(flag)
     return Framework(
         name="tensorflow",
         title="TensorFlow",
@@ -136,6 +167,7 @@ def tensorflow_framework() -> Framework:
         folder="tf_ops",
         compile_flags=tuple(flags),
         link_flags=tuple(tensorflow.sysconfig.get_link_flags()),
+        standard=standard,
     )
 
 
@@ -179,7 +211,7 @@ def _ensure_cached(framework: Framework) -> Path:
             if not _is_trusted(path):
                 for leftover in folder.glob("build-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
-                _build(framework, path)
+                _build_once(framework, path)
     except (OSError, _core_errors.SystemCallError, _core_errors.UnsupportedError) as error:
         raise ShimError(
             f"cannot build the {framework.title} shim in `{folder}`: {error}; set SMD_CACHE_DIR to a folder that can "
@@ -261,6 +293,22 @@ def _missing(module: str, title: str) -> ImportError:
     )
 
 
+def _build_once(framework: Framework, path: Path) -> None:
+    """As :func:`_build`, unless another process has failed to do so since this one started."""
+    failure = path.parent / _FAILURE
+    if failure.is_file() and failure.stat().st_mtime >= _STARTED and _core.untrusted(failure) is None:
+        builder, _, text = failure.read_text().partition("\n")
+        # This process tries again: its user may have repaired the compiler.
+        if builder != str(os.getpid()):
+            raise ShimError(text)
+    try:
+        _build(framework, path)
+    except ShimError as error:
+        failure.write_text(f"{os.getpid()}\n{error}")
+        raise
+    failure.unlink(missing_ok=True)
+
+
 def _build(framework: Framework, path: Path) -> None:
     """Compiles the shim to ``path``, which appears complete or not at all."""
     compiler = _compiler(framework)
@@ -283,11 +331,10 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     sources = [file.relative_to(scratch) for file in files]
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
-    for standard in _STANDARDS:
-        failure = _compile_units(framework, compiler, scratch, units, standard)
-        # Only this says that another standard would help.
-        if failure is None or "C++20" not in str(failure):
-            break
+    failure = _compile_units(framework, compiler, scratch, units, framework.standard)
+    # Only this says that another standard would help.
+    if failure is not None and "C++20" in str(failure) and framework.standard != _NEWER_STANDARD:
+        failure = _compile_units(framework, compiler, scratch, units, _NEWER_STANDARD)
     if failure is not None:
         raise failure
     # Everything registers itself, so nothing is exported: two shims of a process must not meet in each other's C++.
