@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from smdistributed._common.support import WINDOWS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ["rust-core/src", "cpp-shims", "python/src", "mpi-plugin", "torch_ext", "tf_ops"]
 
@@ -17,6 +19,17 @@ def python(code, *options, path=None):
     return subprocess.run(
         [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=path
     )
+
+
+def test_the_metadata_demand_the_support_window():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = {name: window.oldest for name, window in WINDOWS.items()}
+    assert project["requires-python"] == f">={oldest['python']}"
+    assert project["optional-dependencies"] == {
+        "torch": [f"torch>={oldest['torch']}"],
+        "tensorflow": [f"tensorflow-cpu>={oldest['tensorflow']}", f"keras>={oldest['keras']}"],
+    }
 
 
 def test_importing_the_package_imports_no_framework():
@@ -35,6 +48,18 @@ def test_a_horovod_face_that_is_missing_says_so(module):
     assert done.returncode == 1
     name = module.removesuffix(".torch")
     assert f"ModuleNotFoundError: `horovod.{name}` is not part of this release of OpenSMD" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["keras", "tensorflow"])
+def test_horovod_for_keras_says_what_is_missing(missing, tmp_path):
+    # Keras as it is found where TensorFlow is not.
+    if missing == "tensorflow":
+        (tmp_path / "keras.py").write_text("import tensorflow\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules[{missing!r}] = None; import horovod.keras"
+    done = python(code)
+    assert done.returncode == 1
+    wanted = {"keras": "Keras, which is not installed", "tensorflow": "what Keras runs on"}[missing]
+    assert f"ImportError: `horovod.keras` needs {wanted}: `pip install {missing}`" in done.stderr
 
 
 def test_a_real_horovod_is_not_shadowed(tmp_path):

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-import keras
+try:
+    import keras as keras
+except ModuleNotFoundError as error:
+    if error.name not in ("keras", "tensorflow", "torch"):
+        raise
+    if error.name == "keras":
+        missing = "Keras, which is not installed: `pip install keras`"
+    else:
+        missing = f"what Keras runs on: `pip install {error.name}`, or set KERAS_BACKEND to what is installed"
+    raise ImportError(f"`horovod.keras` needs {missing}", name=error.name) from error
 
 #: ``tensorflow`` or ``torch``.
 BACKEND: str = keras.backend.backend()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import keras
-
 from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
 from horovod.common.keras_backend import BACKEND as _BACKEND
+from horovod.common.keras_backend import keras as _keras
 from horovod.common.process_sets import ProcessSet as ProcessSet
 from horovod.common.process_sets import add_process_set as add_process_set
 from horovod.common.process_sets import global_process_set as global_process_set
@@ -90,4 +89,4 @@ else:
     from horovod.tensorflow.mpi_ops import start_timeline as start_timeline
     from horovod.tensorflow.mpi_ops import stop_timeline as stop_timeline
 
-    load_model = _api.loader(keras)
+    load_model = _api.loader(_keras)

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from smdistributed._common.support import WINDOWS
+
 _GIB = 1 << 30
 
 
@@ -45,24 +47,37 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--build", action="store_true", help="import the frameworks and build their shims now")
     options = parser.parse_args(arguments)
     findings = list(_findings(options.build))
+    try:
+        _print(findings)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python flushes the stream once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(any(finding.state == "!!" for finding in findings))
+
+
+def _print(findings: list[Finding]) -> None:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{finding.state}  {finding.subject:{width}}  {finding.text}")
         if finding.remedy:
             print(f"    {'':{width}}  -> {finding.remedy}")
-    return int(any(finding.state == "!!" for finding in findings))
+    sys.stdout.flush()
 
 
 def _findings(build: bool) -> Iterator[Finding]:
     yield Finding("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield _supported("python", platform.python_version(), f" at {sys.executable}")
     yield from _core_findings()
-    for title, names, module in (
-        ("PyTorch", ("torch",), "torch"),
-        ("TensorFlow", ("tensorflow-cpu", "tensorflow"), "tensorflow"),
-    ):
-        yield from _framework(title, names, module, build)
-    yield _compiler()
+    needs_compiler = False
+    for module, names in (("torch", ("torch",)), ("tensorflow", ("tensorflow-cpu", "tensorflow"))):
+        for finding in _framework(module, names, build):
+            needs_compiler |= finding.subject.endswith(" shim") and finding.state != "ok"
+            yield finding
+    for name in ("keras", "tf-keras"):
+        version = _version(name)
+        if version is not None:
+            yield _supported(name, version)
+    yield _compiler(needs_compiler)
     yield _cache()
     yield from _cuda()
     yield _nccl()
@@ -94,12 +109,27 @@ def _core_findings() -> Iterator[Finding]:
     yield Finding("OpenSMD", "ok", f"{_core.__version__} at {_core.__file__}")
 
 
-def _framework(title: str, names: tuple[str, ...], module: str, build: bool) -> Iterator[Finding]:
+def _supported(name: str, version: str, where: str = "") -> Finding:
+    """A package that is there, and whether OpenSMD was tried with its version."""
+    window = WINDOWS[name]
+    if window.is_older(version):
+        remedy = f"OpenSMD needs {window.title} {window.oldest} or newer"
+        if name != "python":
+            remedy += f": `pip install '{name}>={window.oldest}'`"
+        return Finding(window.title, "!!", f"{version}{where} is too old", remedy)
+    if window.is_newer(version):
+        remedy = f"OpenSMD was tried with {window.title} {window}"
+        return Finding(window.title, "--", f"{version}{where} is newer than what was tried", remedy)
+    return Finding(window.title, "ok", f"{version}{where}")
+
+
+def _framework(module: str, names: tuple[str, ...], build: bool) -> Iterator[Finding]:
+    title = WINDOWS[module].title
     version = _version(*names)
     if version is None:
         yield Finding(title, "--", "not installed", f"`pip install {names[0]}` if you use it")
         return
-    yield Finding(title, "ok", version)
+    yield _supported(module, version)
     try:
         from smdistributed._common import shims
     except ImportError:
@@ -114,9 +144,8 @@ def _framework(title: str, names: tuple[str, ...], module: str, build: bool) -> 
             return
         yield Finding(subject, "ok", str(path))
         return
-    # The version that the framework itself reports may carry a suffix (`+cu130`), so its folder is looked for.
     # Which of several fits exactly only the framework can say.
-    pattern = f"{module}-{version}*-core-{_version('opensmd') or '*'}-*"
+    pattern = f"{module}-{version.partition('+')[0]}-core-{_version('opensmd') or '*'}-*"
     built = [
         path.parent
         for folder in (shims.PREBUILT, shims.cache_dir())
@@ -129,7 +158,7 @@ def _framework(title: str, names: tuple[str, ...], module: str, build: bool) -> 
         yield Finding(subject, "--", "not built", "happens at first use, once; or now: `smdrun doctor --build`")
 
 
-def _compiler() -> Finding:
+def _compiler(is_needed: bool) -> Finding:
     configured = os.environ.get("CXX")
     words = [configured] if configured else ["g++", "c++", "clang++"]
     for word in words:
@@ -137,6 +166,8 @@ def _compiler() -> Finding:
         if command and shutil.which(command[0]):
             return Finding("C++ compiler", "ok", _first_line([*command, "--version"]) or word)
     missing = f"`{configured}` (CXX) is not there" if configured else "not found"
+    if not is_needed:
+        return Finding("C++ compiler", "--", f"{missing}; not needed for what is installed")
     return Finding(
         "C++ compiler", "!!", missing, "needed once per framework version: `apt-get install g++`, or set CXX"
     )

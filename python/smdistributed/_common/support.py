@@ -1,0 +1,51 @@
+"""The versions that the package is tried with. `smdrun doctor`, the documentation and the matrix of tests read them here, and a
+test compares the lower ends with what `pyproject.toml` demands.
+
+The upper ends are no demands: newer versions are not known to fail, and the shims adapt to what they find.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Window:
+    """Versions of one package, by major and minor number.
+
+    Attributes:
+        title: The spelling for messages.
+        oldest: Older versions lack something that the package needs.
+        newest: The newest version that was tried.
+    """
+
+    title: str
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}"
+
+    def is_older(self, version: str) -> bool:
+        """Whether `version` lies before the window."""
+        return _numbers(version) < _numbers(self.oldest)
+
+    def is_newer(self, version: str) -> bool:
+        """Whether `version` lies behind the window."""
+        return _numbers(version) > _numbers(self.newest)
+
+
+#: By the name of the distribution.
+WINDOWS = {
+    "python": Window("Python", "3.10", "3.14"),
+    "torch": Window("PyTorch", "2.9", "2.15"),
+    "tensorflow": Window("TensorFlow", "2.16", "2.21"),
+    "keras": Window("Keras", "3.5", "3.15"),
+    "tf-keras": Window("tf_keras", "2.16", "2.21"),
+}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number: `2.11.0+cu130` is (2, 11)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
