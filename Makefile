@@ -28,7 +28,7 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer format generated develop wheel \
+.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix format generated develop wheel \
 	clean docs torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -98,6 +98,9 @@ bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill ran
 
 test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 4.40.2 trains, saves and resumes on pipelines (installs it into build/)
 	$(BIN)/python tests/e2e/trainer.py $(ARGS)
+
+matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and TensorFlow that is supported (hours; ARGS='--only torch==2.15')
+	$(BIN)/python tests/matrix/matrix.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)

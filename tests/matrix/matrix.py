@@ -1,0 +1,212 @@
+"""The versions of the support window: `make matrix` runs a short suite with each and writes the table of the support matrix.
+
+Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. With `uv`
+on PATH, or as a module of this Python, environments are made by it; otherwise by `venv` and pip.
+
+Usage: matrix.py [--only torch==2.15 tensorflow==2.16] [--python python3.11] [--keep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from smdistributed._common.support import WINDOWS
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build/matrix"
+PAGE = ROOT / "docs/reference/support-matrix.md"
+BEGIN, END = "<!-- Written by `make matrix`. -->\n", "<!-- End of what `make matrix` writes. -->\n"
+#: What the suite needs beside a framework.
+TOOLS = ["pytest", "pytest-timeout", "cloudpickle"]
+#: Seconds for one part of the suite, of which the first also builds the shim.
+LIMIT = 1200
+
+_MULTIPROC = "tests/multiproc/"
+#: Parts of the suite: what it shows, and what pytest runs.
+SUITES = {
+    "torch": {
+        "collectives": [
+            "tests/unit/test_private_api.py",
+            _MULTIPROC + "test_torch_collectives.py::test_reductions[2]",
+            _MULTIPROC + "test_torch_collectives.py::test_movements[2]",
+        ],
+        "DDP": [_MULTIPROC + "test_ddp.py::test_gradients_equal_those_of_the_whole_batch[2]"],
+        "smddp": [
+            _MULTIPROC + "test_torch_backend.py::test_collectives_give_what_gloo_gives",
+            _MULTIPROC + "test_torch_backend.py::test_works_futures_and_errors",
+            _MULTIPROC + "test_torch_backend_groups.py::test_groups_split",
+        ],
+        "smp": [
+            _MULTIPROC + "test_modelparallel.py::test_features_of_steps_models_and_optimizers",
+            _MULTIPROC + "test_modelparallel_huggingface.py::test_hidden_states_attentions_and_gradient_checkpointing",
+        ],
+        "hvd": [_MULTIPROC + "test_horovod_torch.py::test_everything[2]"],
+    },
+    "tensorflow": {
+        "collectives": [
+            "tests/unit/test_private_api.py",
+            _MULTIPROC + "test_tensorflow_ops.py::test_every_operation[2]",
+        ],
+        "tape": [_MULTIPROC + "test_tensorflow_tape.py::test_gradients"],
+        "fit": [_MULTIPROC + "test_tensorflow_keras.py"],
+        "hvd": [_MULTIPROC + "test_horovod_keras.py::test_everything"],
+        "smp": [
+            _MULTIPROC + "test_tensorflow_modelparallel.py::test_models_learn_as_in_one_process",
+            _MULTIPROC + "test_tensorflow_modelparallel_fit.py::test_models_learn_as_in_one_process",
+        ],
+    },
+}
+_DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu"}
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a framework, by major and minor number; the newest patch of it is taken."""
+
+    framework: str
+    number: str
+
+    def __str__(self) -> str:
+        return f"{self.framework}=={self.number}"
+
+    @property
+    def requirements(self) -> list[str]:
+        """What pip installs."""
+        wanted = [f"{_DISTRIBUTIONS[self.framework]}=={self.number}.*", "numpy", *TOOLS]
+        return wanted + (["transformers"] if self.framework == "torch" else [f"keras>={WINDOWS['keras'].oldest}"])
+
+    @property
+    def without_dependencies(self) -> list[str]:
+        """The same for packages whose dependencies are here under another name."""
+        return [f"tf-keras=={self.number}.*"] if self.framework == "tensorflow" else []
+
+
+def versions() -> Iterator[Version]:
+    """All of the window, the newest first."""
+    for framework in SUITES:
+        window = WINDOWS[framework]
+        major, newest = map(int, window.newest.split("."))
+        for minor in range(newest, int(window.oldest.split(".")[1]) - 1, -1):
+            yield Version(framework, f"{major}.{minor}")
+
+
+def make(version: Version, python: str) -> Path:
+    """An environment with `version`; returns its Python."""
+    folder = FOLDER / f"{version.framework}-{version.number}"
+    shutil.rmtree(folder, ignore_errors=True)
+    uv = _uv()
+    if uv:
+        subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
+        install = [*uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
+    else:
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+        install = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*install, *version.requirements], check=True)
+    if version.without_dependencies:
+        subprocess.run([*install, "--no-deps", *version.without_dependencies], check=True)
+    return folder / "bin/python"
+
+
+def _uv() -> list[str]:
+    if shutil.which("uv"):
+        return ["uv"]
+    known = subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True, check=False)
+    return [sys.executable, "-m", "uv"] if known.returncode == 0 else []
+
+
+def run(python: Path, framework: str) -> tuple[dict[str, str], list[str]]:
+    """Runs the suite; returns the outcome of each part, and what the environment holds."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT)
+    outcomes = {}
+    for part, tests in SUITES[framework].items():
+        start = time.monotonic()
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=LIMIT)
+            outcomes[part] = "yes" if done.returncode == 0 else "fails"
+        except subprocess.TimeoutExpired:
+            outcomes[part] = "no end"
+        print(f"{framework} {part}: {outcomes[part]} ({time.monotonic() - start:.0f} s)", flush=True)
+    names = (_DISTRIBUTIONS[framework], "keras", "tf_keras", "transformers")
+    listing = (
+        "import importlib.metadata as m, platform\n"
+        "found = {d.name.replace('-', '_').lower(): d.version for d in m.distributions()}\n"
+        f"print('Python', platform.python_version())\n"
+        f"[print(n, found[n.replace('-', '_')]) for n in {names!r} if n.replace('-', '_') in found]"
+    )
+    held = subprocess.run([str(python), "-c", listing], capture_output=True, text=True, check=True)
+    return outcomes, held.stdout.splitlines()
+
+
+def row(framework: str, outcomes: dict[str, str], held: list[str]) -> str:
+    """A line of the table."""
+    python, version, *others = held
+    name = f"{WINDOWS[framework].title} {version.split()[1]}"
+    return f"| {name} | {', '.join([python, *others])} | {' | '.join(outcomes.values())} |"
+
+
+def write(rows: dict[str, dict[str, str]]) -> None:
+    """Puts rows, by framework and version, into the page; keeps the rows of other versions."""
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    for framework in SUITES:
+        title = WINDOWS[framework].title
+        known = {_minor(line): line for line in table.splitlines() if line.startswith(f"| {title} ")}
+        known |= rows.get(framework, {})
+        rows[framework] = {number: known[number] for number in sorted(known, key=_order, reverse=True)}
+    parts = []
+    for framework, suite in SUITES.items():
+        head = ["version", "with", *suite]
+        lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |", *rows[framework].values()]
+        parts.append("\n".join(lines) + "\n")
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + after)
+
+
+def _minor(line: str) -> str:
+    found = re.search(r"\d+\.\d+", line)
+    assert found is not None, line
+    return found[0]
+
+
+def _order(number: str) -> list[int]:
+    return [int(part) for part in number.split(".")]
+
+
+def main() -> int:
+    """Runs the matrix; the exit code is 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME==VERSION", help="these versions (default: all)")
+    parser.add_argument("--python", default=sys.executable, help="of the environments (default: this one)")
+    parser.add_argument("--keep", action="store_true", help="keep the environments, of up to 8 GB each")
+    options = parser.parse_args()
+    chosen = [version for version in versions() if not options.only or str(version) in options.only]
+    if not chosen or (options.only and len(chosen) < len(options.only)):
+        parser.error(f"versions of the window are {', '.join(map(str, versions()))}")
+    failed = []
+    for version in chosen:
+        print(f"== {version}", flush=True)
+        python = make(version, options.python)
+        outcomes, held = run(python, version.framework)
+        write({version.framework: {version.number: row(version.framework, outcomes, held)}})
+        failed += [f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome != "yes"]
+        if not options.keep:
+            shutil.rmtree(python.parents[1])
+    print("\n".join(failed) or f"{len(chosen)} versions passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
