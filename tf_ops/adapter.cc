@@ -1,9 +1,8 @@
 #include "adapter.h"
 
+#include "compat.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/platform/logging.h"
-#include "xla/stream_executor/stream.h"
-#include "xla/stream_executor/stream_executor.h"
 
 namespace smd::tf_ops {
 namespace {

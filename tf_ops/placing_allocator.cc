@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "compat.h"
 #include "smd/placed_slots.h"
 #include "smd/src/bridge.rs.h"
 #include "tensorflow/core/common_runtime/process_state.h"
@@ -60,8 +61,9 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
     if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data);
   }
 
-  void DeallocateRaw(void* data, std::size_t alignment, std::size_t num_bytes) override {
-    if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data, alignment, num_bytes);
+  // Not marked `override`: TensorFlow 2.17 and older do not call it.
+  virtual void DeallocateRaw(void* data, std::size_t alignment, std::size_t num_bytes) {
+    if (!slots_.give_back(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
   }
 
   // Of slots, TensorFlow's knows nothing; an allocator need not track sizes.
@@ -77,8 +79,7 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
   // The name of the operation that runs on this thread, which lies in its kernel: so its address tells kernels apart.
   // 0 outside of operations.
   static std::size_t current_operation() {
-    const auto& name = tsl::profiler::ScopedMemoryDebugAnnotation::CurrentAnnotation().pending_op_name;
-    return name.empty() ? 0 : reinterpret_cast<std::size_t>(name.data());
+    return compat::address_of(tsl::profiler::ScopedMemoryDebugAnnotation::CurrentAnnotation().pending_op_name);
   }
 
   PlacedSlots slots_;

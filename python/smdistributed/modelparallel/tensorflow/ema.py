@@ -81,16 +81,19 @@ def install() -> None:
     """Has Keras' callback that swaps variables and averages swap those that are here; leaves alone what does."""
     callbacks = getattr(sys.modules.get("keras"), "callbacks", None)
     kind = getattr(callbacks, "SwapEMAWeights", None)
-    if kind is None or hasattr(kind._apply_to_ema_optimizers, "_smp_plain"):
-        return
-    plain = kind._apply_to_ema_optimizers
+    for name in ("_tf_swap_variables", "_tf_finalize_ema_values"):
+        plain = getattr(kind, name, None)
+        if plain is not None and not hasattr(plain, "_smp_plain"):
+            setattr(kind, name, _of_optimizer(plain))
+
+
+def _of_optimizer(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A method of the callback that goes through an optimizer's variables; up to Keras 3.14, through the model's, which are the same."""
 
     @functools.wraps(plain)
-    def apply(self: Any, *calls: Callable[[Any], Any]) -> Any:
-        def narrowed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            return lambda optimizer: around(call)(optimizer)
+    def method(self: Any, optimizer: Any) -> Any:
+        with of_partition(optimizer):
+            return plain(self, optimizer)
 
-        return plain(self, *map(narrowed, calls))
-
-    apply._smp_plain = plain  # type: ignore[attr-defined]
-    kind._apply_to_ema_optimizers = apply
+    method._smp_plain = plain  # type: ignore[attr-defined]
+    return method

@@ -201,14 +201,19 @@ def _adapt_keras() -> None:
             plain(self, initializer)
             return
         shape, dtype = self._shape, self._dtype
+        # Keras tells TensorFlow of the first from 3.7 on, of the second from 3.10 on.
+        options = {
+            each: getattr(self, f"_map_{each}")(getattr(self, each))
+            for each in ("aggregation", "synchronization")
+            if hasattr(self, f"_map_{each}")
+        }
         self._value = DelayedVariable(
             lambda: initializer(shape, dtype=dtype),
             shape=shape,
             dtype=tf.as_dtype(dtype),
             name=self.name,
             trainable=self.trainable,
-            aggregation=self._map_aggregation(self.aggregation),
-            synchronization=self._map_synchronization(self.synchronization),
+            **options,
         )
 
     base._initialize_with_initializer = initialize
