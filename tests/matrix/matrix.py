@@ -170,7 +170,7 @@ def write(rows: dict[str, dict[str, str]]) -> None:
     parts = []
     for framework, suite in SUITES.items():
         head = ["version", "with", *suite]
-        lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |", *rows[framework].values()]
+        lines = [f"| {' | '.join(head)} |", f"| {' | '.join('--' for _ in head)} |", *rows[framework].values()]
         parts.append("\n".join(lines) + "\n")
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + after)
 
