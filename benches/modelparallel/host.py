@@ -104,7 +104,7 @@ def main() -> None:
             spent.around(pipeline.Pipeline, "agree", "agree")
             spent.around(executor.Executor, "run", "run")
             spent.around(torch.autograd, "backward", "backward")
-            spent.around(transfers.Arriving, "here", "wait")
+            spent.around(transfers.PendingReceive, "wait", "wait")
             spent.around(pipeline.Pipeline, "refresh", "refresh")
             _count_modules(model, spent)
         if number >= 3 and arguments.profile:

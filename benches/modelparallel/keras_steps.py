@@ -120,7 +120,7 @@ def resident(what: str) -> int:
 
 def held(model: Any) -> float:
     """Which part of the model's variables has memory here."""
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         every = list(model.trainable_variables)
     inner = [getattr(each, "value", each) for each in every]
     here = sum(int(tf.size(tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype))) for each in inner)

@@ -90,7 +90,7 @@ def row(base, partitions):
 def on_its_gpu(tf, smp, model):
     """Each rank has its part of the variables, on its GPU."""
     sizes = []
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         for variable in model.trainable_variables:
             inner = getattr(variable, "value", variable)
             value = tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype)

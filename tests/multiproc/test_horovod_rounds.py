@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
-# `horovod.torch.rounds.PLANNED`, which only ranks can import.
+# `horovod.torch.planned_reducer.PLANNED`, which only ranks can import.
 PLANNED = 0
 
 
@@ -57,7 +57,7 @@ class Pair:
 
     def is_planned(self):
         """Whether the last step was reduced by plan."""
-        return self.optimizer._rounds.verdict == PLANNED
+        return self.optimizer._planned_reducer.vote_result == PLANNED
 
     def plan(self, steps=3):
         """Steps until a plan is made, and `steps` that are reduced by it."""
@@ -201,7 +201,7 @@ def what_has_no_plan_goes_beside_it():
             optimizer.zero_grad()
             net(torch.tensor([rank % 4])).sum().backward()
             optimizer.step()
-            planned += optimizer._rounds.verdict == PLANNED
+            planned += optimizer._planned_reducer.vote_result == PLANNED
             assert torch.equal(table.weight.grad.to_dense()[:, 0], used)
             assert torch.equal(net[1].bias.grad, torch.full((1,), float(size)))
     # A hook of the script's takes a gradient away, on one rank: it counts as zero there.
@@ -260,7 +260,7 @@ def _large_net(torch):
 
 def _planned_optimizer(torch, hvd, net):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
-    while optimizer._rounds.verdict != PLANNED:
+    while optimizer._planned_reducer.vote_result != PLANNED:
         net(torch.ones(1, 600)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -320,9 +320,9 @@ def _leaves_before_the_others_step():
     if rank == 1:
         time.sleep(2)
     optimizer.step()
-    verdict = optimizer._rounds.verdict
+    vote_result = optimizer._planned_reducer.vote_result
     hvd.shutdown()
-    return verdict
+    return vote_result
 
 
 @pytest.mark.timeout(90)

@@ -25,20 +25,20 @@ def _offloading_body():
         def __init__(self):
             self.left, self.came, self.stayed = 0, 0, 0
 
-        def takes(self, tensor):
+        def is_on_device(self, tensor):
             return True
 
-        def out(self, tensor):
+        def offload(self, tensor):
             self.left += 1
             return tensor.clone(), StorageWeakRef(tensor.untyped_storage())
 
-        def back(self, copy):
+        def prefetch(self, copy):
             tensor, memory = copy
             self.came += 1
             self.stayed += not memory.expired()
             return tensor.clone()
 
-        def here(self, arriving):
+        def wait(self, arriving):
             return arriving
 
     torch.set_default_dtype(torch.float64)
@@ -60,7 +60,7 @@ def _offloading_body():
         )  # fmt: skip
         host = Host()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(offloading, "make", lambda wanted, device, far: offloading.Offloader(host, far))
+            patch.setattr(offloading, "make_offloader", lambda wanted, device, far: offloading.Offloader(host, far))
             network = copy.deepcopy(plain)
             for place, part in enumerate(network):
                 smp.set_partition(part, place * partitions // layers)

@@ -155,7 +155,7 @@ def _errors():
     refused("groups", smp.get_mp_process_group)
     # What is elsewhere takes no memory.
     sizes = []
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         for variable in model.weights:
             inner = getattr(variable, "value", variable)
             sizes.append(int(tf.size(tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype))))

@@ -47,7 +47,7 @@ def _beginnings():
     import tensorflow as tf
 
     from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import DelayedVariable
-    from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Derivatives
+    from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker
 
     made = []
 
@@ -60,7 +60,7 @@ def _beginnings():
 
     variable = DelayedVariable(make, shape=[2], dtype=tf.float32)
     with tf.Graph().as_default():
-        Derivatives()._note([variable], [tf.constant(1.0)])
+        GradientTracker()._record([variable], [tf.constant(1.0)])
     assert not made
     with pytest.raises(MemoryError):
         variable.read_value()

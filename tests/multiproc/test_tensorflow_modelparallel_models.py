@@ -88,7 +88,7 @@ def _forms(folder):
     np.testing.assert_allclose(loss.reduce_mean(), whole, atol=1e-6)
     np.testing.assert_allclose(outputs["sum"].merge(), expected["sum"], atol=1e-6)
     here = [id(each) for each in model.trainable_variables]
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         mine = [id(each) in here for each in model.trainable_variables]
     there = tape.gradient(whole, plain.trainable_variables)
     there = [each for each, own in zip(there, mine, strict=True) if own]
@@ -169,7 +169,7 @@ def _weights(folder):
                 assert one[0].dtype == tf.float32
                 np.testing.assert_allclose(one.reduce_mean(), gradient, atol=off)
             found[policy] += [
-                [int(tf.size(_held(variable))) for variable in model._smp_elsewhere()],
+                [int(tf.size(_held(variable))) for variable in model._smp_remote_variables()],
                 len(model.get_weights()),
             ]
     keras.mixed_precision.set_global_policy("float32")

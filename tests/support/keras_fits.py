@@ -150,7 +150,7 @@ def _weights(base: type, model: Any) -> dict[int, Any]:
     import tensorflow as tf
 
     variables = model.trainable_variables
-    with contextlib.nullcontext() if base is tf.keras.Model else model._smp_as_whole():
+    with contextlib.nullcontext() if base is tf.keras.Model else model._smp_all_variables():
         places = {id(variable): place for place, variable in enumerate(model.trainable_variables)}
     return {places[id(variable)]: variable.numpy() for variable in variables}
 

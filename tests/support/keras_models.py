@@ -304,7 +304,7 @@ def learn(
     if way is None:
         trainable, everything = model.trainable_variables, model.weights
     else:
-        with model._smp_as_whole():
+        with model._smp_all_variables():
             trainable, everything = list(model.trainable_variables), list(model.weights)
     return {
         "losses": losses,

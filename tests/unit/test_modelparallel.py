@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed.modelparallel.torch import communication  # noqa: E402
-from smdistributed.modelparallel.torch.compat import documented_spellings  # noqa: E402
+from smdistributed.modelparallel.torch.compat import add_documented_aliases  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # noqa: E402
 from smdistributed.modelparallel.torch.partition.materialize import (  # noqa: E402
     delay_param_initialization,
@@ -19,7 +19,7 @@ from smdistributed.modelparallel.torch.partition.materialize import (  # noqa: E
     settle,
 )
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter  # noqa: E402
 
 
 def test_every_documented_name_is_there():
@@ -265,23 +265,23 @@ def test_arguments_are_split_inside_of_structures():
 def test_activations_come_back_so_many_tasks_before_their_backward():
     from types import SimpleNamespace
 
-    from smdistributed.modelparallel.torch.runtime.offloading import Loads
+    from smdistributed.modelparallel.torch.runtime.offloading import ActivationPrefetcher
 
     program = [("F", 0, 0, None), ("SF", 0, 0, 1), ("F", 0, 1, None), ("F", 0, 2, None), ("RB", 0, 0, 1)]
     program += [(kind, 0, index, None) for index in range(3) for kind in "IW"]
-    loads = Loads(SimpleNamespace(horizon=2), program)
+    loads = ActivationPrefetcher(SimpleNamespace(horizon=2), program)
     # Their backwards are 3, 4 and 5 tasks after their forwards.
-    assert [loads.are_soon(0, index) for index in range(3)] == [False, False, False]
+    assert [loads.is_backward_near(0, index) for index in range(3)] == [False, False, False]
     begun = []
-    kept = [SimpleNamespace(load=lambda index=index: begun.append(index)) for index in range(3)]
-    microbatches = [SimpleNamespace(runs={0: SimpleNamespace(kept=each)}) for each in kept]
+    kept = [SimpleNamespace(prefetch_all=lambda index=index: begun.append(index)) for index in range(3)]
+    microbatches = [SimpleNamespace(stage_states={0: SimpleNamespace(offloaded=each)}) for each in kept]
     seen = []
     for kind, *_ in program:
         if kind in "FIW":
             loads.begin(microbatches)
             seen.append(list(begun))
     assert seen == [[], [0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert Loads(SimpleNamespace(horizon=3), program).are_soon(0, 0)
+    assert ActivationPrefetcher(SimpleNamespace(horizon=3), program).is_backward_near(0, 0)
 
 
 def test_what_belongs_to_master_weights_is_refused(monkeypatch):
@@ -306,7 +306,7 @@ class _Derived(_Base):
 def test_documented_spellings_reach_the_model():
     model = torch.nn.Sequential(_Derived(), torch.nn.Linear(2, 2))
     names = list(model.state_dict())
-    documented_spellings(model)
+    add_documented_aliases(model)
     inner = model.module.module
     assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 4.0))
     assert isinstance(inner, torch.nn.Sequential)
@@ -319,7 +319,7 @@ def test_documented_spellings_reach_the_model():
     assert list(copy.deepcopy(model).module.module.state_dict()) == names
     own = torch.nn.Module()
     own.module = torch.nn.Linear(2, 2)
-    documented_spellings(own)
+    add_documented_aliases(own)
     assert type(own.module) is torch.nn.Linear
 
 
@@ -335,14 +335,14 @@ class _Patched(_Base):
 def test_what_scripts_call_orig_forward_stays_theirs():
     model = torch.nn.Sequential(_Patched(), _Derived())
     for _ in range(2):
-        documented_spellings(model)
+        add_documented_aliases(model)
         assert torch.equal(model[0](torch.ones(2)), torch.full((2,), 6.0))
 
     class Later(_Derived):
         def forward(self, x):
             return 5 * super()._orig_forward(x)
 
-    documented_spellings(torch.nn.Sequential(Later()))
+    add_documented_aliases(torch.nn.Sequential(Later()))
     assert torch.equal(Later()(torch.ones(2)), torch.full((2,), 20.0))
     assert "_orig_forward" not in vars(torch.nn.Module)
 
@@ -474,7 +474,7 @@ def test_delayed_parameters_start_past_autograd_and_behind_parametrizations_and_
 def test_recurrent_layers_of_other_partitions_keep_no_memory():
     model = torch.nn.Sequential(torch.nn.LSTM(4, 3), torch.nn.Linear(3, 1))
     settle(model, types.SimpleNamespace(of=lambda module: int(module is model[0])), 0, torch.device("cpu"))
-    assert all(isinstance(weight, Absent) for weight in model[0]._flat_weights)
+    assert all(isinstance(weight, MetaParameter) for weight in model[0]._flat_weights)
     assert model[0]._flat_weights[0] is model[0].weight_ih_l0
 
 
@@ -507,7 +507,7 @@ def test_parents_start_what_is_on_other_partitions_nowhere():
         model = transformers.GPT2LMHeadModel(config)
     there = model.transformer.h[1].mlp.c_proj
     settle(model, types.SimpleNamespace(of=lambda module: int(module is there)), 0, torch.device("cpu"))
-    assert isinstance(there.weight, Absent)
+    assert isinstance(there.weight, MetaParameter)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert float(model.transformer.h[0].mlp.c_proj.weight.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)

@@ -201,7 +201,7 @@ def test_a_step_gets_the_object_only_if_its_body_takes_one(job):
 
 def test_the_object_is_passed_by_the_signature_that_fits():
     def takes(function, *args, **kwargs):
-        return binding.takes_instance(inspect.signature(function), object(), args, kwargs)
+        return binding.binds_instance(inspect.signature(function), object(), args, kwargs)
 
     assert takes(lambda self, x: 0, 1)
     assert not takes(lambda self, x: 0, 1, 2)
@@ -313,7 +313,7 @@ def test_hooks_after_a_step_run_once(job):
     def hook(*arguments):
         # The step is over: its gradients are there, and another may begin.
         assert next(model.parameters()).grad is not None
-        assert not model.in_step
+        assert model.step_run is None
         seen.append(arguments)
 
     model.register_post_step_hook(hook)

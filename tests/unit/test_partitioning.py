@@ -333,10 +333,10 @@ def test_by_hand_and_by_file(tmp_path):
 
 def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsys, caplog):
     caplog.set_level(logging.INFO, "smdistributed.modelparallel")
-    partition_file.tell("one  0\n")
+    partition_file.log_table("one  0\n")
     assert caplog.messages == ["Partition assignments:\none  0"]
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    partition_file.tell("one  0\n")
+    partition_file.log_table("one  0\n")
     assert capsys.readouterr().err == "Partition assignments:\none  0\n"
 
 

@@ -30,7 +30,7 @@ from horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from horovod.torch.rounds import PLANNED, Rounds
+from horovod.torch.planned_reducer import PLANNED, PlannedReducer
 from horovod.torch.sparse import no_rows
 from smdistributed import _core
 from smdistributed._common import replicas
@@ -68,7 +68,9 @@ class _DistributedOptimizer:
         self._group_of: dict[torch.Tensor, int] = {}
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
-        self._rounds = Rounds(self._parameter_names, op, gradient_predivide_factor, compression, process_set)
+        self._planned_reducer = PlannedReducer(
+            self._parameter_names, op, gradient_predivide_factor, compression, process_set
+        )
         # `size` comes first: it says so if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
         if self._active:
@@ -125,10 +127,10 @@ class _DistributedOptimizer:
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """The gradient is complete, once autograd is done with it if it is `accumulating`."""
         self._hear_of_comparison()
-        self._rounds.begin(self._parameters())
-        for earlier in self._rounds.given_back():
+        self._planned_reducer.begin(self._parameters())
+        for earlier in self._planned_reducer.given_back():
             self._start_by_name(earlier)
-        if self._rounds.take(parameter, accumulating):
+        if self._planned_reducer.take(parameter, accumulating):
             self._handles[parameter] = None
         else:
             self._start_by_name(parameter)
@@ -155,7 +157,7 @@ class _DistributedOptimizer:
             parameter.grad = no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.is_sparse:
-            self._rounds.sparse.add(parameter)
+            self._planned_reducer.sparse.add(parameter)
             return grad.to_dense() if self.sparse_as_dense else grad
         if not grad.is_contiguous():
             # Such as the gradient of `expand`, whose elements share memory.
@@ -270,7 +272,7 @@ class _DistributedOptimizer:
             raise failure
 
     def _end_round(self) -> None:
-        for parameter in self._rounds.end(self._gradient):
+        for parameter in self._planned_reducer.end(self._gradient):
             self._start_by_name(parameter)
         for number, arrived in self._arrived.items():
             if arrived:
@@ -279,7 +281,7 @@ class _DistributedOptimizer:
     def _compare(self) -> None:
         """Ranks that lack a gradient would leave the others waiting. Those that wait are told at once, and those that do not when
         they come to their next step: who has all gradients needs nobody to take this one."""
-        if self._rounds.verdict != PLANNED:
+        if self._planned_reducer.vote_result != PLANNED:
             first = next(iter(self._parameter_names.values()))
             names = "\n".join([self._parameter_names[parameter] for parameter in self._handles])
             step, number = torch.ops.smd.named_step.default, _number(self.process_set)
@@ -521,7 +523,7 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
             "_hooks",
             "_handles",
             "_comparison",
-            "_rounds",
+            "_planned_reducer",
             "_compression",
             "_parameter_names",
             "process_set",

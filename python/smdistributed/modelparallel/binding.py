@@ -9,7 +9,7 @@ from typing import Any
 _OBJECTS = ("self", "cls")
 
 
-def takes_instance(signature: inspect.Signature, instance: Any, args: Any, kwargs: Any) -> bool:
+def binds_instance(signature: inspect.Signature, instance: Any, args: Any, kwargs: Any) -> bool:
     """Whether ``instance.step(*args, **kwargs)`` passes ``instance`` to the body, as calls of methods do.
 
     Bodies such as ``def train_step(model, batch)`` become class attributes, too, and their callers pass no object. The
@@ -22,7 +22,7 @@ def takes_instance(signature: inspect.Signature, instance: Any, args: Any, kwarg
     """
     named = next(iter(signature.parameters), None) in _OBJECTS
     with_it, without = _fits(signature, (instance, *args), kwargs), _fits(signature, args, kwargs)
-    # Where neither fits, the body's own error follows from what its parameters are called.
+    # Where neither fits, the name of the first parameter decides, and the call raises the body's own error.
     return named if with_it == without else with_it
 
 

@@ -1,7 +1,7 @@
-"""The configuration of a model-parallel job: where it comes from, what it may hold, what follows from it.
+"""The configuration of a model-parallel job.
 
-Channels, the first of which wins key by key: the variable ``SM_HP_MP_PARAMETERS`` that launchers set, the variable
-``SMP_CONFIG`` (JSON, or the path of a JSON file), the dictionary given to ``smp.init``, and the defaults here.
+Sources, in order of precedence for each key: the variable ``SM_HP_MP_PARAMETERS``, which launchers set; the variable
+``SMP_CONFIG`` (JSON, or the path of a JSON file); the dictionary given to ``smp.init``; the defaults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLASSES = {**CLASSES, "config": SMPConfigError}
 
 
 class Config(Mapping[str, Any]):
-    """The configuration in force: every key, with its default where nobody said otherwise; read only.
+    """The configuration in force, read only: every key, with its default where no source sets it.
 
     Values are items and attributes, ``cfg["ddp"]`` and ``cfg.ddp``. ``partitions`` is the older name of
     ``pipeline_parallel_degree``.
@@ -116,7 +116,7 @@ def _from_environment() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
-    """Those of model parallelism, if `channel` is the launcher's whole dictionary."""
+    """The model-parallel parameters, where a channel holds the launcher's whole dictionary."""
     for key in ("smdistributed", "modelparallel", "parameters"):
         if isinstance(channel.get(key), dict):
             channel = channel[key]
@@ -124,7 +124,7 @@ def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_json(name: str, value: Any, source: str) -> str:
-    """What the core is told of a value: it only names the keys that it does not know."""
+    """A value as JSON for the core, which only checks the keys and values that it knows."""
     if name not in DEFAULTS and name != "partitions":
         return "null"
     try:
@@ -169,8 +169,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
     if not values.get("contiguous", True):
         warnings.warn(
-            "`contiguous` is false, and automatic partitions are connected all the same: others come of `smp.partition` or a "
-            "`partition_file`",
+            "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by `smp.partition` or "
+            "a `partition_file`",
             stacklevel=4,
         )
     degree = values.get("pipeline_parallel_degree", 1)

@@ -1,7 +1,7 @@
-"""What goes wrong in model parallelism, whichever framework it is.
+"""Errors of model parallelism, for both frameworks.
 
-Errors of the core that concern other ranks (a rank died, ranks disagree) come as their own classes, see
-``smdistributed._common.errors``; those that a script of this package may want to catch are among the names here.
+Errors of the core that concern other ranks (a rank died, ranks disagree) have classes of their own in
+``smdistributed._common.errors``. The ones that scripts may want to catch are among the names here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SMPUsageError(SMPError):
 
 
 class SMPUnsupportedError(SMPError, NotImplementedError):
-    """What was asked for is not there, or not yet."""
+    """A feature is not supported, or not yet."""
 
 
 class SMPPartitionError(SMPError):

@@ -15,7 +15,7 @@ _LISTED = 5
 
 
 def failure(rank: int, error: Exception) -> Failure:
-    """What a rank tells the others of its error."""
+    """Return the description of an error that a rank sends to the others."""
     return rank, type(error).__name__, str(error)
 
 

@@ -13,14 +13,14 @@ Group = TypeVar("Group")
 
 
 class Groups(Generic[Group]):
-    """The place of this process in the job, and the core's groups that it is in. A framework says what stands for one.
+    """The coordinates of this process and the process groups of the core that it belongs to.
 
     Attributes:
         topology: Who has which part.
         rank: Global rank.
         members: For each kind of group, global ranks of ours.
-        pipe: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
-        data: That in which gradients are reduced; likewise.
+        pp_group: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
+        dp_group: That in which gradients are reduced; likewise.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -29,8 +29,8 @@ class Groups(Generic[Group]):
             _core.size(), cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
         )
         self.members = {name: self.topology.group(name, self.rank) for name in ("world", *GROUPS)}
-        self.pipe = self._make("pp")
-        self.data = self._make("dp")
+        self.pp_group = self._make("pp")
+        self.dp_group = self._make("dp")
         # Of the communication API: kinds with the same members share one.
         self._objects: dict[tuple[int, ...], Group | None] = {}
         for name in self.members:
@@ -39,11 +39,11 @@ class Groups(Generic[Group]):
                 self._objects[members] = self._make(name)
 
     def new_group(self, members: list[int]) -> Group:
-        """The core's group of these ranks."""
+        """Make a group of these ranks in the core."""
         raise NotImplementedError
 
     def number(self, group: Group) -> int:
-        """That of one of them in the core."""
+        """Return the core's number of a group."""
         raise NotImplementedError
 
     def _make(self, name: str) -> Group | None:
@@ -51,15 +51,15 @@ class Groups(Generic[Group]):
         return self.new_group(members) if len(members) > 1 else None
 
     def objects(self, name: str) -> Group | None:
-        """The core's group for objects of the script."""
+        """Return the group that carries the script's objects."""
         return self._objects[tuple(self.members[name])]
 
     def rank_in(self, name: str) -> int:
-        """Our place in a group."""
+        """Return the rank of this process in a group."""
         return self.members[name].index(self.rank)
 
     def close(self) -> None:
-        """Forgets the core's groups."""
-        for group in (self.pipe, self.data, *self._objects.values()):
+        """Remove the groups from the core."""
+        for group in (self.pp_group, self.dp_group, *self._objects.values()):
             if group is not None:
                 _core.remove_group(self.number(group))

@@ -33,7 +33,7 @@ class RankType(enum.Enum):
 
 
 class Objects:
-    """Its methods are the calls.
+    """The communication functions of ``smp`` as methods.
 
     Args:
         groups: What tells the place of this process in the job (``rank``, ``members``); refuses before ``smp.init``.
@@ -60,7 +60,7 @@ class Objects:
             self._post(obj, [self._global_rank(dest_rank, rank_type)])
 
     def recv_from(self, src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-        """What ``src_rank`` sends or broadcasts."""
+        """Return the object that ``src_rank`` sends or broadcasts."""
         with errors.translated(CLASSES):
             return self._take(self._global_rank(src_rank, rank_type))
 

@@ -15,8 +15,8 @@ from smdistributed.modelparallel.exceptions import CLASSES
 _log = logging.getLogger("smdistributed.modelparallel")
 
 
-def tell(table: str) -> None:
-    """Logs a decision; where nobody has set up logging, which would not show it then, the first rank prints it."""
+def log_table(table: str) -> None:
+    """Log a partition as a table. Without configured logging, the first rank prints it."""
     text = f"Partition assignments:\n{table.rstrip()}"
     if _log.hasHandlers():
         _log.info("%s", text)
@@ -25,7 +25,7 @@ def tell(table: str) -> None:
 
 
 def write(file: str, partitions: Mapping[str, int]) -> None:
-    """Writes it; ranks may do so at once, in containers too, where processes share their ids."""
+    """Write a partition file atomically. Several ranks may write at once, also from containers that share process ids."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = _core.partition_to_json(dict(partitions))
@@ -40,6 +40,6 @@ def write(file: str, partitions: Mapping[str, int]) -> None:
 
 
 def read(file: str, partitions: int) -> dict[str, int]:
-    """Reads it."""
+    """Read a partition file."""
     with errors.translated(CLASSES):
         return dict(_core.partition_from_json(file, Path(file).read_text(), partitions))

@@ -9,7 +9,7 @@ from smdistributed import _core
 
 
 class Ranks:
-    """Its methods are the calls.
+    """The rank and size functions of ``smp`` as methods.
 
     Args:
         groups: What tells the place of this process in the job (``topology``, ``rank``, ``members``); refuses before

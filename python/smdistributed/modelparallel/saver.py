@@ -1,5 +1,6 @@
-"""Saves in the core's format, which all ranks begin and end together: they agree before anything moves, and what fails on one of them is the
-same error on each."""
+"""Saves in the core's checkpoint format. All ranks begin and end a save together, and a failure on one rank raises the
+same error on all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class Content(NamedTuple):
-    """What a rank saves.
+    """The content that a rank saves.
 
     Attributes:
         places: Slices of tensors, see ``shares.places``.
@@ -67,9 +68,9 @@ class Saver:
                 _core.checkpoint_prepare(directory, durable)
             return _core.CheckpointSaver(directory, rank, world, threads, durable, keep, timeout_seconds)
 
-        self._saver = self._together(prepare, f"cannot write checkpoints to `{directory}`")
+        self._saver = self._on_all_ranks(prepare, f"cannot write checkpoints to `{directory}`")
 
-    def _together(self, do: Callable[[], _T], what: str, same: Callable[[_T], Any] | None = None) -> _T:
+    def _on_all_ranks(self, do: Callable[[], _T], what: str, same: Callable[[_T], Any] | None = None) -> _T:
         def translated() -> _T:
             with errors.translated(_CLASSES):
                 return do()
@@ -91,7 +92,7 @@ class Saver:
         """
         self.wait()
         what = f"checkpoint {tag!r} could not be written to `{self._directory}`"
-        number = shares.attempt()
+        number = shares.next_save_id()
 
         def begin() -> Content:
             content = make()
@@ -105,9 +106,9 @@ class Saver:
                 self._saver.open(tag, number)
 
         try:
-            content = self._together(begin, what, lambda _: {"tag": tag, "step": step, "attempt": number})
-            self._together(join, what)
-            self._together(
+            content = self._on_all_ranks(begin, what, lambda _: {"tag": tag, "step": step, "attempt": number})
+            self._on_all_ranks(join, what)
+            self._on_all_ranks(
                 lambda: self._saver.save(
                     tag, step, number, content.layout, content.text, content.places, asynchronous, content.owner
                 ),
@@ -127,13 +128,14 @@ class Saver:
             SMPCheckpointError: The checkpoint could not be written, here or on another rank.
         """
         try:
-            self._together(self._saver.wait, f"a checkpoint could not be written to `{self._directory}`")
+            self._on_all_ranks(self._saver.wait, f"a checkpoint could not be written to `{self._directory}`")
         except SMPCheckpointError:
             self._discard()
             raise
 
     def _discard(self) -> None:
-        """Takes away what a failed attempt has left. All ranks call it when none of them writes any more; if it fails, the next save does it."""
+        """Remove the files of a failed save. All ranks call it when none of them writes any more; if it fails, the next
+        save removes them."""
         with errors.translated(CLASSES):
             self._gather(None)
         try:

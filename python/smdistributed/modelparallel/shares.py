@@ -1,4 +1,4 @@
-"""What a rank writes into a checkpoint of the core: tensors in host memory, whose rows replicas share out among them."""
+"""The tensors that a rank writes into a checkpoint of the core; replicas divide the rows of large ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Block:
 
 
 def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
-    """What this replica writes: its part of the rows of large tensors, and some of the small ones.
+    """Return the slices that this replica writes: its part of the rows of large tensors, and some of the small tensors.
 
     Args:
         blocks: The same, in the same order, on all replicas, but for those that are not shared.
@@ -87,6 +87,6 @@ def _place(block: Block, start: Sequence[int], lengths: Sequence[int], address: 
     return block.name, block.element, block.shape, start, lengths, address, block.is_held
 
 
-def attempt() -> int:
-    """The number of the next save: the same on all ranks, and never twice."""
+def next_save_id() -> int:
+    """Return the number of the next save: equal on all ranks, and never used twice."""
     return (_core.session_id() + next(_SAVES) * 0x9E3779B97F4A7C15) % (1 << 64)

@@ -1,4 +1,4 @@
-"""Which rank has which part: coordinates of ranks, and the groups that share all but one of them."""
+"""Coordinates of ranks along the axes of parallelism, and the process groups that follow from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""AutoGraph leaves these modules as they are, as it does with Keras': a step's first call would convert each function of theirs.
+"""Excludes these modules from AutoGraph, as AutoGraph excludes Keras: the first call of a step would convert all of
+them.
 
-What they call of a script's, a step's body or a layer's ``call``, is converted as ever.
+The script's functions that they call, a step's body or a layer's ``call``, are converted as usual.
 """
 
 from __future__ import annotations

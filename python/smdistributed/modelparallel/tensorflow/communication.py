@@ -1,8 +1,8 @@
-"""Objects between processes: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
+"""Communication of Python objects: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
-Anything that can be pickled; tensors of TensorFlow travel as arrays and come as tensors. None of this shares an order
-with the pipeline's transfers, and it works before the first step. What all ranks of a pipeline call has its turn among their
-steps (AGR-1).
+Objects are pickled; TensorFlow tensors are sent as arrays and arrive as tensors. These operations have no order with
+the pipeline's transfers and work before the first step. An operation of all ranks of a pipeline is compared between
+them, as steps are (AGR-1).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _T = TypeVar("_T")
 _WHOLE = ("world", "mp", "pp")
 
 
-def _take_turn(name: str, activity: str) -> None:
+def _compare_activity(name: str, activity: str) -> None:
     if name in _WHOLE:
-        agreement.take_turn(activity, state.groups)
+        agreement.compare_activity(activity, state.groups)
 
 
 def _gather(value: Any, name: str) -> list[Any]:
-    _take_turn(name, "calls `smp.allgather()`")
+    _compare_activity(name, "calls `smp.allgather()`")
     return object_transport.gather(value, name)
 
 
 def _meet(name: str) -> None:
-    _take_turn(name, "calls `smp.barrier()`")
+    _compare_activity(name, "calls `smp.barrier()`")
     _core.barrier(state.groups.objects(name))
 
 
 def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """As :func:`allgather`, of all ranks of a pipeline at least, for what ``activity`` says that they do."""
+    """Gathers values as :func:`allgather` does, of all ranks of a pipeline at least; ``activity`` says what they do."""
     with errors.translated(CLASSES):
-        _take_turn(group.value, activity)
+        _compare_activity(group.value, activity)
         return object_transport.gather(value, group.value)
 
 
-objects = Objects(lambda: state.groups, object_transport.post, object_transport.take, _gather, _meet)
+objects = Objects(lambda: state.groups, object_transport.send_object, object_transport.receive_object, _gather, _meet)
 send, recv_from, broadcast, allgather = objects.send, objects.recv_from, objects.broadcast, objects.allgather
 barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.barrier,
@@ -56,9 +56,9 @@ barrier, mp_barrier, dp_barrier, pp_barrier = (
 tp_barrier, rdp_barrier = objects.tp_barrier, objects.rdp_barrier
 
 
-def together(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]:
-    """What ``do`` returns on each rank. All ranks call it, and none returns before all have ended; what
-    goes wrong on any is raised on all.
+def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]:
+    """Returns the results of ``do`` of all ranks. All ranks call it; none returns before all have ended, and a failure
+    on one raises on all.
 
     Args:
         path: The checkpoint's.
@@ -79,7 +79,7 @@ def together(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]
     return list(results)
 
 
-def read_together(read: Callable[[], Any], path: str) -> None:
+def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
     """Reads a checkpoint; all ranks call it.
 
     Raises:
@@ -95,7 +95,7 @@ def read_together(read: Callable[[], Any], path: str) -> None:
             return failures.failure(state.groups.rank, error)
         return None
 
-    answers = together(tried, path, "read")
+    answers = raise_on_all_ranks(tried, path, "read")
     if all(answers):
         raise failed[0]
     if any(answers):

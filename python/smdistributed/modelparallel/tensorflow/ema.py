@@ -1,6 +1,8 @@
-"""What an optimizer of Keras 3 does with all variables that it was built for: it averages them (``use_ema``), and empties the sums of gradients that
-it has accumulated (``gradient_accumulation_steps``). It is built for the whole model (``partition/optimizer_variables.py``), so its lists have an entry for each
-variable of that; while it goes through them, they have those that are here.
+"""Averages and accumulated gradients of Keras 3 optimizers (``use_ema``, ``gradient_accumulation_steps``).
+
+An optimizer is built for the whole model (``partition/optimizer_variables.py``), so its lists have an entry for each of
+the model's variables. While it updates averages or resets accumulated gradients, the lists are narrowed to this rank's
+variables.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def of_partition(optimizer: Any) -> Iterator[None]:
     if _SUMS in lists:
         narrow[_SUMS] = [each if is_here else None for each, is_here in zip(lists[_SUMS], are_here, strict=True)]
     whole = {name: lists[name] for name in narrow}
-    # Past the optimizer's own way of keeping what it is given: these are no other variables.
+    # Bypasses the optimizer's attribute tracking: these variables are known to it.
     lists.update(narrow)
     try:
         yield
@@ -43,7 +45,7 @@ def of_partition(optimizer: Any) -> Iterator[None]:
 
 
 def without_update(optimizer: Any) -> None:
-    """What an update does in which no variable has a gradient: that of Keras 3, the others look at what they update alone."""
+    """Does what an update without gradients does: Keras 3 updates averages then, other optimizers do nothing."""
     if not hasattr(optimizer, "apply"):
         return
     number = optimizer.iterations.value + 1
@@ -78,12 +80,12 @@ def around(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Has Keras' callback that swaps variables and averages swap those that are here; leaves alone what does."""
+    """Makes Keras' callback that swaps variables and averages swap those of this rank."""
     callbacks = getattr(sys.modules.get("keras"), "callbacks", None)
     kind = getattr(callbacks, "SwapEMAWeights", None)
     for name in ("_tf_swap_variables", "_tf_finalize_ema_values"):
         plain = getattr(kind, name, None)
-        if plain is not None and not hasattr(plain, "_smp_plain"):
+        if plain is not None and not hasattr(plain, "_smp_original"):
             setattr(kind, name, _of_optimizer(plain))
 
 
@@ -95,5 +97,5 @@ def _of_optimizer(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
         with of_partition(optimizer):
             return plain(self, optimizer)
 
-    method._smp_plain = plain  # type: ignore[attr-defined]
+    method._smp_original = plain  # type: ignore[attr-defined]
     return method

@@ -1,13 +1,14 @@
-"""``fit``, ``evaluate``, ``predict`` and their calls for one batch: Keras' own, with steps over microbatches in them.
+"""``fit``, ``evaluate``, ``predict`` and their single-batch methods, with steps over microbatches inside.
 
-Keras makes batches, calls callbacks and keeps metrics. Of it all, what computes with a batch is another: ``train_step``, ``test_step`` and
-``predict_step`` call a step, and the functions around them are made here.
+Keras makes batches, calls callbacks and keeps metrics. ``train_step``, ``test_step`` and ``predict_step`` call a step,
+and this module makes the functions around them.
 
 - FIT-1: batches are those of the pipeline's first rank (``runtime/input_broadcast.py``).
-- FIT-2: a function is traced for each number of rows that a batch has, so a step knows its microbatches: as many as the configuration says, of
-  which some have a row more than others where they do not divide the batch, or one for each row of a batch that has fewer.
-- FIT-3: gradients and losses are sums over the microbatches, each of which counts by its part of the batch (``losses.py``); metrics are updated
-  with the outputs of all, after the step.
+- FIT-2: a function is traced for each number of rows of a batch, so a step knows its microbatches. There are as many as
+  configured. Where they do not divide the batch, some have one row more. A batch with fewer rows has one microbatch for
+  each row.
+- FIT-3: gradients and losses are sums over the microbatches, each weighted by its share of the batch (``losses.py``).
+  Metrics are updated after the step, with the outputs of all microbatches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from smdistributed.modelparallel.tensorflow import losses
 from smdistributed.modelparallel.tensorflow.output import StepOutput
 from smdistributed.modelparallel.tensorflow.runtime import input_broadcast
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.step import StepFunction, reported
+from smdistributed.modelparallel.tensorflow.step import StepFunction, translate_errors
 
 #: The Keras that `tf.keras` stands for is the older one, which has AutoGraph convert what a script gives it.
 _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
@@ -45,8 +46,8 @@ def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-class Fitted:
-    """What a distributed model does with batches; before Keras' own model among the bases of a class."""
+class KerasLoops:
+    """Keras' training loops for a distributed model; comes before Keras' model among the bases of a class."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, those of a pipeline with data of one length: batches are those of the pipeline's first rank.
@@ -55,17 +56,17 @@ class Fitted:
             SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
             SMPUnsupportedError: the loss of a batch does not come of those of its microbatches; see the documentation.
         """
-        with input_broadcast.taking_part("fit"):
+        with input_broadcast.batch_loop("fit"):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`."""
-        with input_broadcast.taking_part("evaluate"):
+        with input_broadcast.batch_loop("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras'. All ranks call it, as :meth:`fit`, and all get the outputs."""
-        with input_broadcast.taking_part("predict"):
+        with input_broadcast.batch_loop("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self) -> None:
@@ -123,19 +124,19 @@ class Fitted:
     # What Keras calls for each execution.
 
     def make_train_function(self, force: bool = False) -> Callable[..., Any]:
-        """Of an iterator over batches, what updates the model by ``steps_per_execution`` of them."""
+        """Makes the function that trains on ``steps_per_execution`` batches of an iterator."""
         if self.train_function is None or force:
             self.train_function = self._smp_function("fit", self.train_step, "_train_counter")
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Callable[..., Any]:
-        """Of an iterator over batches, what evaluates ``steps_per_execution`` of them."""
+        """Makes the function that evaluates ``steps_per_execution`` batches of an iterator."""
         if self.test_function is None or force:
             self.test_function = self._smp_function("evaluate", self.test_step, "_test_counter")
         return self.test_function
 
     def make_predict_function(self, force: bool = False) -> Callable[..., Any]:
-        """Of an iterator over batches, or of a list of them, what gives the outputs for ``steps_per_execution`` of them."""
+        """Makes the function that returns the outputs for ``steps_per_execution`` batches of an iterator or list."""
         if self.predict_function is None or force:
             predict = self._smp_function("predict", self.predict_step, "_predict_counter", _joined)
             self.predict_function = predict
@@ -151,7 +152,7 @@ class Fitted:
             if rows not in functions:
                 # Each counts as a function of its own, as TensorFlow warns of one that is traced often.
                 functions[rows] = tf.function(functools.partial(step), autograph=_IS_OLDER, reduce_retracing=True)
-            with reported():
+            with translate_errors():
                 return step(batch) if self.run_eagerly else functions[rows](batch)
 
         def execute(batches: Any) -> Any:
@@ -217,32 +218,32 @@ class _Steps:
     def _losses(
         self, x: Any, y: Any, outputs: Any, sample_weight: Any, rows: int | None, training: bool
     ) -> tuple[tf.Tensor | None, dict[str, Any]]:
-        """What a microbatch adds to the batch's loss; also to each that Keras has a metric for, and what these are to be divided by."""
+        """A microbatch's part of the batch's loss and of each loss metric, and what these are divided by."""
         model = self._model
-        with losses.of_microbatch(_share(x, rows)) as terms:
+        with losses.of_microbatch(_share(x, rows)) as loss_terms:
             if _IS_OLDER:
-                loss, told = _loss_of_older(model, x, y, outputs, sample_weight)
+                loss, metric_updates = _loss_of_older(model, x, y, outputs, sample_weight)
                 if training:
                     model._validate_target_and_loss(y, loss)
             else:
-                loss, told = _loss(model, x, y, outputs, sample_weight, training)
-        weight, count = (1.0, None) if loss is None else terms.weight(loss, model)
-        self._trackers[training] = [(metric, weighs) for metric, _, weighs in told]
-        tracked = [value * tf.cast(weight, value.dtype) for _, value, _ in told]
+                loss, metric_updates = _loss(model, x, y, outputs, sample_weight, training)
+        weight, count = (1.0, None) if loss is None else loss_terms.weight(loss, model)
+        self._trackers[training] = [(metric, weighs) for metric, _, weighs in metric_updates]
+        tracked = [value * tf.cast(weight, value.dtype) for _, value, _ in metric_updates]
         whole = None if loss is None else loss * tf.cast(weight, loss.dtype)
         return whole, {"tracked": tracked, "count": count}
 
 
 def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tuple[Any, list[Any]]:
     """The loss, and what metrics are to be updated by instead of in each microbatch: metric, value, whether it is weighed by rows."""
-    told: list[Any] = []
+    metric_updates: list[Any] = []
     mean = tf.keras.metrics.Mean
     plain = mean.update_state
 
     def update_state(metric: Any, values: Any, sample_weight: Any = None) -> None:
         container = model._compile_loss
         if container is not None and any(metric is each for each in container.metrics):
-            told.append((metric, values, True))
+            metric_updates.append((metric, values, True))
         else:
             plain(metric, values, sample_weight)
 
@@ -251,22 +252,22 @@ def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training)
     finally:
         mean.update_state = plain
-    return loss, [(model._loss_tracker, loss, True), *told]
+    return loss, [(model._loss_tracker, loss, True), *metric_updates]
 
 
 def _loss_of_older(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
     """As :func:`_loss`; metrics of single outputs are updated in each microbatch, by its rows."""
-    told: list[Any] = []
+    metric_updates: list[Any] = []
     container = model.compiled_loss
     tracker = container._total_loss_mean
 
-    class Listener:
+    class MetricListener:
         def update_state(self, value: Any, sample_weight: Any = None) -> None:
-            told.append((tracker, value, sample_weight is not None))
+            metric_updates.append((tracker, value, sample_weight is not None))
 
-    container._total_loss_mean = Listener()
+    container._total_loss_mean = MetricListener()
     try:
-        return model.compute_loss(x, y, outputs, sample_weight), told
+        return model.compute_loss(x, y, outputs, sample_weight), metric_updates
     finally:
         container._total_loss_mean = tracker
 
@@ -276,13 +277,13 @@ def _first(values: Any) -> tf.Tensor | None:
 
 
 def _rows(values: Any) -> int | None:
-    """How many rows the first tensor among ``values`` has, if that is known."""
+    """The number of rows of the first tensor among ``values``, if it is known."""
     first = _first(values)
     return first.shape[0] if first is not None and first.shape.rank else None
 
 
 def _share(x: Any, rows: int | None) -> tf.Tensor:
-    """What part of a batch's rows a microbatch has; all have the same where nobody knows how many there are."""
+    """A microbatch's share of the batch's rows; equal shares if the number of rows is unknown."""
     if rows is None:
         return tf.constant(1 / state.cfg.microbatches, tf.float64)
     here = tf.shape(_first(x))[0] if _rows(x) is None else _rows(x)
@@ -290,7 +291,7 @@ def _share(x: Any, rows: int | None) -> tf.Tensor:
 
 
 def _number(value: Any) -> int:
-    """Of a variable, as in tf_keras, or of what is one already."""
+    """The number in a variable, as in tf_keras, or the number itself."""
     return 1 if value is None else int(value)
 
 
@@ -332,9 +333,9 @@ def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tenso
     whole = count.reduce_sum()
     if gradients is not None:
         groups, by = state.groups, whole
-        if state.cfg.ddp and groups.data is not None:
+        if state.cfg.ddp and groups.dp_group is not None:
             # Gradients are means over replicas, which differ in how much is left of their batches.
-            everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.data)
+            everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.dp_group)
             by = everywhere / len(groups.members["dp"])
         gradients = [None if each is None else _divided(each, by) for each in gradients]
     return gradients, [_divided(each, whole) for each in tracked]

@@ -1,4 +1,4 @@
-"""Gradients in a step: the calls that the original's scripts use, and which of what a body returns are gradients."""
+"""Gradients in a step: the functions that scripts call, and the recognition of gradients among a body's results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smdistributed.modelparallel.tensorflow.output import origins_of
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.runtime import agreement
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Derivatives, fits
+from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker, fits
 
 
 def get_gradients(loss: tf.Tensor, params: Any) -> list[Any]:
@@ -36,7 +36,7 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
     return list(zip(found, variables, strict=True))
 
 
-def begin_with_gradients(values: Any, variables: Sequence[Any], derivatives: Derivatives) -> bool:
+def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracker: GradientTracker) -> bool:
     """Whether a part of what a body returns is the gradients of the model: a list or tuple that begins with one for each of its
     trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``. Those of variables outside of the
     model may follow."""
@@ -47,7 +47,7 @@ def begin_with_gradients(values: Any, variables: Sequence[Any], derivatives: Der
     return (
         bool(pairs)
         and all(fits(value, variable) for value, variable in pairs)
-        and all(id(handle_of(variable)) in derivatives.variables_of(value) for value, variable in pairs)
+        and all(id(handle_of(variable)) in gradient_tracker.variables_of(value) for value, variable in pairs)
     )
 
 
@@ -71,9 +71,9 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
     ]
     differ = "the replicas of this partition reduce different gradients"
     names = [f"rank {rank}" for rank in groups.members["dp"]]
-    told = agreement.compare(lines, groups.data, CommGroup.DP_GROUP, differ, names)
-    with tf.control_dependencies([told]):
-        return reduce_gradients(sums, variables, group=groups.data)
+    compared = agreement.compare(lines, groups.dp_group, CommGroup.DP_GROUP, differ, names)
+    with tf.control_dependencies([compared]):
+        return reduce_gradients(sums, variables, group=groups.dp_group)
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
@@ -99,8 +99,8 @@ def clip(gradients: Sequence[Any], counted: Sequence[bool], clip_norm: Any) -> t
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in ours]
     squares = [tf.reduce_sum(tf.square(tf.cast(value, tf.float64))) for value in values]
     total = tf.add_n(squares) if squares else tf.zeros([], tf.float64)
-    if state.groups.pipe is not None:
-        total = core_ops.smd_all_reduce(tensor=total, op="sum", group=state.groups.pipe)
+    if state.groups.pp_group is not None:
+        total = core_ops.smd_all_reduce(tensor=total, op="sum", group=state.groups.pp_group)
     norm = tf.sqrt(total)
     scale = tf.cast(clip_norm, tf.float64) / tf.maximum(norm, tf.cast(clip_norm, tf.float64))
 
@@ -118,12 +118,16 @@ def is_counted(variable: Any) -> bool:
     """Whether this rank counts a variable for all partitions: one that all have is the first one's to count."""
     model, rank = state.model, state.groups.rank_in("pp")
     return (
-        rank == 0 or model is None or not model.is_partitioned or id(handle_of(variable)) in model._smp_homes.variables
+        rank == 0
+        or model is None
+        or not model.is_partitioned
+        or id(handle_of(variable)) in model._smp_assignment.variables
     )
 
 
 def _is_counted(gradient: Any, variable: Any) -> bool:
-    """As :func:`is_counted`, of a gradient; ``variable`` is what it may be of, if that is known."""
+    """Whether this rank counts a gradient, as :func:`is_counted`; ``variable`` is the one that it may belong to, if
+    known."""
     origins = set() if gradient is None else origins_of(gradient)
     if origins:
         return state.groups.rank_in("pp") == 0 or any(origin.partition is not None for origin in origins)

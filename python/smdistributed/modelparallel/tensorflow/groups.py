@@ -10,28 +10,28 @@ from smdistributed.modelparallel.groups import Groups
 
 
 class TensorFlowGroups(Groups[int]):
-    """Groups of the core are their numbers.
+    """The groups of a TensorFlow job; a group is its number in the core.
 
     Attributes:
         channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see ``runtime/channels.py``.
-        telling: What tells the pipeline of a step that this rank could not trace; see ``runtime/agreement.py``.
+        report_thread: What tells the pipeline of a step that this rank could not trace; see ``runtime/agreement.py``.
     """
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         self.channels: dict[tuple[int, int], int] = {}
-        self.telling: threading.Thread | None = None
+        self.report_thread: threading.Thread | None = None
 
     def new_group(self, members: list[int]) -> int:
-        """The core's group of these ranks."""
+        """Make a group of these ranks in the core."""
         return _core.new_group(members)
 
     def number(self, group: int) -> int:
-        """Itself."""
+        """Return the core's number of a group."""
         return group
 
     def close(self) -> None:
-        """Forgets the core's groups."""
+        """Remove the groups from the core."""
         for channel in self.channels.values():
             _core.remove_group(channel)
         super().close()

@@ -1,12 +1,13 @@
-"""Losses of microbatches, such that their sum is what Keras computes of the whole batch.
+"""Losses of microbatches, weighted so that their sum is Keras' loss of the whole batch.
 
-- LOSS-1: a loss of Keras is a mean over the rows of what it gets, so that of a microbatch counts by its share of the batch's rows. So does what
-  nobody knows more of: losses of layers (``add_loss``, regularizers), and a function that makes one number of a batch by itself.
-- LOSS-2: one that sums (``reduction="sum"``) counts whole.
-- LOSS-3: a mean over what a mask leaves, or by weights (``"mean_with_sample_weight"``), counts by its share of the rows and the part of its
-  elements that is left. What part of the batch is left is known when all microbatches have been computed, so everything is divided by it
-  then. That is right if such a mean is the only thing there is, but for what is the same for all rows, such as regularizers of weights. No
-  factor is a number of elements: gradients of narrow types would overflow.
+- LOSS-1: a Keras loss is a mean over rows, so a microbatch's loss is weighted by its share of the batch's rows. The
+  same holds for losses of unknown reduction: those of layers (``add_loss``, regularizers), and functions that return
+  one number.
+- LOSS-2: a loss with ``reduction="sum"`` has weight one.
+- LOSS-3: a mean over unmasked elements or by weights (``"mean_with_sample_weight"``) is weighted by the share of rows
+  and the unmasked part of its elements. The unmasked part of the batch is known after all microbatches, so everything
+  is divided by it then. This is exact if there is no other loss, except those that are equal for all rows, such as
+  regularizers of weights. No factor is a number of elements, because gradients of narrow types would overflow.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 #: How the two packages name means over what they get.
 _MEANS = ("mean", "sum_over_batch_size", "auto")
-_current: Terms | None = None
+_current: LossTerms | None = None
 
 
-class Terms:
+class LossTerms:
     """The losses that were computed of a microbatch.
 
     Args:
@@ -49,7 +50,8 @@ class Terms:
         return value
 
     def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """By what losses of the microbatch are multiplied, and its part of what their sums over the batch are divided by, if they are.
+        """The factor of the microbatch's losses, and its part of the divisor of their sums over the batch, if there is
+        one.
 
         Args:
             loss: All of it.
@@ -90,11 +92,11 @@ def _is_of_rows(loss: Any) -> bool:
 
 
 @contextlib.contextmanager
-def of_microbatch(share: tf.Tensor) -> Iterator[Terms]:
-    """Around Keras' computation of a microbatch's loss."""
+def of_microbatch(share: tf.Tensor) -> Iterator[LossTerms]:
+    """A context for Keras' computation of a microbatch's loss."""
     global _current
     _install()
-    before, _current = _current, Terms(share)
+    before, _current = _current, LossTerms(share)
     try:
         yield _current
     finally:

@@ -1,4 +1,4 @@
-"""The model that is divided: which of its variables are here, and what it may be called from."""
+"""``smp.DistributedModel``: a Keras model whose layers are partitioned over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow import communication
-from smdistributed.modelparallel.tensorflow.fit import Fitted
+from smdistributed.modelparallel.tensorflow.fit import KerasLoops
 from smdistributed.modelparallel.tensorflow.partition import (
     delayed_initialization,
     optimizer_variables,
     remote_variables,
 )
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
-from smdistributed.modelparallel.tensorflow.partition.placement import Homes
+from smdistributed.modelparallel.tensorflow.partition.placement import PartitionAssignment
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import interception
 
@@ -32,9 +32,8 @@ _Model = tf.keras.Model
 interception.install()
 
 
-class DistributedModel(Fitted, _Model):
-    """A Keras model to subclass: its layers are divided over the ranks when it is called in a ``smp.step`` function for
-    the first time.
+class DistributedModel(KerasLoops, _Model):
+    """A Keras model to subclass. The first call in a ``smp.step`` function partitions its layers over the ranks.
 
     Until then, all variables are here, those of Keras' layers without memory until they are read. Afterwards ``variables``,
     ``trainable_variables`` and so on are those of this rank's partition, and those that every rank has; inside of a step's body
@@ -47,8 +46,8 @@ class DistributedModel(Fitted, _Model):
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether it has been divided."""
-        return self.__dict__.get("_smp_homes") is not None
+        """Whether the model is partitioned."""
+        return self.__dict__.get("_smp_assignment") is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Only in the body of a ``smp.step`` function."""
@@ -75,93 +74,93 @@ class DistributedModel(Fitted, _Model):
 
     # Variables.
 
-    def _smp_here(self, variables: list[Any]) -> list[Any]:
-        homes = self.__dict__.get("_smp_homes")
-        if homes is None or state.trace is not None or self.__dict__.get("_smp_whole"):
+    def _smp_local(self, variables: list[Any]) -> list[Any]:
+        assignment = self.__dict__.get("_smp_assignment")
+        if assignment is None or state.trace is not None or self.__dict__.get("_smp_shows_all"):
             return variables
         rank = state.groups.rank_in("pp")
-        found = [each for each in variables if homes.variables.get(id(handle_of(each)), rank) == rank]
+        found = [each for each in variables if assignment.variables.get(id(handle_of(each)), rank) == rank]
         return type(variables)(found)
 
     @property
     def variables(self) -> list[Any]:
         """All variables of this rank."""
-        return self._smp_here(super().variables)
+        return self._smp_local(super().variables)
 
     @property
     def trainable_variables(self) -> list[Any]:
         """Variables of this rank with gradients; the steps' gradients are in their order."""
-        return self._smp_here(super().trainable_variables)
+        return self._smp_local(super().trainable_variables)
 
     @property
     def non_trainable_variables(self) -> list[Any]:
         """The others of this rank."""
-        return self._smp_here(super().non_trainable_variables)
+        return self._smp_local(super().non_trainable_variables)
 
     @property
     def weights(self) -> list[Any]:
         """As ``variables``, without the states of metrics and random generators."""
-        return self._smp_here(super().weights)
+        return self._smp_local(super().weights)
 
     @property
     def trainable_weights(self) -> list[Any]:
         """As ``trainable_variables``."""
-        return self._smp_here(super().trainable_weights)
+        return self._smp_local(super().trainable_weights)
 
     @property
     def non_trainable_weights(self) -> list[Any]:
         """As ``non_trainable_variables``, without the states of metrics and random generators."""
-        return self._smp_here(super().non_trainable_weights)
+        return self._smp_local(super().non_trainable_weights)
 
     def count_params(self) -> int:
         """Numbers in the weights of the whole model."""
-        with self._smp_as_whole():
+        with self._smp_all_variables():
             return super().count_params()
 
     def summary(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the whole model."""
-        with self._smp_as_whole():
+        """Print the summary of the whole model."""
+        with self._smp_all_variables():
             return super().summary(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _smp_as_whole(self) -> Iterator[None]:
-        before = self.__dict__.get("_smp_whole", False)
-        self.__dict__["_smp_whole"] = True
+    def _smp_all_variables(self) -> Iterator[None]:
+        before = self.__dict__.get("_smp_shows_all", False)
+        self.__dict__["_smp_shows_all"] = True
         try:
             yield
         finally:
-            self.__dict__["_smp_whole"] = before
+            self.__dict__["_smp_shows_all"] = before
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Takes the weights of the whole model, such as a plain Keras model's ``get_weights()``, of which this rank keeps its own; or
-        those of this rank alone, as ``get_weights()`` here gives them."""
-        with self._smp_as_whole():
+        """Set the weights of the whole model, such as a plain Keras model's ``get_weights()``, of which this rank keeps
+        its own; or those of this rank alone, as ``get_weights()`` here returns them."""
+        with self._smp_all_variables():
             count = len(self.weights)
-        with self._smp_as_whole() if len(weights) == count else contextlib.nullcontext():
+        with self._smp_all_variables() if len(weights) == count else contextlib.nullcontext():
             super().set_weights(weights)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', from a file of the whole model, of which this rank keeps its own weights."""
-        with self._smp_as_whole():
+        with self._smp_all_variables():
             return super().load_weights(*args, **kwargs)
 
     # Being divided.
 
-    def _smp_divide(self, homes: Homes) -> None:
-        """The partition is decided: frees what belongs to others. The hooks come next."""
-        self.__dict__.update(_smp_homes=homes, _smp_slots=[], _smp_owes_hooks=True)
+    def _smp_partition(self, assignment: PartitionAssignment) -> None:
+        """Applies a partition: frees the variables of other ranks. Hooks come next."""
+        self.__dict__.update(_smp_assignment=assignment, _smp_slots=[], _smp_hooks_pending=True)
         optimizer_variables.divide()
-        rank, places = state.groups.rank_in("pp"), homes.variables
-        for variable in self._smp_elsewhere():
-            remote_variables.leave(variable)
-        delayed_initialization.settle({handle for handle, home in places.items() if home != rank})
-        if state.cfg.ddp and state.groups.data is not None:
-            self._smp_start_alike()
+        rank, places = state.groups.rank_in("pp"), assignment.variables
+        for variable in self._smp_remote_variables():
+            remote_variables.make_remote(variable)
+        delayed_initialization.initialize_local({handle for handle, home in places.items() if home != rank})
+        if state.cfg.ddp and state.groups.dp_group is not None:
+            self._smp_broadcast_weights()
 
     def _smp_call_hooks(self) -> None:
-        """Calls hooks that have not been called, or have failed, if there are any on a rank of the pipeline. Raises what goes wrong in one on
-        all of them: the others would wait for this one in the step. No step runs before all have succeeded."""
-        if not self.__dict__["_smp_owes_hooks"]:
+        """Calls hooks that have not succeeded yet, if any rank of the pipeline has some. A failure raises on all ranks,
+        because the others would wait for this one; no step runs before all hooks have succeeded."""
+        if not self.__dict__["_smp_hooks_pending"]:
             return
         failed: list[tuple[Callable[[], Any], Exception]] = []
         with tf.init_scope():
@@ -179,22 +178,22 @@ class DistributedModel(Fitted, _Model):
         for place, text in enumerate(failures):
             if text:
                 raise SMPUsageError(f"what is done when the model has been divided failed on partition {place}: {text}")
-        self.__dict__["_smp_owes_hooks"] = False
+        self.__dict__["_smp_hooks_pending"] = False
 
-    def _smp_start_alike(self) -> None:
-        """Replicas start with the weights of the first one, as they get the same gradients from then on."""
+    def _smp_broadcast_weights(self) -> None:
+        """Broadcasts the weights of the first replica, since replicas get the same gradients from then on."""
         with tf.init_scope(), tf.device("/device:CPU:0"):
             for variable in map(underlying, self.weights):
-                value = call(core_ops.smd_broadcast, tensor=variable.read_value(), root=0, group=state.groups.data)
+                value = call(core_ops.smd_broadcast, tensor=variable.read_value(), root=0, group=state.groups.dp_group)
                 variable.assign(value)
 
-    def _smp_elsewhere(self) -> list[Any]:
+    def _smp_remote_variables(self) -> list[Any]:
         """Variables of other partitions."""
-        homes, rank = self._smp_homes, state.groups.rank_in("pp")
-        with self._smp_as_whole():
-            return [each for each in self.variables if homes.variables.get(id(handle_of(each)), rank) != rank]
+        assignment, rank = self._smp_assignment, state.groups.rank_in("pp")
+        with self._smp_all_variables():
+            return [each for each in self.variables if assignment.variables.get(id(handle_of(each)), rank) != rank]
 
-    # Being written: by the first rank, of which nobody is left behind if it fails.
+    # Saving: the first rank writes; a failure there raises on all ranks.
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
         """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes.
@@ -221,20 +220,20 @@ class DistributedModel(Fitted, _Model):
 
     def save_own_variables(self, store: Any) -> None:
         """Keras' own way to what is here, which functions of Keras take; only of the whole model."""
-        self._smp_refuse_a_part("keras.saving")
+        self._smp_require_all_variables("keras.saving")
         super().save_own_variables(store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         if save_type == "savedmodel":
-            self._smp_refuse_a_part("tf.saved_model.save")
+            self._smp_require_all_variables("tf.saved_model.save")
         children = dict(super()._trackable_children(save_type, **kwargs))
         if save_type == "savedmodel":
             # A call of Keras 3 with the defaults of the script, which may train.
             children.pop("_default_save_signature", None)
         return children
 
-    def _smp_refuse_a_part(self, call: str) -> None:
-        if self.is_partitioned and not self._smp_is_gathered and self._smp_elsewhere():
+    def _smp_require_all_variables(self, call: str) -> None:
+        if self.is_partitioned and not self._smp_is_gathered and self._smp_remote_variables():
             raise SMPUnsupportedError(
                 f"`{call}` would write the variables of one partition: take `save_model`, `save`, `save_weights` or `export` of the "
                 "model, which all ranks call, or a `tf.train.Checkpoint`"
@@ -243,10 +242,10 @@ class DistributedModel(Fitted, _Model):
     @property
     def _smp_is_gathered(self) -> bool:
         """Whether all variables have their values here, for the moment; the model may be called as any other."""
-        return bool(self.__dict__.get("_smp_plain"))
+        return bool(self.__dict__.get("_smp_gathered"))
 
     def _smp_write(self, write: Callable[[], Any], path: Any) -> None:
-        """Calls ``write`` on the first rank, which has the values of all variables by then, as any has before the first step."""
+        """Calls ``write`` on the first rank, which has the values of all variables then."""
         if self._smp_is_gathered:
             write()
             return
@@ -263,26 +262,26 @@ class DistributedModel(Fitted, _Model):
                 if failure is not None:
                     raise failure
                 if groups.rank_in("dp") == groups.rank_in("pp") == 0:
-                    self.__dict__["_smp_plain"] = True
-                    with self._smp_as_whole():
+                    self.__dict__["_smp_gathered"] = True
+                    with self._smp_all_variables():
                         write()
 
-            communication.together(first, str(path))
+            communication.raise_on_all_ranks(first, str(path))
         finally:
-            self.__dict__["_smp_plain"] = False
+            self.__dict__["_smp_gathered"] = False
             if self.is_partitioned:
-                for variable in (*self._smp_elsewhere(), *self._smp_slots):
-                    remote_variables.release(variable)
+                for variable in (*self._smp_remote_variables(), *self._smp_slots):
+                    remote_variables.clear_read_value(variable)
 
     def _smp_gather(self) -> Exception | None:
-        """Gives the first rank of the pipeline the values of all variables, one after the other, in its host's memory; what went wrong, if
-        anything did."""
-        homes, rank = self._smp_homes.variables, state.groups.rank_in("pp")
+        """Sends the values of all variables to the first rank of the pipeline, one after the other, into its host's
+        memory; returns the failure, if there is one."""
+        assignment, rank = self._smp_assignment.variables, state.groups.rank_in("pp")
         failure: Exception | None = None
-        with self._smp_as_whole():
+        with self._smp_all_variables():
             variables = [*self.variables, *optimizer_variables.variables_of(getattr(self, "optimizer", None))]
         for inner in map(underlying, variables):
-            home = homes.get(id(handle_of(inner)), 0)
+            home = assignment.get(id(handle_of(inner)), 0)
             if rank == home != 0:
                 communication.send(_value(inner), 0, RankType.PP_RANK)
             elif rank == 0 != home:
@@ -290,15 +289,15 @@ class DistributedModel(Fitted, _Model):
                 try:
                     if isinstance(value, Exception):
                         raise value
-                    remote_variables.hold(inner, value)
+                    remote_variables.set_read_value(inner, value)
                 except (RuntimeError, tf.errors.OpError) as error:
                     # The others go on sending.
                     failure = error
         return failure
 
     def _smp_signatures(self) -> Any:
-        """What serves: a call like that of the last step, with the model's tensors by the names of its parameters and of their keys;
-        one tensor alone is ``inputs``."""
+        """The serving signature: a call like that of the last step, with tensors named by parameter and key; a single
+        tensor is ``inputs``."""
         args, kwargs = self.__dict__["_smp_example"]
         signature = inspect.signature(self.call)
         call = signature.bind(*args, **{name: each for name, each in kwargs.items() if name != "training"})
@@ -368,7 +367,8 @@ def partition(index: int) -> Iterator[None]:
 
 
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
-    """Has ``hook`` called once, when the model has been divided and before its first forward; at once if it has been.
+    """Call ``hook`` once, after the model has been partitioned and before its first forward; at once if it is
+    partitioned.
 
     If it raises in the first step, that fails, and the next one calls it again; none runs before it has succeeded.
     """

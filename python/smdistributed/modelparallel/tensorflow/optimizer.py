@@ -1,5 +1,8 @@
-"""Keras' optimizers and a divided model: they get the calls that the original's scripts use, are built for the whole model,
-and update the variables of one partition. Optimizers that scale the loss skip an update on all partitions or on none."""
+"""Keras' optimizers with a partitioned model.
+
+They get the methods that scripts of Amazon's library call, are built for the whole model, and update the variables of
+one partition. Optimizers that scale the loss skip an update on all partitions or on none.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def install() -> None:
             if hasattr(base, "apply_gradients"):
                 _adapt(base)
     scaling = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
-    if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_plain"):
+    if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_original"):
         scaling._is_all_finite = _everywhere(scaling._is_all_finite)
 
 
@@ -66,9 +69,9 @@ def _adapt(base: type) -> None:
         for name, adapted in around.items():
             plain = getattr(kind, name, None)
             is_ours = kind is base or kind.__module__.startswith(_WHOSE.get(name, ""))
-            if is_ours and not hasattr(plain, "_smp_plain") and (plain is not None or name.endswith("_gradients")):
+            if is_ours and not hasattr(plain, "_smp_original") and (plain is not None or name.endswith("_gradients")):
                 ours = adapted(plain)
-                ours._smp_plain = plain
+                ours._smp_original = plain
                 setattr(kind, name, ours)
 
 
@@ -79,7 +82,7 @@ def _derived(kind: type) -> Iterator[type]:
 
 
 def _in_steps(ours: Any, plain: Any) -> Any:
-    """Ours in the body of a step, which nothing else has recorded; elsewhere what was there."""
+    """Returns a function that is ours in the body of a step and the original elsewhere."""
 
     @functools.wraps(plain or ours)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +95,8 @@ def _in_steps(ours: Any, plain: Any) -> Any:
 
 
 def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients as the optimizer's update takes them: that of Keras 3 divides them by the scale, the older one has them divided before."""
+    """Gradients as the optimizer's update expects them: Keras 3 divides by the loss scale in the update, tf_keras
+    before it."""
     if callable(loss):
         loss = loss()
     if hasattr(optimizer, "scale_loss"):
@@ -107,7 +111,7 @@ def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: 
 
 
 def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A step reads the scale where the optimizer has it: before it is built, it would be a number of the trace for ever."""
+    """Builds a loss-scaling optimizer before the trace, which would otherwise contain its scale as a constant."""
 
     @functools.wraps(plain)
     def scale_loss(self: Any, loss: Any) -> Any:
@@ -129,12 +133,12 @@ def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
         *_, gradients = args
         # Neither Keras knows what to say of none.
         finite = plain(*args) if any(each is not None for each in gradients) else tf.constant(True)
-        if not _updating or state.groups.pipe is None:
+        if not _updating or state.groups.pp_group is None:
             return finite
-        least = core_ops.smd_all_reduce(tensor=tf.cast(finite, tf.int32), op="min", group=state.groups.pipe)
+        least = core_ops.smd_all_reduce(tensor=tf.cast(finite, tf.int32), op="min", group=state.groups.pp_group)
         return least > 0
 
-    are_finite._smp_plain = plain  # type: ignore[attr-defined]
+    are_finite._smp_original = plain  # type: ignore[attr-defined]
     return are_finite
 
 
@@ -143,7 +147,7 @@ def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def build(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        # That of tf_keras which scales the loss has the other one build.
+        # tf_keras' loss-scaling optimizer delegates the build to its inner optimizer.
         only_asks = hasattr(self, "inner_optimizer") and not hasattr(self, "scale_loss")
         if only_asks or getattr(self, "built", getattr(self, "_built", False)):
             return plain(self, variables, *args, **kwargs)
@@ -192,7 +196,7 @@ def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[tuple[list[Any], list[Any]] | None]:
-    """Around an optimizer's update of ``variables``, of which some may be on other partitions.
+    """A context for an optimizer's update of ``variables``, of which some may be on other partitions.
 
     Yields:
         Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update here.
@@ -237,7 +241,7 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
     optimizer_variables.build(
         optimizer if has_variables else optimizer.inner_optimizer, variables, any(map(_is_on_all, gradients))
     )
-    ours = {id(handle_of(each)) for each in state.model._smp_here(variables)}
+    ours = {id(handle_of(each)) for each in state.model._smp_local(variables)}
     pairs = [pair for pair in zip(gradients, variables, strict=True) if id(handle_of(pair[1])) in ours]
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if is_scaled:
@@ -272,9 +276,9 @@ def _check(optimizer: Any) -> None:
 
 def _is_on_all(gradient: Any) -> bool:
     """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some variables, not of all."""
-    homes = state.model._smp_homes.variables
+    partitions = state.model._smp_assignment.variables
     origins = set() if gradient is None else origins_of(gradient)
-    return any(origin.partition is None and origin.variable in homes for origin in origins)
+    return any(origin.partition is None and origin.variable in partitions for origin in origins)
 
 
 def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -283,7 +287,7 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     for gradient, variable in zip(gradients, variables, strict=True):
         of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
         if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:
-            with state.model._smp_as_whole():
+            with state.model._smp_all_variables():
                 names = [_path(each) for each in state.model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
                 f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is divided, "
@@ -297,12 +301,12 @@ def _path(variable: Any) -> str:
 
 
 def _are_of_the_model(variables: Sequence[Any]) -> bool:
-    """Whether variables that are to be updated are those of the divided model, on any partition; none on one that trains none."""
+    """Whether the variables to update are those of the partitioned model, on any partition."""
     model = state.model
     if model is None or not model.is_partitioned:
         return False
     if not variables:
         return not model.trainable_variables
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         whole = {id(handle_of(variable)) for variable in model.trainable_variables}
     return any(id(handle_of(variable)) in whole for variable in variables)

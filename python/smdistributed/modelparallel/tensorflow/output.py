@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
+from smdistributed.modelparallel.step_output import MicrobatchOutputs
 from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import of_same_shape
 
 Value = Any  # tf.Tensor or tf.IndexedSlices
 
 
 class Origin(NamedTuple):
-    """Where a tensor that a step has returned comes from.
+    """The variable and partition that a tensor of a step belongs to.
 
     Attributes:
         variable: The handle, by identity, of the model's variable whose gradient it is; ``None`` if it is none.
@@ -26,7 +27,8 @@ class Origin(NamedTuple):
 
 
 def origins_of(value: Value) -> set[Origin]:
-    """Those of ``value``: of what comes out of a step itself, and in a graph also of what is made of that number by number."""
+    """The origins of ``value``: of a step's output itself, and in a graph also of tensors that are computed from it
+    elementwise."""
     found: set[Origin] = set()
     pending, seen = [value, value.values] if isinstance(value, tf.IndexedSlices) else [value], set()
     while pending:
@@ -41,7 +43,7 @@ def origins_of(value: Value) -> set[Origin]:
     return found
 
 
-class StepOutput:
+class StepOutput(MicrobatchOutputs[Value]):
     """One tensor that the body of the step returns, for each microbatch.
 
     Attributes:
@@ -56,29 +58,17 @@ class StepOutput:
         origin: Origin | None = None,
     ) -> None:
         self._origin = origin or Origin()
-        self.outputs = [self._known(output) for output in outputs]
+        super().__init__([self._known(output) for output in outputs])
         # The step adds gradients up while it runs.
         self._total = total
         # Whether that is also the mean over the replicas of the model.
         self._of_replicas = of_replicas
-
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def __getitem__(self, index: int) -> Value:
-        return self.outputs[index]
-
-    def __iter__(self) -> Iterator[Value]:
-        return iter(self.outputs)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; `merge()`, `reduce_mean()` "
             "and `accumulate()` make one of them"
         )
-
-    def __repr__(self) -> str:
-        return f"StepOutput({self.outputs!r})"
 
     # What TensorFlow asks of a class whose objects functions take and return.
 
@@ -99,12 +89,8 @@ class StepOutput:
         return self._known(self._sum())
 
     def concat(self) -> tf.Tensor:
-        """All rows of axis 0, one microbatch after the other; of numbers, a tensor of them."""
+        """Return the rows of all microbatches, one microbatch after the other along axis 0; scalars are stacked."""
         return self.stack() if self.outputs[0].shape.rank == 0 else tf.concat(self.outputs, 0)
-
-    def merge(self) -> tf.Tensor:
-        """:meth:`concat`, the name for predictions."""
-        return self.concat()
 
     def stack(self) -> tf.Tensor:
         """With a new axis 0, of the microbatches."""

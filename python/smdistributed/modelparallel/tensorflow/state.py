@@ -1,4 +1,4 @@
-"""What this process knows of its job: one configuration, one place in it, at most one model, the step that is traced."""
+"""The state of this process: one configuration, one topology, at most one model, and the step that is being traced."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class State:
         self._groups: TensorFlowGroups | None = None
 
     def enter(self, cfg: Config, groups: TensorFlowGroups) -> None:
-        """From now on, the job is this one."""
+        """Sets the configuration and groups of the job."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
     def leave(self) -> None:
-        """From now on, there is no job."""
+        """Forgets the job."""
         self.__init__()  # type: ignore[misc]
 
     @property

@@ -17,16 +17,17 @@ from tensorflow.python.eager import record
 
 from smdistributed import _core
 from smdistributed._common import errors, interrupts
-from smdistributed.modelparallel.binding import takes_instance
+from smdistributed.modelparallel.binding import binds_instance
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
+from smdistributed.modelparallel.splitting import check_names
 from smdistributed.modelparallel.tensorflow import gradients, optimizer
 from smdistributed.modelparallel.tensorflow.output import Origin, StepOutput, sum_of
 from smdistributed.modelparallel.tensorflow.partition import placement
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.runtime import agreement, channels
 from smdistributed.modelparallel.tensorflow.runtime.program import Program
-from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Layout
-from smdistributed.modelparallel.tensorflow.split import check_names, split
+from smdistributed.modelparallel.tensorflow.runtime.segment_graph import SegmentGraph
+from smdistributed.modelparallel.tensorflow.split import split
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import interception
 from smdistributed.modelparallel.tensorflow.tracing.operations import Operations
@@ -34,8 +35,9 @@ from smdistributed.modelparallel.tensorflow.tracing.recording import Trace, trac
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Around what runs steps: what the core says has its class, and of an operation that fails on this rank alone all others hear."""
+def translate_errors() -> Iterator[None]:
+    """A context for calls of steps: translates errors of the core, and reports an operation's failure on this rank to
+    the others."""
     try:
         with errors.translated(CLASSES):
             yield
@@ -88,7 +90,7 @@ class StepFunction:
                 )
         autograph = options.pop("autograph", True)
         features = options.pop("experimental_autograph_options", None)
-        # That of the last trace.
+        # The model of the last trace.
         self._model: Any = None
         self._body = function
         if autograph:
@@ -104,14 +106,15 @@ class StepFunction:
         self._function, self._has_built = self._make(), False
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Method(self, instance)
+        return self if instance is None else _BoundStepFunction(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the body for each microbatch of the batch; on all ranks of the job."""
         return self._run(self._function, args, kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.function``'s, for the same arguments. All ranks call it: the first one divides the model."""
+        """Returns ``tf.function``'s concrete function for these arguments. All ranks call it: the first call partitions
+        the model."""
         return self._run(self._function.get_concrete_function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -120,8 +123,8 @@ class StepFunction:
         optimizer.install()
         if state.trace is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
-        agreement.wait_until_told(state.groups)
-        with reported():
+        agreement.wait_for_report(state.groups)
+        with translate_errors():
             try:
                 return function(*args, **kwargs)
             except Exception:
@@ -134,16 +137,16 @@ class StepFunction:
 
     def _build(self, args: Any, kwargs: Any) -> Any:
         try:
-            built = self._built(args, kwargs)
+            built = self._build_program(args, kwargs)
             self._has_built = True
             return built
         except SMPMismatchError:
             raise
         except Exception as error:
-            _tell(error)
+            _report_trace_failure(error)
             raise
 
-    def _built(self, args: Any, kwargs: Any) -> Any:
+    def _build_program(self, args: Any, kwargs: Any) -> Any:
         cfg, groups = state.cfg, state.groups
         rank, size = groups.rank_in("pp"), len(groups.members["pp"])
         calls = self._calls(args, kwargs, cfg.microbatches)
@@ -154,36 +157,36 @@ class StepFunction:
             raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
         model = self._model = state.model
         assert model is not None, "the model was called"
-        homes = model._smp_homes if model.is_partitioned else None
-        is_first = homes is None
+        assignment = model._smp_assignment if model.is_partitioned else None
+        is_first = assignment is None
         operations = Operations(traced)
         if is_first:
-            homes = placement.decide(traced, operations, cfg)
-        state.has_gradients |= traced.derivatives.are_there
-        places = placement.place(traced, operations, homes, cfg)
-        reduces = cfg.ddp and groups.data is not None
-        template, wanted = self._wanted(traced, homes, size, reduces)
+            assignment = placement.decide(traced, operations, cfg)
+        state.has_gradients |= traced.gradient_tracker.has_found_any
+        places = placement.place(traced, operations, assignment, cfg)
+        reduces = cfg.ddp and groups.dp_group is not None
+        template, wanted = self._step_outputs(traced, assignment, size, reduces)
         _check_dependence(traced, wanted)
-        layout = Layout(operations, places, wanted, rank, microbatches, cfg)
+        segment_graph = SegmentGraph(operations, places, wanted, rank, microbatches, cfg)
         if is_first:
-            if groups.pipe is not None:
+            if groups.pp_group is not None:
                 # No rank divides the model by itself.
-                agreement.compare_now(layout.lines, *agreement.of_pipeline(groups))
-            placement.keep(traced, homes, cfg)
-            model._smp_divide(homes)
-            if groups.pipe is not None:
-                channels.open_between(groups, layout)
+                agreement.compare_now(segment_graph.lines, *agreement.pipeline_group(groups))
+            placement.save(traced, assignment, cfg)
+            model._smp_partition(assignment)
+            if groups.pp_group is not None:
+                channels.open_between(groups, segment_graph)
         model._smp_call_hooks()
         found = _gradients(template[rank])
         early = {part.name for each in found for part in _parts(each)} if reduces else set()
         to_sum = {
             each.value.name: handle_of(each.variable).device for each in found if isinstance(each.value, tf.Tensor)
         }
-        program = Program(traced, layout, rows, groups, to_sum, early)
+        program = Program(traced, segment_graph, rows, groups, to_sum, early)
         results = program.build()
         totals = {id(each): program.sums[each.value.name] for each in found if isinstance(each.value, tf.Tensor)}
         everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
-        if reduces and traced.derivatives.are_there:
+        if reduces and traced.gradient_tracker.has_found_any:
             sums = [totals[id(each)] if id(each) in totals else _sum(each, results) for each in found]
             # A tape around the step has nothing to record in it.
             with record.stop_recording():
@@ -206,8 +209,8 @@ class StepFunction:
             calls.append((each.args, each.kwargs))
         return calls
 
-    def _wanted(
-        self, traced: Trace, homes: placement.Homes, size: int, reduces: bool
+    def _step_outputs(
+        self, traced: Trace, assignment: placement.PartitionAssignment, size: int, reduces: bool
     ) -> tuple[list[Any], list[list[tf.Tensor]]]:
         """For each rank what the step returns there, in its structure, and the tensors in it; ``reduces`` tells whether replicas reduce
         gradients."""
@@ -218,8 +221,8 @@ class StepFunction:
             state.trace = before
 
         def on(rank: int, value: Any) -> Any:
-            if gradients.begin_with_gradients(value, variables, traced.derivatives):
-                found = zip(value, variables, [homes.variables.get(id(handle_of(each))) for each in variables])  # noqa: B905 - more may follow
+            if gradients.starts_with_gradients(value, variables, traced.gradient_tracker):
+                found = zip(value, variables, [assignment.variables.get(id(handle_of(each))) for each in variables])  # noqa: B905 - more may follow
                 mine = [_Gradient(each, variable, home) for each, variable, home in found if home in (rank, None)]
                 return type(value)([*mine, *(on(rank, item) for item in value[len(variables) :])])
             if isinstance(value, dict):
@@ -229,15 +232,15 @@ class StepFunction:
             if isinstance(value, tuple | list):
                 return type(value)(on(rank, item) for item in value)
             # A gradient elsewhere is on every rank.
-            variable = traced.derivatives.variable_of(value, variables, reduces)
+            variable = traced.gradient_tracker.variable_of(value, variables, reduces)
             return value if variable is None else _Gradient(value, variable)
 
         templates = [on(rank, traced.returned) for rank in range(size)]
         return templates, [_leaves(template) for template in templates]
 
 
-class _Method:
-    """A step of an object."""
+class _BoundStepFunction:
+    """A step function that was looked up on an object."""
 
     def __init__(self, step: StepFunction, instance: Any) -> None:
         functools.update_wrapper(self, step, updated=())
@@ -252,25 +255,25 @@ class _Method:
         return self._step.get_concrete_function(*self._arguments(args, kwargs), **kwargs)
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
-        bound = takes_instance(self._step._signature, self.__self__, args, kwargs)
+        bound = binds_instance(self._step._signature, self.__self__, args, kwargs)
         return (self.__self__, *args) if bound else args
 
 
 def _rows(value: Any) -> list[int]:
-    """How many rows tensors have, where that is known and not none."""
+    """The known, nonzero numbers of rows of the tensors in ``value``."""
     tensors = [each for each in tf.nest.flatten(value) if isinstance(each, tf.Tensor)]
     return [each.shape[0] for each in tensors if each.shape.rank and each.shape[0]]
 
 
-def _tell(error: Exception) -> None:
-    """Tells the other partitions, which wait for this rank in the step, that there will be none here, unless it is the same there."""
+def _report_trace_failure(error: Exception) -> None:
+    """Reports a failed trace to the other partitions, which wait for this rank in the step."""
     groups = state.groups
-    if groups.pipe is None:
+    if groups.pp_group is None:
         return
     kind, *lines = type(error).__name__, *str(error).strip().splitlines()
     last = lines[-1].strip() if lines else ""
     text = f"rank {groups.rank}: {last if last.startswith(kind) else f'{kind}: {last}'}"
-    agreement.tell_failure("could not trace a step that others run", text, groups, agreement.TRACING_SECONDS)
+    agreement.report_failure("could not trace a step that others run", text, groups, agreement.TRACING_SECONDS)
 
 
 @dataclass(eq=False)

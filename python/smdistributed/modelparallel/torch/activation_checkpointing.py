@@ -1,7 +1,7 @@
-"""Activations that are computed again in the backward instead of being kept.
+"""Activation checkpointing: activations are recomputed in the backward instead of being kept.
 
-What is checkpointed is a module that is wholly on one partition, or a row of neighbouring children of an ``nn.Sequential``
-that are on one. Its inputs and outputs stay, what is between them goes.
+A checkpointed unit is a module that is wholly on one partition, or neighbouring children of an ``nn.Sequential`` that
+are on one partition. Its inputs and outputs are kept, intermediate activations are not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.partition import cost_model
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 
 #: Rows of sequentials, by their length and the pipeline. Not in the modules: copies of a model have rows of their own.
 _known_rows: weakref.WeakKeyDictionary[nn.Sequential, dict[Any, list[nn.Module]]] = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
     """PyTorch's, which keeps the arguments by hooks around it, and what is inside by its own."""
     counter = cost_model.counter()
     if counter is not None:
-        with counter.computing_again(args, kwargs):
+        with counter.recomputing(args, kwargs):
             return function(*args, **kwargs)
     offloader = None if state.model is None else state.model.offloader
     with contextlib.nullcontext() if offloader is None else offloader.hooks():
@@ -103,7 +103,7 @@ def torch_checkpoints() -> Iterator[None]:
             yield
         elif counter is not None:
             # Before them come settings of the checkpoint itself.
-            with counter.computing_again(args[5:], kwargs):
+            with counter.recomputing(args[5:], kwargs):
                 yield
         else:
             yield from generator(function, *args, **kwargs)
@@ -115,7 +115,7 @@ def torch_checkpoints() -> Iterator[None]:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator
 
 
-#: Functions of which was told that they run without checkpointing.
+#: Functions for which a warning was issued.
 _told: set[str] = set()
 
 
@@ -326,7 +326,7 @@ def _call_where_input_is(
     without: Callable[..., Any],
 ) -> Any:
     """A call of a module without parameters, as one task; ``without`` if nothing that it takes is on a partition."""
-    if not any(type(tensor) is Handle for tensor in pytree.tensors_of((args, kwargs))):
+    if not any(type(tensor) is RemoteTensor for tensor in pytree.tensors_of((args, kwargs))):
         return without(*args, **kwargs)
     path = recording.pipeline.paths.get(id(module), type(module).__name__)
     return recording.call_module(module, path, None, args, kwargs, again)  # type: ignore[arg-type]

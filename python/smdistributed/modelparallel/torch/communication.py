@@ -1,7 +1,8 @@
-"""Objects between processes: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
+"""Communication of Python objects: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
-Anything that can be pickled, and that receivers accept (:mod:`smdistributed._common.unpickling`). Tensors inside are not pickled: the rest travels as one message, then each tensor as its
-own. None of this shares an order with the pipeline's transfers, and it works before the first step.
+Objects are pickled; receivers accept the types that :mod:`smdistributed._common.unpickling` allows. Tensors inside an
+object are not pickled: each is a message of its own, after the one with the rest. These operations use process groups
+of their own, so they have no order with the pipeline's transfers and work before the first step.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 from smdistributed._common import errors, unpickling
 from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel import failures
 from smdistributed.modelparallel.exceptions import CLASSES
-from smdistributed.modelparallel.failures import raise_on_all_ranks
 from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
@@ -71,13 +72,13 @@ def _packed(value: Any) -> list[torch.Tensor]:
 
 
 def _unpacked(messages: list[torch.Tensor], on_host: bool, rank: int) -> Any:
-    """What global rank ``rank`` has packed."""
+    """Unpickles the messages of global rank ``rank``."""
     whole, *contents = messages
     return unpickling.loads(whole.numpy().tobytes(), f"rank {rank}", functools.partial(_tensor, contents, on_host))
 
 
 def _post(value: Any, ranks: list[int]) -> None:
-    """Gives ``value`` to other global ranks; returns when they have it."""
+    """Sends ``value`` to other global ranks; returns when they have received it."""
     _send(_packed(value), ranks)
 
 
@@ -130,10 +131,11 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
     ]
 
 
-def together(do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None) -> _T:
-    """What ``do`` returns here. All ranks of ``group`` call it, and none returns before all have ended; what goes wrong on any is
-    raised on all. In ``do``, ranks exchange nothing but what fails on
-    all that take part.
+def raise_on_all_ranks(
+    do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None
+) -> _T:
+    """Returns the result of ``do``. All ranks of ``group`` call it; none returns before all have ended, and a failure
+    on one raises on all. ``do`` itself may only use operations that fail on all their ranks.
 
     Args:
         what: What has not happened then, as "the state could not be gathered".
@@ -142,7 +144,7 @@ def together(do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.
     """
-    return raise_on_all_ranks(do, state.groups.rank, lambda value: allgather(value, group), what, same)
+    return failures.raise_on_all_ranks(do, state.groups.rank, lambda value: allgather(value, group), what, same)
 
 
 def gather_on_host(
@@ -152,13 +154,13 @@ def gather_on_host(
     first_only: bool = False,
     what: str = "the state could not be gathered",
 ) -> list[Any]:
-    """What ``make`` returns on all ranks of ``group``, with its tensors in host memory: on each of them, or on the first one only,
-    and nothing on the others.
+    """Returns the results of ``make`` of all ranks of ``group``, with tensors in host memory: on every rank, or on the
+    first one only, where the others get an empty list.
 
     Raises:
         SMPCheckpointError: ``make`` failed, here or on another rank, or its value cannot be pickled.
     """
-    messages = together(lambda: _packed(make()), group, what)
+    messages = raise_on_all_ranks(lambda: _packed(make()), group, what)
     with errors.translated(CLASSES):
         members = state.groups.members[group.value]
         if not first_only or len(members) == 1:

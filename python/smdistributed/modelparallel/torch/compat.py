@@ -1,8 +1,8 @@
-"""Names of the original's on the model of a script, which had more wrappers around it and replaced ``forward`` of its classes.
+"""Aliases for the wrappers that Amazon's library put around a model.
 
-- ``model.module.module``, and one ``.module`` more: the original wrapped the model for replicas, and again for 16-bit
-  weights, so its scripts reach the model through as many levels as their configuration made.
-- ``super()._orig_forward()``: what ``super().forward()`` is here.
+- ``model.module.module`` and one further ``.module``: the original wrapped the model for data parallelism and again for
+  16-bit weights. Its scripts reach the model through as many levels as their configuration made.
+- ``super()._orig_forward()``: here the same as ``super().forward()``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Level:
         return _Level, (self._model, self._depth)
 
 
-def documented_spellings(model: nn.Module) -> None:
+def add_documented_aliases(model: nn.Module) -> None:
     """Makes the names above work for ``model``; a ``module`` of its own stays."""
     if not hasattr(model, "module"):
         # Not an entry of the module's tables: nothing that walks through modules sees it.

@@ -1,8 +1,7 @@
-"""Joining the job, its ranks and its groups.
+"""``smp.init``, ranks and process groups.
 
-Three kinds of groups serve different purposes and never share an order of operations: those in which the pipeline and
-the reduction of gradients move tensors, those of the communication API, and, with ``ddp``, process groups of
-``torch.distributed`` for the script.
+Three kinds of groups never share an order of operations: the groups of the pipeline and of the gradient reduction,
+those of the communication API, and, with ``ddp``, the script's process groups of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         self._process_groups: dict[str, Any] = _process_groups(cfg, self.topology, self.rank) if cfg.ddp else {}
 
     def new_group(self, members: list[int]) -> dist.ProcessGroup:
-        """The core's group of these ranks."""
+        """Make a group of these ranks in the core."""
         return dist.new_group(members)
 
     def number(self, group: dist.ProcessGroup) -> int:
-        """That of one of them in the core."""
+        """Return the core's number of a group."""
         return group.id
 
     def process_group(self, name: str) -> Any:
-        """That of ``torch.distributed``.
+        """Return a process group of ``torch.distributed``.
 
         Raises:
             SMPUsageError: there are none without ``ddp``.

@@ -1,10 +1,11 @@
-"""Replicas with different numbers of batches.
+"""``model.join()``: replicas with different numbers of batches.
 
-- JOI-1: inside of the context, each step begins with a round in which replicas say whether they have a batch, and before
-  gradients are reduced another one tells who has some.
-  Who stands by does what the mode of the first one that has a batch asks for: its own may be another.
-- JOI-2: a replica that has left the context takes part in these, and adds zeros to what is reduced, until nobody has a
-  batch. So gradients are divided by the number of all replicas. In the end all have the parameters of one that came last.
+- JOI-1: inside the context, each step begins with an all-gather in which the replicas say whether they have a batch. A
+  second one before the reduction says which replicas have gradients. Replicas without a batch follow the training mode
+  of the first replica that has one.
+- JOI-2: a replica that has left the context takes part in both, and adds zeros to the reduction, until no replica has a
+  batch. So gradients are divided by the number of all replicas. At the end all replicas have the parameters of one that
+  ran the last step.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ class Join:
         self._model, self._group = model, group
 
     def __enter__(self) -> None:
-        if self._model.joining is not None:
+        if self._model.replicas.join_context is not None:
             raise SMPUsageError("`model.join()` inside of another one")
-        self._model.joining = self
+        self._model.replicas.join_context = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del error, trace
-        self._model.joining = None
+        self._model.replicas.join_context = None
         if kind is None and self._group is not None:
             with errors.translated(CLASSES):
-                self._stand_by(self._group)
+                self._shadow_others(self._group)
 
     def round(self, has: bool) -> list[int]:
-        """What each replica says: 0 if it has none, else 1, and ``TRAINING`` more if its model is in training mode."""
+        """Return the status of each replica: 0 without a batch, else 1, plus ``TRAINING`` if its model is in training
+        mode."""
         mine = 1 + TRAINING * self._model.training if has else 0
         if self._group is None:
             return [mine]
@@ -59,8 +61,9 @@ class Join:
         dist.all_gather_into_tensor(everybody, torch.tensor([mine]), self._group)
         return everybody.tolist()
 
-    def _stand_by(self, group: dist.ProcessGroup) -> None:
+    def _shadow_others(self, group: dist.ProcessGroup) -> None:
         model, last = self._model, None
+        replicas = model.replicas
         while True:
             active = self.round(False)
             if not any(active):
@@ -70,9 +73,9 @@ class Join:
                     "a replica had no batch at all: the model is divided in the first step of all of them"
                 )
             last = active
-            model.follow_buffers(active)
+            replicas.sync_buffers_from(model, active)
             if any(self.round(False)):
-                model.stand_in()
-        # Those that come last hear it from the others' rounds only that nobody is behind them.
+                replicas.join_shadow(model)
+        # Replicas that ended last have not shadowed another one: the others copy their state.
         latest = self.round(last is None)
-        model.follow(latest)
+        replicas.copy_state_from(model, latest)

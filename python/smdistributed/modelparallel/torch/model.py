@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,24 +22,24 @@ from smdistributed.modelparallel.exceptions import (
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, norms
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
-from smdistributed.modelparallel.torch.compat import documented_spellings
+from smdistributed.modelparallel.torch.compat import add_documented_aliases
 from smdistributed.modelparallel.torch.device import current_device
-from smdistributed.modelparallel.torch.join import TRAINING, Join
+from smdistributed.modelparallel.torch.join import Join
 from smdistributed.modelparallel.torch.partition import materialize
 from smdistributed.modelparallel.torch.partition.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.runtime import offloading
-from smdistributed.modelparallel.torch.runtime.executor import Microbatch
-from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer, GradientSnapshot, warn_of_sums
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
-from smdistributed.modelparallel.torch.runtime.rng import Randomness
+from smdistributed.modelparallel.torch.runtime.replicas import Replicas
+from smdistributed.modelparallel.torch.runtime.rng import RngState
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.recording import Recording
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
-from smdistributed.modelparallel.torch.tracing.tasks import Value
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.step_run import StepRun
 
 
 class Removable:
-    """What undoes a registration."""
+    """The handle of a registered hook."""
 
     def __init__(self, hooks: list[Any], hook: Any) -> None:
         self._hooks, self._hook = hooks, hook
@@ -74,7 +73,9 @@ class DistributedModel(nn.Module):
     Attributes:
         module: The model.
         pipeline: What executes it, if it is divided.
-        randomness: What the body and the modules of this rank draw from.
+        step_run: The call of a step function that is running, ``None`` between steps.
+        replicas: The reduction of gradients over the ranks that hold the same partition.
+        rng_state: What the body and the modules of this rank draw from.
         offloader: What moves activations to the host, if the configuration has it so.
     """
 
@@ -110,39 +111,34 @@ class DistributedModel(nn.Module):
         del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
         self.module = module
         state.end_delay()
-        documented_spellings(module)
+        add_documented_aliases(module)
         self._trace_execution_times = trace_execution_times
         self.post_partition_hooks: list[Callable[..., Any]] = []
         self.post_step_hooks: list[Callable[..., Any]] = []
         self.pipeline: Pipeline | None = None
-        self.recording: Recording | None = None
-        self.in_step = False
-        self.when_divided: Callable[[], None] | None = None
+        self.step_run: StepRun | None = None
         self._placement: Placement | None = None
-        # That of a checkpoint, which wins.
+        # The assignment of a checkpoint; it takes precedence.
         self._assignment: Mapping[str, int] | None = None
-        self._average, self._passes = average_grads_across_microbatches, backward_passes_per_step
-        self._broadcast_buffers, self._overlapping = broadcast_buffers, overlapping_allreduce
-        #: Around steps of replicas with different numbers of batches.
-        self.joining: Join | None = None
         #: Each rank has the whole model again.
         self._is_whole = False
-        self._scale = 1.0
-        self._has_backward = False
-        self._before: GradientSnapshot | None = None
-        self.randomness = Randomness()
+        self.rng_state = RngState()
         self._deferred: list[Callable[[], None]] = []
-        self.offloader = offloading.make(cfg.offload_activations, current_device(), cfg.activation_loading_horizon)
-        reduces = cfg.ddp and state.groups.data is not None
-        self._reducer = (
-            GradientReducer(state.groups.data, bucket_cap_mb, overlapping_allreduce, backward_passes_per_step)
-            if reduces
-            else None
+        self.offloader = offloading.make_offloader(
+            cfg.offload_activations, current_device(), cfg.activation_loading_horizon
+        )
+        self.replicas = Replicas(
+            state.groups.dp_group if cfg.ddp else None,
+            bucket_cap_mb,
+            overlapping_allreduce,
+            backward_passes_per_step,
+            average_grads_across_microbatches,
+            broadcast_buffers,
         )
         state.model = self
         try:
             if cfg.pipeline_parallel_degree == 1:
-                self._settle(Placement(module, {"": 0}))
+                self._materialize(Placement(module, {"": 0}))
         except BaseException:
             # The script may try again.
             state.model = None
@@ -177,23 +173,23 @@ class DistributedModel(nn.Module):
             )
         return self._placement
 
-    def divide_by_hand(self) -> None:
-        """Divides the model if that takes no trace of a call, because the script or a checkpoint says where modules are. A division
-        that failed in an earlier step goes on where it failed."""
+    def partition_manually(self) -> None:
+        """Partitions the model if that needs no trace, because the script or a checkpoint assigns the modules.
+        Continues a partition that failed in an earlier step."""
         cfg = state.cfg
         if self._is_whole:
             return
         if self._placement is not None:
-            with self.randomness.own():
-                self._complete_division()
+            with self.rng_state.own():
+                self._finish_partitioning()
         elif self._assignment is not None or not (cfg.auto_partition or (cfg.load_partition and cfg.partition_file)):
-            with self.randomness.own():
-                self._divide((), {})
+            with self.rng_state.own():
+                self._partition((), {})
 
-    def _divide(self, args: Any, kwargs: Any) -> None:
+    def _partition(self, args: Any, kwargs: Any) -> None:
         cfg = state.cfg
         if self._assignment is not None:
-            self._settle(Placement(self.module, {"": cfg.default_partition, **self._assignment}))
+            self._materialize(Placement(self.module, {"": cfg.default_partition, **self._assignment}))
             return
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
@@ -210,14 +206,14 @@ class DistributedModel(nn.Module):
             finally:
                 state.tracing = False
             if self._trace_execution_times:
-                # Everybody measures other times: those of the first rank count.
+                # Measured times differ between ranks: those of the first rank count.
                 found = communication.allgather(found, CommGroup.WORLD)[0]
             # What the script said wins, for modules inside as well.
             assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
-        self._settle(Placement(self.module, assignment))
+        self._materialize(Placement(self.module, assignment))
 
-    def _settle(self, placement: Placement) -> None:
-        """Makes the model what ``placement`` says."""
+    def _materialize(self, placement: Placement) -> None:
+        """Keeps this rank's part of the model, as ``placement`` assigns it."""
         groups, cfg = state.groups, state.cfg
         if cfg.partition_file and not cfg.load_partition:
             # First: a file that cannot be written leaves the model whole.
@@ -227,17 +223,18 @@ class DistributedModel(nn.Module):
         self._placement = placement
         if state.optimizer is not None:
             state.optimizer.localize(replaced)
-        self._complete_division()
+        self._finish_partitioning()
 
-    def _complete_division(self) -> None:
-        """What follows once each rank holds its partition: states that were loaded before, the values of the first replica, the
-        pipeline. What fails here is tried again in the next step, so no step runs without it."""
+    def _finish_partitioning(self) -> None:
+        """Completes the partition once each rank holds its parameters: loads deferred states, broadcasts the values of
+        the first replica, makes the pipeline. A failure here is retried in the next step, so no step runs without it.
+        """
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
-        if groups.data is not None:
+        if groups.dp_group is not None:
             with errors.translated(CLASSES):
-                materialize.broadcast(self._local_tensors(), groups.data, groups.members["dp"][0])
-        if groups.pipe is not None:
+                materialize.broadcast(self._local_tensors(), groups.dp_group, groups.members["dp"][0])
+        if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
             norms.follow_torch()
             self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
@@ -245,12 +242,12 @@ class DistributedModel(nn.Module):
             _call_hook(hook, self)
 
     def _run_deferred(self) -> None:
-        """Runs what has waited for the division, in order; an action that fails stays.
+        """Runs the actions that waited for the partition, in order; an action that fails stays.
 
         Raises:
             SMPCheckpointError: An action failed in another replica; the same text on all ranks.
         """
-        has_replicas = state.groups.data is not None and state.groups.pipe is not None
+        has_replicas = state.groups.dp_group is not None and state.groups.pp_group is not None
         is_left = bool(self._deferred) or has_replicas
         while is_left:
             failure: Exception | None = None
@@ -271,12 +268,12 @@ class DistributedModel(nn.Module):
             if failure is not None:
                 raise failure
 
-    def divide_as(self, assignment: Mapping[str, int]) -> None:
-        """When the model is divided, it is so: module path to partition."""
+    def set_assignment(self, assignment: Mapping[str, int]) -> None:
+        """Sets the partitions of a checkpoint: they are used when the model is partitioned."""
         self._assignment = dict(assignment)
 
     def when_partitioned(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` when the model has been divided; at once if it has, and nothing else waits."""
+        """Runs ``action`` after the partition; at once if the model is partitioned and no earlier action waits."""
         if self.is_partitioned and not self._deferred:
             action()
         else:
@@ -314,19 +311,17 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
         if self._is_whole:
-            if self.in_step:
+            if self.step_run is not None:
                 raise SMPUsageError("the model is on CPUs, as a whole: there are no steps after `model.cpu()`")
         elif state.cfg.pipeline_parallel_degree > 1:
-            if not self.in_step:
+            if self.step_run is None:
                 raise SMPUsageError("with several partitions, the model is called inside of `smp.step` functions")
             if self.pipeline is None:
-                with self.randomness.own():
-                    self._divide(args, kwargs)
-                begin, self.when_divided = self.when_divided, None
-                assert begin is not None
-                begin()
-        elif self._reducer is not None and not self.in_step and self.training and torch.is_grad_enabled():
-            # Nobody would reduce the gradients of a backward there.
+                with self.rng_state.own():
+                    self._partition(args, kwargs)
+                self.step_run.model_was_partitioned()
+        elif self.replicas.are_reduced and self.step_run is None and self.training and torch.is_grad_enabled():
+            # The gradients of a backward outside of a step would not be reduced.
             raise SMPUsageError("with replicas, a model that is trained is called inside of `smp.step` functions")
         return self.module(*args, **kwargs)
 
@@ -337,13 +332,15 @@ class DistributedModel(nn.Module):
             tensors: A loss, or several tensors.
             grad_tensors: Their gradients; 1 for a loss.
         """
-        self._has_backward = True
-        if self.recording is not None:
-            self.recording.backward(tensors, grad_tensors)
-            return
+        run = self.step_run
+        if run is not None:
+            run.has_backward = True
+            if run.recording is not None:
+                run.recording.backward(tensors, grad_tensors)
+                return
         if state.cfg.pipeline_parallel_degree > 1:
             raise SMPUsageError("with several partitions, `model.backward` is called inside of `smp.step` functions")
-        if self._reducer is not None and not self.in_step:
+        if self.replicas.are_reduced and run is None:
             raise SMPUsageError(
                 "with replicas, `model.backward` is called inside of `smp.step` functions: outside, its gradients would not be "
                 "reduced"
@@ -351,81 +348,19 @@ class DistributedModel(nn.Module):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
-        if self._scale != 1.0:
+        scale = 1.0 if run is None else run.scale
+        if scale != 1.0:
             gradients = [
-                torch.full_like(tensor, self._scale) if gradient is None else gradient * self._scale
+                torch.full_like(tensor, scale) if gradient is None else gradient * scale
                 for tensor, gradient in zip(tensors, gradients, strict=True)
             ]
         torch.autograd.backward(tensors, gradients)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a ``smp.step`` function's microbatches."""
-        self.in_step, self._has_backward = True, False
-        if self._reducer is not None and self.pipeline is None and self.is_partitioned:
-            self._before = GradientSnapshot(self.local_parameters())
-        try:
-            self.follow_buffers([1 + TRAINING * self.training] if self.joining is None else self.joining.round(True))
-            yield
-        finally:
-            self.in_step, self._scale, self.when_divided, self._before = False, 1.0, None, None
+    def call_post_step_hooks(self) -> None:
+        """Call the hooks of :meth:`register_post_step_hook`, each once."""
         hooks, self.post_step_hooks[:] = list(self.post_step_hooks), ()
         for hook in hooks:
             _call_hook(hook, self)
-
-    def begin_microbatch(self, count: int) -> None:
-        """The body runs for one of so many microbatches."""
-        # A communication hook averages over microbatches as well.
-        hooked = self._reducer is not None and self._reducer.hook is not None
-        self._scale = 1.0 / count if self._average and not hooked else 1.0
-
-    def end_recording(self) -> None:
-        """The body has run for a microbatch."""
-        self.recording = None
-
-    def finish_alone(self) -> None:
-        """All microbatches have run here."""
-        if self._reducer is None:
-            return
-        if self._before is not None and not self._has_backward and self._before.has_changed(self.local_parameters()):
-            # `loss.backward()`, or gradients that the body has set.
-            self._has_backward = True
-            if self._scale != 1.0:
-                warn_of_sums()
-        if self.reduces():
-            self._reducer.reduce(self.local_named_parameters())
-
-    def leaves_step(self, tensor: torch.Tensor) -> None:
-        """A tensor leaves a step with its graph: gradients of a later backward would not be reduced."""
-        if self._reducer is not None and self.training and tensor.grad_fn is not None:
-            tensor.register_hook(self._refuse_late_backward)
-
-    def _refuse_late_backward(self, gradient: torch.Tensor) -> None:
-        del gradient
-        if not self.in_step:
-            raise SMPUsageError(
-                "backward of what a `smp.step` function returned, after that function has ended: its gradients would not be "
-                "reduced over the replicas; call `model.backward` inside of the function"
-            )
-
-    def execute(self, recordings: Sequence[Recording], returned: Sequence[Sequence[Value]]) -> list[Microbatch]:
-        """Runs what was recorded on all partitions; then the gradients are there, and reduced."""
-        assert self.pipeline is not None
-        if self._reducer is None or not self.reduces():
-            return self.pipeline.run(recordings, returned, self._scale, lambda stage, layout: None)
-        reducer = self._reducer
-        reducer.begin(self.pipeline, recordings, self.local_named_parameters())
-        try:
-            microbatches = self.pipeline.run(recordings, returned, self._scale, reducer.stage_is_done)
-            reducer.finish()
-        except BaseException:
-            reducer.give_up()
-            raise
-        return microbatches
-
-    def reduces(self) -> bool:
-        """Whether the replicas reduce gradients in this step."""
-        return self._has_backward if self.joining is None else any(self.joining.round(self._has_backward))
 
     # What is here.
 
@@ -448,7 +383,7 @@ class DistributedModel(nn.Module):
         """Parameters that this rank holds, each once, with their names in the model."""
         self.placement  # noqa: B018 - refuses before the division
         for name, parameter in self.module.named_parameters():
-            if not isinstance(parameter, Absent):
+            if not isinstance(parameter, MetaParameter):
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -460,7 +395,7 @@ class DistributedModel(nn.Module):
         """Buffers that this rank holds, each once, with their names in the model."""
         self.placement  # noqa: B018
         for name, buffer in self.module.named_buffers():
-            if not isinstance(buffer, Absent):
+            if not isinstance(buffer, MetaParameter):
                 yield name, buffer
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
@@ -508,7 +443,7 @@ class DistributedModel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DistributedDataParallel, PyTorch's and this package's, asks a model first."""
+        """Read first by DistributedDataParallel, both PyTorch's and this package's."""
         raise SMPUsageError(
             "a `smp.DistributedModel` is not wrapped in DistributedDataParallel: with `ddp: true` it reduces gradients itself"
         )
@@ -549,7 +484,7 @@ class DistributedModel(nn.Module):
         takes part in the reductions of the others with zeros, and has their parameters in the end."""
         if not state.cfg.ddp:
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
-        return Join(self, state.groups.data)
+        return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """From now on, replicas reduce gradients by ``hook(state, bucket)``, whose future has the reduced buffer. It also
@@ -558,31 +493,7 @@ class DistributedModel(nn.Module):
         Raises:
             SMPUsageError: there is nothing to reduce, or gradients are not reduced as they get ready.
         """
-        if self._reducer is None or not self._overlapping:
-            raise SMPUsageError(
-                "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and `overlapping_allreduce=True`"
-            )
-        if self._reducer.hook is not None:
-            raise SMPUsageError("a communication hook was registered before")
-        self._reducer.hook = (state, hook)
-
-    def follow_buffers(self, active: Sequence[int]) -> None:
-        """Takes over the buffers of the first replica that is active, if that one trains."""
-        first = next(place for place, flag in enumerate(active) if flag)
-        if self._broadcast_buffers and self._reducer is not None and self.is_partitioned and active[first] & TRAINING:
-            source = state.groups.members["dp"][first]
-            materialize.broadcast(list(self.local_buffers()), state.groups.data, source)
-
-    def follow(self, active: Sequence[int]) -> None:
-        """Takes over all that the first replica that is active has."""
-        if any(active) and self.is_partitioned:
-            source = state.groups.members["dp"][next(place for place, flag in enumerate(active) if flag)]
-            materialize.broadcast(self._local_tensors(), state.groups.data, source)
-
-    def stand_in(self) -> None:
-        """Takes part in the reduction of the other replicas' gradients, without any."""
-        assert self._reducer is not None
-        self._reducer.stand_in(self.local_named_parameters())
+        self.replicas.register_comm_hook(state, hook)
 
     _register_comm_hook = register_comm_hook
 
@@ -622,7 +533,7 @@ class DistributedModel(nn.Module):
 
 
 def _nearest(path: str, manual: dict[str, int]) -> int | None:
-    """What the script said of the module with this path, or of the one nearest above it."""
+    """The partition that the script chose for the module with this path, or for its nearest ancestor."""
     while path:
         if path in manual:
             return manual[path]

@@ -1,8 +1,9 @@
-"""Norms of gradients over all partitions.
+"""Gradient norms over all partitions.
 
-``torch.nn.utils.clip_grad_norm_`` sees the gradients of one partition. With the model divided, :func:`follow_torch` has it, and
-``get_total_norm``, count those of all partitions when they get all gradients of the model, and refuse a part of them, whose norm
-nobody else would add to. A single gradient is that of one parameter, which lies whole on its partition.
+``torch.nn.utils.clip_grad_norm_`` sees the gradients of one partition. Once the model is partitioned,
+:func:`follow_torch` makes it and ``get_total_norm`` count those of all partitions. They must get all gradients of the
+model; a subset is refused, because the other partitions would not add theirs. The norm of a single gradient stays
+local, since a parameter lies wholly on its partition.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks of a pipeline.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, Absent)}
+    own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, MetaParameter)}
     gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
     norm = _norm_over_partitions(gradients, norm_type)
     if state.optimizer is not None:
@@ -57,14 +58,14 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    if state.groups.pipe is not None:
+    if state.groups.pp_group is not None:
         with errors.translated(CLASSES):
-            dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, state.groups.pipe)
+            dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, state.groups.pp_group)
     return total if infinite else total ** (1.0 / norm_type)
 
 
 def follow_torch() -> None:
-    """Has ``torch.nn.utils`` find norms over all partitions, for this process's life; see the text of the module."""
+    """Makes the functions of ``torch.nn.utils`` compute norms over all partitions, for the life of this process."""
     if not isinstance(clip_grad._get_total_norm, _TotalNorm):
         clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _TotalNorm(clip_grad._get_total_norm)
 
@@ -93,7 +94,7 @@ class _TotalNorm:
         # PyTorch takes "inf", too.
         norm_type = float(norm_type)
         model = state.model
-        if model is None or state.groups.pipe is None or len(state.groups.members["pp"]) == 1:
+        if model is None or state.groups.pp_group is None or len(state.groups.members["pp"]) == 1:
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
         all_of_model = len(missing)

@@ -12,7 +12,7 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 #: What `dynamic_loss_args` may hold; also as arguments of their own.
 _DYNAMIC = {"init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}
@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def localize(self, replaced: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Forgets the parameters of other partitions.
+        """Drops the parameters of other partitions.
 
         Args:
             replaced: By identity, parameters that others have taken the place of, and these.
@@ -90,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             kept, kept_names, seen = [], [], set()
             for place, parameter in enumerate(group["params"]):
                 parameter = replaced.get(id(parameter), (None, parameter))[1]
-                if isinstance(parameter, Absent) or id(parameter) in seen:
+                if isinstance(parameter, MetaParameter) or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
                 kept.append(parameter)
@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for parameter in gone:
             content = self.optimizer.state.pop(parameter)
             new = replaced[id(parameter)][1]
-            if not isinstance(new, Absent):
+            if not isinstance(new, MetaParameter):
                 self.optimizer.state[new] = content
 
     def step(self, closure: Any = None) -> Any:

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
+from smdistributed.modelparallel.step_output import MicrobatchOutputs
 
-class StepOutput:
+
+class StepOutput(MicrobatchOutputs[torch.Tensor]):
     """One tensor that the body of the step returns, for each microbatch.
 
     Attributes:
         outputs: The tensors, in the order of the microbatches. Indexing, ``len`` and iteration go to them.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
-        self.outputs = list(outputs)
-
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.outputs[index]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.outputs)
-
-    def __repr__(self) -> str:
-        return f"StepOutput({self.outputs!r})"
-
     def reduce_mean(self) -> torch.Tensor:
-        """Their mean."""
+        """Return the mean over the microbatches."""
         return self.reduce_sum() / len(self.outputs)
 
     def reduce_sum(self) -> torch.Tensor:
-        """Their sum."""
+        """Return the sum over the microbatches."""
         return self.stack().sum(0)
 
     def concat(self) -> torch.Tensor:
-        """All rows of dimension 0, one microbatch after the other; of numbers, a tensor of them."""
+        """Return the rows of all microbatches, one microbatch after the other along dimension 0; scalars are stacked."""
         return self.stack() if self.outputs[0].dim() == 0 else torch.cat(self.outputs)
 
     def stack(self) -> torch.Tensor:
-        """With a new dimension 0, of the microbatches."""
+        """Return the tensors stacked along a new dimension 0, that of the microbatches."""
         return torch.stack(self.outputs)
 
-    #: The names of the same in TensorFlow.
-    merge = concat
+    #: TensorFlow's name of the same.
     accumulate = reduce_mean

@@ -49,14 +49,14 @@ def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _mapping(value: dict[Any, Any], leaf: Callable[[Any], Any]) -> Any:
-    """Of a subclass of dict: the same class if its items are all that it is made of, else a plain dictionary."""
+    """A mapping of the same class, if its items determine it, else a plain dictionary."""
     return rebuilt_mapping(value, {key: transform(item, leaf) for key, item in value.items()})
 
 
 def rebuilt_mapping(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the class of ``value`` with these items, or a plain dictionary."""
     try:
-        # Those of Hugging Face are dataclasses as well: absent fields keep their defaults.
+        # Hugging Face's outputs are dataclasses as well: absent fields keep their defaults.
         new = type(value)(**items) if dataclasses.is_dataclass(value) else type(value)(items)
     except (TypeError, ValueError):
         return items

@@ -1,49 +1,35 @@
-"""From the arguments of a step to those of its microbatches."""
+"""The split of a step's arguments into those of its microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from smdistributed.modelparallel import splitting
 from smdistributed.modelparallel.exceptions import SMPValidationError
 
 
 def split(value: Any, name: str, microbatches: int, axis: int, keep: bool) -> list[Any]:
-    """``value`` for each microbatch: tensors in it are cut along ``axis`` unless ``keep``.
+    """Return ``value`` for each microbatch: tensors in it are split along ``axis`` unless ``keep``.
 
     Args:
         value: An argument of the step, or a part of one.
-        name: For messages.
-        microbatches: How many pieces.
-        axis: The batch's.
-        keep: Whether every microbatch gets the whole.
+        name: What errors call it.
+        microbatches: The number of pieces.
+        axis: The batch's axis.
+        keep: Whether every microbatch gets the whole value.
 
     Raises:
-        SMPValidationError: it cannot be cut into equal pieces.
+        SMPValidationError: A tensor cannot be split into equal pieces.
     """
-    if keep or value is None:
-        return [value] * microbatches
-    if isinstance(value, torch.Tensor):
-        return _pieces(value, name, microbatches, axis)
-    if hasattr(value, "smp_slice"):
-        return [value.smp_slice(microbatches, index, axis) for index in range(microbatches)]
-    if isinstance(value, torch.utils.data.DataLoader):
-        raise SMPValidationError(f"`{name}` is a DataLoader: pass its batches")
-    if isinstance(value, Mapping) and isinstance(value, dict):
-        parts = {key: split(item, f"{name}[{key!r}]", microbatches, axis, False) for key, item in value.items()}
-        return [_rebuilt(value, {key: part[index] for key, part in parts.items()}) for index in range(microbatches)]
-    if isinstance(value, tuple | list):
-        items = [split(item, f"{name}[{place}]", microbatches, axis, False) for place, item in enumerate(value)]
-        rows = [[item[index] for item in items] for index in range(microbatches)]
-        if hasattr(value, "_fields"):
-            return [type(value)(*row) for row in rows]
-        return [type(value)(row) for row in rows]
-    if isinstance(value, set | frozenset):
-        items = [split(item, name, microbatches, axis, False) for item in value]
-        return [type(value)(item[index] for item in items) for index in range(microbatches)]
-    return [value] * microbatches
+
+    def split_tensor(item: Any, item_name: str) -> list[Any] | None:
+        if isinstance(item, torch.utils.data.DataLoader):
+            raise SMPValidationError(f"`{item_name}` is a DataLoader: pass its batches")
+        return _pieces(item, item_name, microbatches, axis) if isinstance(item, torch.Tensor) else None
+
+    return splitting.split(value, name, microbatches, axis, keep, split_tensor)
 
 
 def _pieces(tensor: torch.Tensor, name: str, microbatches: int, axis: int) -> list[torch.Tensor]:
@@ -59,17 +45,3 @@ def _pieces(tensor: torch.Tensor, name: str, microbatches: int, axis: int) -> li
     if microbatches == 1:
         return [tensor]
     return list(tensor.chunk(microbatches, axis)) if size else [tensor] * microbatches
-
-
-def _rebuilt(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(items)
-    except TypeError:
-        return items
-
-
-def check_names(names: Collection[str], parameters: Collection[str], what: str) -> None:
-    """Refuses names that the function does not have."""
-    for name in names:
-        if name not in parameters:
-            raise SMPValidationError(f"`{what}` names `{name}`, which is no parameter of the function")

@@ -1,4 +1,4 @@
-"""What this process knows of its job: one configuration, one topology, at most one model and its optimizer."""
+"""The state of this process: one configuration, one topology, at most one model and its optimizer."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class State:
         self._groups: TorchGroups | None = None
 
     def enter(self, cfg: Config, groups: TorchGroups) -> None:
-        """From now on, the job is this one."""
+        """Sets the configuration and groups of the job."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
     def leave(self) -> None:
-        """From now on, there is no job."""
+        """Forgets the job."""
         self.end_delay()
         self.__init__()  # type: ignore[misc]
 
     def end_delay(self) -> None:
-        """From now on, parameters take memory when they are created."""
+        """Ends the delay of parameters."""
         if self.delay is not None:
             self.delay.remove()
             self.delay = None

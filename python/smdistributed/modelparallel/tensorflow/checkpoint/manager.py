@@ -1,7 +1,7 @@
 """``smp.CheckpointManager``: numbered checkpoints of the whole model, written by all ranks together.
 
-Which form they have is a choice: TensorFlow's (``checkpoint/saving.py``) or the core's shards (``checkpoint/shards.py``). Either is read
-whatever this manager writes.
+It writes TensorFlow's format (``checkpoint/saving.py``) or the core's shards (``checkpoint/shards.py``), and reads
+both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.tensorflow.checkpoint.shards import Shards
 
 
 class CheckpointManager(tf.train.CheckpointManager):
-    """As TensorFlow's, for a model that is divided. All ranks make it and call its methods.
+    """TensorFlow's checkpoint manager for a partitioned model. All ranks make one and call its methods.
 
     Args:
         checkpoint: What to save: the model, the optimizer.
@@ -102,7 +102,8 @@ class CheckpointManager(tf.train.CheckpointManager):
         return saving.written(path, options)
 
     def restore(self, save_path: str | os.PathLike[str] | None = None) -> str | None:
-        """Reads a checkpoint; before the first step, what is of the model and its optimizers is read when that has divided the model.
+        """Reads a checkpoint. Before the first step, the parts of the model and its optimizers are read when the step
+        has partitioned the model.
 
         Args:
             save_path: Which, of either format; by default the latest.
@@ -127,7 +128,7 @@ class CheckpointManager(tf.train.CheckpointManager):
             raise SMPCheckpointError(f"there is no checkpoint `{path}`: `{path}.index` is missing")
         if self._checkpoint_interval is not None:
             # Which may be an optimizer's.
-            saving.when_divided(self._checkpoint, self._note_step)
+            saving.when_partitioned(self._checkpoint, self._note_step)
             self._note_step()
         return path
 
@@ -138,9 +139,9 @@ class CheckpointManager(tf.train.CheckpointManager):
         shards = self._shards if self._shards is not None and folder == self.directory else Shards(folder, None)
         checkpoint = self._checkpoint
         checkpoint.save_counter  # noqa: B018 - makes it
-        rest = saving.not_divided(checkpoint)
+        rest = saving.unpartitioned_objects(checkpoint)
         before = frozenset() if rest is None else shards.load(rest, tag)
-        saving.when_divided(checkpoint, lambda: shards.load(checkpoint, tag, before))
+        saving.when_partitioned(checkpoint, lambda: shards.load(checkpoint, tag, before))
 
     def _read(self, path: str) -> None:
         try:

@@ -1,10 +1,10 @@
-"""A divided model in TensorFlow's own checkpoints: ``tf.train.Checkpoint`` writes and reads them with all ranks.
+"""A partitioned model in TensorFlow's checkpoints: all ranks write and read a ``tf.train.Checkpoint`` together.
 
-- SAV-1: a checkpoint says nothing of partitions: its names are those of the model and the optimizer in one process. So
-  plain TensorFlow reads it, and any number of partitions does.
-- SAV-2: each rank of the first replica writes the variables that it holds into a shard; the first rank merges the shards,
-  which writes the index last. Whoever names the checkpoint, or deletes others, does so afterwards, in every replica: so one
-  that is named is complete.
+- SAV-1: a checkpoint does not depend on the partition: its names are those of the model and the optimizer in one
+  process. So plain TensorFlow reads it, and so does a job with another number of partitions.
+- SAV-2: each rank of the first replica writes its variables into a shard. The first rank merges the shards and writes
+  the index last. A checkpoint is named, and older ones are deleted, only after that, in every replica. So a checkpoint
+  that has a name is complete.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tensorflow.python.checkpoint import checkpoint as tf_checkpoint
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.tensorflow.checkpoint.staging import Remote, Scratch
-from smdistributed.modelparallel.tensorflow.communication import read_together, together
+from smdistributed.modelparallel.tensorflow.checkpoint.staging import RemoteStaging, StagingFolder
+from smdistributed.modelparallel.tensorflow.communication import raise_on_all_ranks, read_on_all_ranks
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.partition import optimizer_variables, remote_variables
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Those of our managers, whose methods all ranks call, whatever is in them.
+#: Checkpoints of `smp.CheckpointManager`: all ranks call its methods, whatever the checkpoints contain.
 managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
 #: By identity, what the checkpoint that is being read has given its value before.
 _have_been_read: dict[int, Any] = {}
@@ -41,7 +41,7 @@ _COUNTER = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
 
 @functools.cache
 def install() -> None:
-    """Has ``tf.train.Checkpoint`` treat a distributed model as what it is; does nothing the second time."""
+    """Makes ``tf.train.Checkpoint`` write and read a distributed model; does nothing the second time."""
     base = tf.train.Checkpoint
     plain_write, plain_read, plain_async = base._write, base.read, base._async_checkpointer
 
@@ -54,21 +54,21 @@ def install() -> None:
 
     @functools.wraps(plain_read)
     def read(self: Any, save_path: str, options: Any = None) -> Any:
-        if save_path is None or not is_divided(self):
+        if save_path is None or not is_partitioned(self):
             return plain_read(self, save_path, options)
-        later = Later(lambda: plain_read(self, save_path, options))
+        deferred = DeferredRestore(lambda: plain_read(self, save_path, options))
         path = os.fspath(save_path)
         has_counter: list[bool] = []
-        read_together(lambda: has_counter.append(tf.train.load_checkpoint(path).has_tensor(_COUNTER)), path)
+        read_on_all_ranks(lambda: has_counter.append(tf.train.load_checkpoint(path).has_tensor(_COUNTER)), path)
         if has_counter[0]:
             self._maybe_create_save_counter()
-        rest = not_divided(self)
+        rest = unpartitioned_objects(self)
         if rest is None:
-            when_divided(self, later.read, path)
+            when_partitioned(self, deferred.read, path)
         else:
-            read_together(lambda: plain_read(rest, save_path, options).expect_partial(), path)
-            when_divided(self, lambda: later.read(rest), path)
-        return later
+            read_on_all_ranks(lambda: plain_read(rest, save_path, options).expect_partial(), path)
+            when_partitioned(self, lambda: deferred.read(rest), path)
+        return deferred
 
     @functools.wraps(plain_async)
     def _async_checkpointer(self: Any) -> Any:
@@ -120,12 +120,12 @@ def _is_first() -> bool:
 
 
 def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Of what is to be read, that which has a place here: what is not read takes no memory either.
+    """The saveables that have a place on this rank; others are not read and take no memory.
 
     Raises:
         ValueError: what belongs to others has another shape than there: the same on all ranks.
     """
-    others = {name: remote_variables.elsewhere(each.op) for name, each in saveables.items()}
+    others = {name: remote_variables.as_remote(each.op) for name, each in saveables.items()}
     if any(each is not None for each in others.values()):
         shapes = tf.train.load_checkpoint(path).get_variable_to_shape_map()
         for name, variable in others.items():
@@ -139,9 +139,9 @@ def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
     }
 
 
-class Later:
-    """What reading a checkpoint returns, which may happen only when the model has been divided: its methods are those of
-    TensorFlow's object, and what they assert is asserted then."""
+class DeferredRestore:
+    """The status of a restore that may wait until the model is partitioned. It has the methods of TensorFlow's status;
+    what they assert is asserted then."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read, self._status = read, None
@@ -157,26 +157,26 @@ class Later:
         for name in self._asked:
             getattr(self._status, name)()
 
-    def _ask(self, name: str) -> Later:
+    def _ask(self, name: str) -> DeferredRestore:
         if self._status is None:
             self._asked.append(name)
         else:
             getattr(self._status, name)()
         return self
 
-    def assert_consumed(self) -> Later:
+    def assert_consumed(self) -> DeferredRestore:
         """As TensorFlow's."""
         return self._ask("assert_consumed")
 
-    def assert_existing_objects_matched(self) -> Later:
+    def assert_existing_objects_matched(self) -> DeferredRestore:
         """As TensorFlow's."""
         return self._ask("assert_existing_objects_matched")
 
-    def assert_nontrivial_match(self) -> Later:
+    def assert_nontrivial_match(self) -> DeferredRestore:
         """As TensorFlow's."""
         return self._ask("assert_nontrivial_match")
 
-    def expect_partial(self) -> Later:
+    def expect_partial(self) -> DeferredRestore:
         """As TensorFlow's."""
         return self._ask("expect_partial")
 
@@ -196,10 +196,10 @@ def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
     return state.initialized and any(isinstance(each, DistributedModel) for each in _objects(checkpoint))
 
 
-def not_divided(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
-    """What is not of the model nor of an optimizer, by its names in ``checkpoint``, before the model is divided: it need not wait for that.
-    ``None`` once it is."""
-    if _homes():
+def unpartitioned_objects(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
+    """The objects in ``checkpoint`` that belong to neither the model nor an optimizer, before the model is partitioned:
+    they need not wait for it. ``None`` afterwards."""
+    if _variable_partitions():
         return None
     roots = [
         each for each in _objects(checkpoint) if isinstance(each, DistributedModel) or hasattr(each, "apply_gradients")
@@ -213,26 +213,26 @@ def not_divided(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
     return rest
 
 
-def is_divided(checkpoint: tf.train.Checkpoint) -> bool:
-    """Whether something of what is saved is divided: the model, a layer of it, or an optimizer. The same on all ranks, whatever is here."""
+def is_partitioned(checkpoint: tf.train.Checkpoint) -> bool:
+    """Whether a saved object is partitioned: the model, a layer of it, or an optimizer. Equal on all ranks."""
     if not state.initialized or (state.model is not None and state.model._smp_is_gathered):
         return False
-    homes = _homes()
-    return any(isinstance(each, DistributedModel) or id(handle_of(each)) in homes for each in _objects(checkpoint))
+    assignment = _variable_partitions()
+    return any(isinstance(each, DistributedModel) or id(handle_of(each)) in assignment for each in _objects(checkpoint))
 
 
 def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
     """Whether all ranks write it together."""
-    return state.initialized and (checkpoint in managed or is_divided(checkpoint))
+    return state.initialized and (checkpoint in managed or is_partitioned(checkpoint))
 
 
-def _homes() -> dict[int, int]:
-    """Partitions of variables, once the model is divided."""
-    return state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
+def _variable_partitions() -> dict[int, int]:
+    """The partitions of variables, once the model is partitioned."""
+    return state.model._smp_assignment.variables if state.model is not None and state.model.is_partitioned else {}
 
 
-def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path: str | None = None) -> None:
-    """Has ``read`` called once the model is divided and the optimizers are built, at once if it is.
+def when_partitioned(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path: str | None = None) -> None:
+    """Calls ``read`` once the model is partitioned and the optimizers are built; at once if they are.
 
     Args:
         path: The checkpoint's, if all ranks are to come to the same verdict on it.
@@ -246,7 +246,7 @@ def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path:
                 if path is None:
                     read()
                 else:
-                    read_together(read, path)
+                    read_on_all_ranks(read, path)
             except tf.errors.OpError as error:
                 raise SMPCheckpointError(f"a checkpoint cannot be read: {error.message}") from error
 
@@ -257,7 +257,7 @@ def when_divided(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path:
 
 
 def written(file_prefix: str, options: Any) -> str:
-    """Calls those who wait for a checkpoint: TensorFlow's callback names it and deletes old ones.
+    """Runs the callbacks of a written checkpoint: TensorFlow's names it and deletes old ones.
 
     Raises:
         SMPCheckpointError: one of them failed, here or on another rank; the same on all ranks.
@@ -267,51 +267,51 @@ def written(file_prefix: str, options: Any) -> str:
         for callback in getattr(options, "experimental_write_callbacks", None) or ():
             callback(*[file_prefix][: len(inspect.signature(callback).parameters)])
 
-    # Nobody reads what the first rank is still naming, or deletes what it deletes: the others find that gone.
+    # The other ranks run their callbacks after the first rank's, which names the checkpoint and deletes files.
     is_first = state.groups.rank == 0
-    together(call if is_first else _nothing, file_prefix)
-    together(_nothing if is_first else call, file_prefix)
+    raise_on_all_ranks(call if is_first else _nothing, file_prefix)
+    raise_on_all_ranks(_nothing if is_first else call, file_prefix)
     return file_prefix
 
 
 def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any, int | None, Any]]:
-    """What there is to save: name, slice, the object, the rank of the partition that has it, and the tensor, which may be a
-    call that gives it.
+    """The entries to save: name, slice, object, the rank of its partition, and the tensor or a function that returns
+    it.
 
     Raises:
         SMPUsageError: the model has not been divided yet.
         SMPCheckpointError: a variable of the model is not among it.
     """
-    check_divided(checkpoint)
-    homes = _homes()
+    check_partitioned(checkpoint)
+    assignment = _variable_partitions()
     gathered, *_ = checkpoint._saver._gather_serialized_tensors(None)
     _check_known(checkpoint)
     if holds_model(checkpoint):
         _check_whole({id(handle_of(each)) for each in gathered})
     for trackable, values in gathered.items():
-        home = homes.get(id(handle_of(trackable)))
+        home = assignment.get(id(handle_of(trackable)))
         for name, value in values.items():
             for piece, tensor in value.items() if isinstance(value, dict) else [("", value)]:
                 yield name, piece, trackable, home, getattr(tensor, "tensor", tensor)
 
 
-def agreed(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, Any, int | None, Any]]:
-    """As :func:`serialized`; all ranks call it.
+def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[str, str, Any, int | None, Any]]:
+    """Returns :func:`serialized`, checked on all ranks, which call it together.
 
     Raises:
         SMPUsageError: the model has not been divided yet.
         SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of it is.
     """
-    check_divided(checkpoint)
+    check_partitioned(checkpoint)
     entries: list[tuple[str, str, Any, int | None, Any]] = []
 
-    def told() -> tuple[list[str], dict[str, np.ndarray]]:
+    def local_entries() -> tuple[list[str], dict[str, np.ndarray]]:
         entries.extend(serialized(checkpoint))
         writes = state.groups.rank_in("dp") == 0 and len(state.groups.members["pp"]) > 1
         names = [f"{name} {piece}".strip() for name, piece, *_ in entries]
         return names, _samples(checkpoint, entries) if writes else {}
 
-    listed, samples = zip(*together(told, path), strict=True)
+    listed, samples = zip(*raise_on_all_ranks(local_entries, path), strict=True)
     # A rank writes its part of what the first one lists.
     everybody = [set(each) for each in listed]
     for rank, theirs in enumerate(everybody):
@@ -344,7 +344,7 @@ def _samples(
             variables += each.variables
     if state.model is not None:
         # Such as a layer that no step has called yet.
-        with state.model._smp_as_whole():
+        with state.model._smp_all_variables():
             variables += state.model.variables
     own = {id(handle_of(each)) for each in variables}
     found = {}
@@ -367,8 +367,8 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
-def check_divided(checkpoint: tf.train.Checkpoint) -> None:
-    """Refuses to save or read a model that has not been divided yet."""
+def check_partitioned(checkpoint: tf.train.Checkpoint) -> None:
+    """Refuses to save or read a model that is not partitioned yet."""
     if holds_model(checkpoint) and (state.model is None or not state.model.is_partitioned):
         raise SMPUsageError("a model is saved after its first step, which builds and divides it")
 
@@ -389,7 +389,7 @@ def _check_known(checkpoint: tf.train.Checkpoint) -> None:
 def _check_whole(handles: set[int]) -> None:
     """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that are in a list."""
     assert state.model is not None, "it was divided"
-    with state.model._smp_as_whole():
+    with state.model._smp_all_variables():
         for variable in state.model.weights:
             if id(handle_of(variable)) not in handles:
                 raise SMPCheckpointError(
@@ -407,23 +407,23 @@ def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
     """
     groups = state.groups
     rank, writes, is_first = groups.rank_in("pp"), groups.rank_in("dp") == 0, groups.rank == 0
-    entries = agreed(checkpoint, file_prefix)
+    entries = checked_entries(checkpoint, file_prefix)
     # A file system of TensorFlow's own has no folder of the core's.
-    number = shares.attempt()
-    scratch = Remote(file_prefix) if "://" in file_prefix else Scratch(file_prefix, number)
+    number = shares.next_save_id()
+    staging = RemoteStaging(file_prefix) if "://" in file_prefix else StagingFolder(file_prefix, number)
     try:
-        folder = together(scratch.open if is_first else _nothing, file_prefix)[0]
+        folder = raise_on_all_ranks(staging.open if is_first else _nothing, file_prefix)[0]
 
         def part() -> str | None:
             # What every rank has is the first one's to write.
             mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
             return _write_part(f"{folder}/part-{rank:05d}", mine)
 
-        parts = together(part if writes else _nothing, file_prefix)
+        parts = raise_on_all_ranks(part if writes else _nothing, file_prefix)
         written_parts = [each for each in parts if each is not None]
-        together(lambda: scratch.merge(written_parts) if is_first else None, file_prefix)
+        raise_on_all_ranks(lambda: staging.merge(written_parts) if is_first else None, file_prefix)
     finally:
-        scratch.close()
+        staging.close()
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
-"""A divided model in the core's checkpoints: safetensors shards and a manifest, as PyTorch's manager writes them.
+"""A partitioned model in the core's checkpoints: safetensors shards and a manifest, as PyTorch's manager writes them.
 
-A tensor has the name that it has in TensorFlow's checkpoint. A rank reads what it holds, whoever has written it: neither
-the number of partitions nor that of replicas matters.
+A tensor has the name that it has in TensorFlow's checkpoint. Each rank reads the tensors that it holds, whatever the
+numbers of partitions and replicas were when the checkpoint was written.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Shards:
             SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
         """
         groups = state.groups
-        entries = saving.agreed(checkpoint, tag)
+        entries = saving.checked_entries(checkpoint, tag)
 
         def make() -> Content:
             # Held until they are written.
@@ -87,7 +87,7 @@ class Shards:
         self._saver.save(tag, number, make, asynchronous=False)
 
     def load(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str] = frozenset()) -> frozenset[str]:
-        """Gives this rank's variables the values of a checkpoint; the model is divided, if it is among what is read.
+        """Loads the values of a checkpoint into this rank's variables; a model among them must be partitioned.
 
         Args:
             checkpoint: What is to be read.
@@ -101,7 +101,7 @@ class Shards:
             SMPCheckpointError: it does not fit, or a file is missing or damaged; the same on all ranks.
         """
         path = os.path.join(self.directory, tag)
-        read = communication.together(lambda: self._read(checkpoint, tag, but_for), path, "read")
+        read = communication.raise_on_all_ranks(lambda: self._read(checkpoint, tag, but_for), path, "read")
         return read[state.groups.rank]
 
     def _read(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str]) -> frozenset[str]:
@@ -133,7 +133,7 @@ class Shards:
 
 
 def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray]]:
-    """What the ranks of a partition write."""
+    """The arrays that the ranks of a partition write."""
     for name, piece, trackable, home, tensor in entries:
         # Of what every rank has, the first one's.
         if name == _GRAPH or (home or 0) != rank:

@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint in TensorFlow's form are written before it gets its name."""
+"""The staging folder in which the parts of a TensorFlow checkpoint are written before the checkpoint gets its name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
 
 
-class Scratch:
+class StagingFolder:
     """A hidden folder beside a checkpoint, in which all of it is written before it gets its name: a full disk leaves an older
     checkpoint of the same name as it is. The first rank makes it.
 
     Args:
         file_prefix: The checkpoint's path.
-        number: The attempt's, from ``shares.attempt``, which all ranks count alike.
+        number: The attempt's, from ``shares.next_save_id``, which all ranks count alike.
     """
 
     def __init__(self, file_prefix: str, number: int) -> None:
@@ -47,13 +47,14 @@ class Scratch:
                 os.replace(f"{folder}/{name}", os.path.join(self._folder, self._name + name.removeprefix("merged")))
 
     def close(self) -> None:
-        """Takes away what is left of it."""
+        """Removes what is left of the folder."""
         if self._attempt is not None:
             self._attempt.leave()
 
 
-class Remote:
-    """As :class:`Scratch`, where only TensorFlow can write: TensorFlow moves the parts to their places."""
+class RemoteStaging:
+    """The counterpart of :class:`StagingFolder` for file systems that only TensorFlow writes: TensorFlow moves the
+    parts into place."""
 
     def __init__(self, file_prefix: str) -> None:
         self._prefix = file_prefix

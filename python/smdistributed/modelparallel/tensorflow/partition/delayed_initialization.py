@@ -1,16 +1,16 @@
-"""Variables of Keras' layers before the model is divided: they have no memory until somebody reads them.
+"""Delayed initialization: variables of Keras' layers take no memory until they are read or the model is partitioned.
 
-A model larger than a device is built on every rank, and only a partition of it stays there. So a variable whose first value
-can be computed at any time, as those of Keras' own initializers, is made without one. When the model is divided, those of this
-rank get theirs, one after the other, and the others never do.
+Every rank builds the whole model, which may be larger than a device, and keeps one partition. So a variable whose
+initial value can be computed at any time, as by Keras' own initializers, is made without a value. When the model is
+partitioned, the variables of this rank are initialized one after the other; those of other ranks never are.
 
-- DELAY-1: numbers are those of one process: an initializer is delayed only if its seed is a number, which is drawn when the
-  variable is made. Any other gives its value at once, in the order of the script.
-- DELAY-2: graphs that only describe (a step's trace, Keras' scratch graphs) capture such a variable as it is. Whatever else
-  asks for its handle gives it its value first, so nobody finds it without one; also a `tf.function` that is traced for such a graph, as it
-  may be called again.
-- DELAY-3: a variable stops to wait when it has its value: an error while that is computed leaves it as it was. One thread at a time
-  gives variables their values, and others that ask for a handle wait for it.
+- DELAY-1: values are those of one process. An initializer is delayed only if its seed is a number, which is drawn when
+  the variable is made. Other initializers run at once, in the order of the script.
+- DELAY-2: graphs that are only descriptions (a step's trace, Keras' scratch graphs) capture a delayed variable as it
+  is. Any other access to its handle initializes it first. So does a ``tf.function`` that is traced for such a graph,
+  because it may be called again.
+- DELAY-3: a variable is delayed until it has its value; an error during initialization leaves it delayed. One thread at
+  a time initializes variables, and other threads that ask for a handle wait for it.
 """
 
 from __future__ import annotations
@@ -86,19 +86,19 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
 
 
 def become_plain(variable: Any) -> None:
-    """From now on a variable is like any other; it has the value that its memory has, which may be none."""
+    """Ends the delay of a variable without initializing it."""
     with _beginning:
         if not isinstance(variable, DelayedVariable):
             return
         handle = variable._smp_handle
-        # Whoever looks for its handle finds one at any time.
+        # The handle exists at any time.
         variable.__dict__["_handle"] = handle
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._smp_handle, variable._smp_make, _delayed[id(handle)]
 
 
 def _begin(variable: Any) -> None:
-    """Gives a variable its value, if it has none yet (DELAY-3)."""
+    """Initializes a variable that has no value yet (DELAY-3)."""
     with _beginning:
         if not isinstance(variable, DelayedVariable):
             return
@@ -134,9 +134,9 @@ def delay(variable: Any) -> None:
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([0], inner.dtype))
 
 
-def settle(elsewhere: Collection[int]) -> None:
-    """The model has been divided: variables without a value get theirs, but for those whose handles are ``elsewhere``, by
-    identity."""
+def initialize_local(elsewhere: Collection[int]) -> None:
+    """Initializes the delayed variables of this rank after the partition; ``elsewhere`` are the handles of the others,
+    by identity."""
     for key, variable in list(_delayed.items()):
         if key in elsewhere:
             become_plain(variable)
@@ -168,7 +168,7 @@ def _is_described() -> bool:
         graph = graph.outer_graph
     if state.trace is not None and graph is state.trace.graph:
         return True
-    # A function of the script may have the same name; while it is traced, its graph has somebody who orders its effects.
+    # A function of the script may have the same name; while it is traced, its graph has an automatic control dependencies manager.
     return graph.experimental_acd_manager is None and bool(_SCRATCH.fullmatch(getattr(graph, "name", "")))
 
 
@@ -247,8 +247,8 @@ def _adapt_older() -> None:
 
 
 def with_its_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable with its first value. The ``tf.function`` around would give it one before the first run only, which is after
-    the model has been divided, and would trace all of the step again, since it made variables."""
+    """Makes a variable with its initial value. The ``tf.function`` around would initialize it before its first run
+    only, after the model is partitioned, and would trace the whole step again."""
     value = options.get("initial_value")
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         return create(**options)  # of the graph: only a run of it makes that

@@ -1,7 +1,7 @@
-"""The optimizer's variables: those of a partition's variables have values where the partition is.
+"""The optimizer's variables, which have values only on the partition of the model variable that they belong to.
 
-An optimizer is built for the whole model on every rank, so its variables have the same names and order as in one process;
-those that belong to others are emptied as they are made. One that is built before the model is divided follows it then, and has no
+Every rank builds the optimizer for the whole model, so its variables have the names and order of one process. Variables
+of other partitions are emptied when they are made. An optimizer that is built before the model is partitioned has no
 memory until then.
 """
 
@@ -24,7 +24,7 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 
 def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool = False) -> None:
-    """Builds an optimizer of the divided model; does nothing for one that is built.
+    """Builds an optimizer for the partitioned model; does nothing if it is built.
 
     Args:
         optimizer: Of any Keras.
@@ -37,7 +37,7 @@ def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool 
     given = model.trainable_variables if variables is None else variables
     given = given if are_all else _of_all_partitions(given)
     # A `tf.function` around that fails in its first trace would not take variables in the next one.
-    with tf.init_scope(), model._smp_as_whole(), tf.variable_creator_scope(delayed_initialization.with_its_value):
+    with tf.init_scope(), model._smp_all_variables(), tf.variable_creator_scope(delayed_initialization.with_its_value):
         # Keras' older ones create their slots so.
         create = optimizer._create_all_weights if hasattr(optimizer, "_create_all_weights") else optimizer.build
         create(given)
@@ -45,7 +45,7 @@ def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool 
 
 @contextlib.contextmanager
 def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Around an optimizer's own call that makes variables for those of a model.
+    """A context for an optimizer's own creation of variables.
 
     Yields:
         What it is to be built for: the whole model, if ``variables`` are those of this rank's partition.
@@ -86,44 +86,43 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
 
 
 def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
-    """What an optimizer is built for that gets ``variables``: where these are the trainable ones of this rank, with others perhaps that are not
-    the model's, those of the whole model in their place."""
+    """The variables that an optimizer is built for: the whole model's in the place of this rank's."""
     model = state.model
     here = {id(handle_of(each)) for each in model.trainable_variables}
     others = [each for each in variables if id(handle_of(each)) not in here]
-    with model._smp_as_whole():
+    with model._smp_all_variables():
         whole = model.trainable_variables
     elsewhere = {id(handle_of(each)) for each in whole} - here
     if others and len(others) == len(variables) and not any(id(handle_of(each)) in elsewhere for each in others):
         return variables
     is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
-    if state.trace is None and not model.__dict__.get("_smp_whole") and state.groups.pipe is not None:
+    if state.trace is None and not model.__dict__.get("_smp_shows_all") and state.groups.pp_group is not None:
         # Where a part is all that this rank has, only others can tell.
         is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
     return variables if is_part else [*whole, *others]
 
 
 def here(optimizer: Any) -> list[Any] | None:
-    """Those of the variables which an optimizer was built for that this rank updates; ``None`` if it was built for none of a divided model."""
+    """The variables that an optimizer updates on this rank; ``None`` if it was not built for a partitioned model's."""
     model = state.model
     if model is None or not model.is_partitioned or optimizer not in state.optimizers:
         return None
-    return model._smp_here(state.optimizers[optimizer])
+    return model._smp_local(state.optimizers[optimizer])
 
 
 def divide() -> None:
-    """The model has been divided: so are the optimizers that were built for it before."""
+    """Partitions the optimizers that were built before the model was partitioned."""
     for optimizer in list(state.optimizers):
         _settle(optimizer)
 
 
 def unknown(optimizer: Any) -> list[Any]:
-    """Variables of an optimizer, larger than a number, of which nobody knows which partition they belong to."""
+    """Variables of an optimizer, larger than a scalar, whose partition is unknown."""
     if hasattr(optimizer, "inner_optimizer"):
         # What scales the loss has two numbers of its own.
         return unknown(optimizer.inner_optimizer)
-    homes = state.model._smp_homes.variables if state.model is not None and state.model.is_partitioned else {}
-    known = set(homes)
+    assignment = state.model._smp_assignment.variables if state.model is not None and state.model.is_partitioned else {}
+    known = set(assignment)
     if optimizer in state.optimizers:
         # Those for variables that all ranks have are on all, too.
         known |= {id(handle_of(slot)) for slot, _ in _pairs(optimizer)}
@@ -140,15 +139,15 @@ def _put(slot: Any, reference: Any) -> None:
     """``slot`` is where ``reference`` is, a variable of the model."""
     model = state.model
     assert model is not None, "it was divided"
-    homes = model._smp_homes.variables
-    home, handle = homes.get(id(handle_of(reference))), id(handle_of(slot))
-    if home is None or handle in homes:
+    assignment = model._smp_assignment.variables
+    home, handle = assignment.get(id(handle_of(reference))), id(handle_of(slot))
+    if home is None or handle in assignment:
         return
     if home != state.groups.rank_in("pp"):
-        remote_variables.leave(slot)
+        remote_variables.make_remote(slot)
         model._smp_slots.append(slot)
-    homes[handle] = home
-    weakref.finalize(underlying(slot), homes.pop, handle, None)
+    assignment[handle] = home
+    weakref.finalize(underlying(slot), assignment.pop, handle, None)
 
 
 def _settle(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the layers, variables and operations of a step are: the core decides, and files keep it."""
+"""Partitions of layers, variables and operations: the core decides, and a partition file stores the decision."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CLASSES = CLASSES | {"invalid_argument": SMPPartitionError}
 
 
 @dataclass
-class Homes:
-    """What was decided when the model was divided.
+class PartitionAssignment:
+    """The partitions of layers and variables.
 
     Attributes:
         layers: Partitions of layers with variables, by identity.
@@ -28,8 +28,8 @@ class Homes:
     variables: dict[int, int] = field(default_factory=dict)
 
 
-def decide(trace: Trace, operations: Operations, config: Config) -> Homes:
-    """Divides the layers that were called, unless the script says where their operations are.
+def decide(trace: Trace, operations: Operations, config: Config) -> PartitionAssignment:
+    """Assigns the layers that were called to partitions, unless the script has placed their operations.
 
     Raises:
         SMPPartitionError: they cannot be divided so.
@@ -44,19 +44,19 @@ def decide(trace: Trace, operations: Operations, config: Config) -> Homes:
     elif config.auto_partition:
         paths = _automatic(trace, operations, config)
     else:
-        return Homes()
+        return PartitionAssignment()
     named = zip(trace.units, trace.paths, strict=True)
-    return Homes({id(layer): paths[path] for layer, path in named if path in paths})
+    return PartitionAssignment({id(layer): paths[path] for layer, path in named if path in paths})
 
 
-def keep(trace: Trace, homes: Homes, config: Config) -> None:
-    """Writes what has been decided, or what the script has, into the configuration's file."""
+def save(trace: Trace, assignment: PartitionAssignment, config: Config) -> None:
+    """Writes the assignment into the partition file of the configuration."""
     if not config.partition_file or config.load_partition:
         return
     found = {}
     for layer, path in zip(trace.units, trace.paths, strict=True):
-        of_variables = (homes.variables.get(id(handle_of(each))) for each in layer.variables)
-        places = [homes.layers.get(id(layer)), *of_variables]
+        of_variables = (assignment.variables.get(id(handle_of(each))) for each in layer.variables)
+        places = [assignment.layers.get(id(layer)), *of_variables]
         place = next((each for each in places if each is not None), None)
         if place is not None:
             found[path] = place
@@ -73,13 +73,13 @@ def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str
             active_microbatches=config.active_microbatches,
             schedule=config.pipeline,
         )
-    partition_file.tell(table)
+    partition_file.log_table(table)
     found = zip(trace.paths, partitions, strict=True)
     return {path: partition for path, partition in found if partition is not None}
 
 
-def place(trace: Trace, operations: Operations, homes: Homes, config: Config) -> object:
-    """The core's placement of every operation; notes in ``homes`` where variables are.
+def place(trace: Trace, operations: Operations, assignment: PartitionAssignment, config: Config) -> object:
+    """The core's placement of every operation; notes in ``assignment`` where variables are.
 
     Raises:
         SMPPartitionError: a variable would be on two partitions.
@@ -87,11 +87,11 @@ def place(trace: Trace, operations: Operations, homes: Homes, config: Config) ->
     by_script = not config.auto_partition and not config.load_partition
     with errors.translated(_CLASSES):
         placement = operations.core.place(
-            [homes.layers.get(id(layer)) for layer in trace.units],
+            [assignment.layers.get(id(layer)) for layer in trace.units],
             config.default_partition if by_script else None,
-            [homes.variables.get(id(handle)) for handle in operations.handles],
+            [assignment.variables.get(id(handle)) for handle in operations.handles],
         )
     for handle, partition in zip(operations.handles, placement.variables(), strict=True):
         if partition is not None:
-            homes.variables[id(handle)] = partition
+            assignment.variables[id(handle)] = partition
     return placement

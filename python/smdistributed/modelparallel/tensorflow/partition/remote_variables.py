@@ -1,4 +1,4 @@
-"""Variables of other partitions: they stay, and take no memory."""
+"""Variables of other partitions: the objects stay, without memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tensorflow.python.ops import resource_variable_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import become_plain, handle_of
 
-#: The shape of what it holds.
+#: The shape of a remote variable's memory.
 _EMPTY = (0,)
 
 
-class AbsentVariable(resource_variable_ops.ResourceVariable):
-    """A variable of another partition. What gives all variables of the model values gives it one, too, which it does not take."""
+class RemoteVariable(resource_variable_ops.ResourceVariable):
+    """A variable of another partition. Assignments of values for the whole model are checked and ignored."""
 
     #: What it is read as while this rank writes the whole model.
-    _smp_held: tf.Tensor | None = None
+    _smp_read_value: tf.Tensor | None = None
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:
-        if self._smp_held is not None and tf.executing_eagerly():
-            return self._smp_held
+        if self._smp_read_value is not None and tf.executing_eagerly():
+            return self._smp_read_value
         return super()._read_variable_op(no_copy)
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,31 +35,32 @@ class AbsentVariable(resource_variable_ops.ResourceVariable):
         return self
 
 
-def leave(variable: Any) -> None:
-    """A variable belongs to another partition. It keeps its handle: functions that were traced before have that."""
+def make_remote(variable: Any) -> None:
+    """Makes a variable remote. It keeps its handle, which functions that were traced before refer to."""
     inner = _inmost(variable)
     become_plain(inner)
     empty(inner)
     if isinstance(inner, resource_variable_ops.BaseResourceVariable):
         # Also what is made while a `tf.function` is traced.
-        inner.__class__ = AbsentVariable
+        inner.__class__ = RemoteVariable
 
 
-def hold(variable: Any, value: Any) -> None:
-    """Has a variable of another partition read as ``value``, which stays in the memory of this host, as its device may have no room."""
+def set_read_value(variable: Any, value: Any) -> None:
+    """Sets the value that reads of a remote variable return; it stays in host memory, since the device may have no
+    room."""
     with tf.init_scope(), tf.device("/device:CPU:0"):
-        _inmost(variable)._smp_held = tf.convert_to_tensor(value)
+        _inmost(variable)._smp_read_value = tf.convert_to_tensor(value)
 
 
-def release(variable: Any) -> None:
-    """Forgets what it was read as."""
-    _inmost(variable).__dict__.pop("_smp_held", None)
+def clear_read_value(variable: Any) -> None:
+    """Clears the value that reads return."""
+    _inmost(variable).__dict__.pop("_smp_read_value", None)
 
 
-def elsewhere(trackable: Any) -> AbsentVariable | None:
-    """The variable that ``trackable`` is or stands for, if that is another partition's."""
+def as_remote(trackable: Any) -> RemoteVariable | None:
+    """Returns the remote variable that ``trackable`` is or stands for, else ``None``."""
     inner = _inmost(trackable)
-    return inner if isinstance(inner, AbsentVariable) else None
+    return inner if isinstance(inner, RemoteVariable) else None
 
 
 def _inmost(variable: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Sums over the microbatches of a step, in variables that are there while it runs.
+"""Accumulators: sums over the microbatches of a step, in variables that exist while the step runs.
 
-An addition in a function that is called cannot take the memory of an argument, which its caller holds; a variable's it can. So what
-is added is free again at once.
+An addition inside a called function cannot reuse the memory of an argument, because the caller holds it. It can reuse a
+variable's, so each summand is freed at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _numbers = itertools.count()
 
 
-class Sum:
-    """One of them, in the graph of a step.
+class Accumulator:
+    """A sum over microbatches, in the graph of a step.
 
     Args:
         tensor: What is added up, in the graph of the trace.
@@ -33,7 +33,7 @@ class Sum:
             )
 
     @staticmethod
-    def fits(tensor: tf.Tensor) -> bool:
+    def supports(tensor: tf.Tensor) -> bool:
         """Whether a tensor can be added up so."""
         return tensor.dtype in _TYPES and tensor.shape.is_fully_defined()
 

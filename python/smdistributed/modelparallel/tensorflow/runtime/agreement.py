@@ -1,9 +1,11 @@
-"""Whether the ranks of a pipeline do the same: whether they run the same step, asked in its graph, and, before it divides the model, when it is
-traced; and whether they run a step at all.
+"""Comparison of what the ranks of a pipeline do: the step that they run, and operations outside of steps.
 
-- AGR-1: whatever all ranks of a pipeline wait for each other in begins with a comparison, in one group: steps, batches of ``fit``, checkpoints,
-  barriers. So a rank that does something else than the others is no wait without an end but an error on all of them, after which they may go on.
-- AGR-2: a rank that leaves what others still do, by an error, takes part in their next comparison with its error.
+A step is compared in its graph, and when it is traced, before it partitions the model.
+
+- AGR-1: each operation in which all ranks of a pipeline wait for each other begins with a comparison, in one group:
+  steps, batches of ``fit``, checkpoints, barriers. So a rank that does something else raises an error on all of them
+  instead of a deadlock, and they may continue after it.
+- AGR-2: a rank that leaves such an operation by an error takes part in the next comparison with that error.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from smdistributed.modelparallel.tensorflow.runtime import object_transport
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
-    from smdistributed.modelparallel.tensorflow.runtime.step_scope import Attempt
+    from smdistributed.modelparallel.tensorflow.runtime.step_scope import StepScope
 
 #: Begins the only line of a rank that could not do what others do, and of one that does something else than a step.
 _FAILURE, _ACTIVITY = "failed: ", "does: "
 _HOST = "/device:CPU:0"
 #: What a rank that failed has in the place of a digest.
 _FAILED = -1
-#: How long a rank that could not trace its step waits for the others, which may trace theirs.
+#: Seconds that a rank with a failed trace waits for the others, which may still be tracing.
 TRACING_SECONDS = 10.0
 
 
@@ -42,7 +44,7 @@ def compare(
     kind: CommGroup,
     differ: str,
     names: Sequence[str],
-    attempt: Attempt | None = None,
+    scope: StepScope | None = None,
 ) -> tf.Operation:
     """An operation that fails unless all ranks of a group have the same lines.
 
@@ -52,7 +54,7 @@ def compare(
         kind: Which group that is.
         differ: What is wrong then.
         names: What ranks are called, in the group's order.
-        attempt: The step that none of them runs then.
+        scope: The step that none of them runs then.
     """
     digest = _digest(lines)
     # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first message
@@ -61,48 +63,48 @@ def compare(
         everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
         is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
 
-    def tell(_: Any) -> NoReturn:
-        raise SMPMismatchError(f"{_told(lines, kind, differ, names)} [smd:mismatch]")
+    def raise_mismatch(_: Any) -> NoReturn:
+        raise SMPMismatchError(f"{_mismatch_text(lines, kind, differ, names)} [smd:mismatch]")
 
     def fail() -> tf.Tensor:
-        with tf.control_dependencies([] if attempt is None else [attempt.excuse()]):
-            return tf.numpy_function(tell, [everybody], tf.int64)
+        with tf.control_dependencies([] if scope is None else [scope.cancel()]):
+            return tf.numpy_function(raise_mismatch, [everybody], tf.int64)
 
     with tf.device(_HOST):
         return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
 
 
 def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> None:
-    """As :func:`compare`, at once.
+    """Compares at once, as :func:`compare` does in a graph.
 
     Raises:
         SMPMismatchError: another rank has other lines, or none, on all of them.
     """
     digest = _digest(lines)
     if any(each != digest for each in _gather(digest, group)):
-        raise SMPMismatchError(_told(lines, kind, differ, names))
+        raise SMPMismatchError(_mismatch_text(lines, kind, differ, names))
 
 
-def of_pipeline(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str]]:
-    """With whom partitions compare their steps, and what is said of it."""
+def pipeline_group(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str]]:
+    """The group in which partitions compare their steps, and the text of a mismatch."""
     names = [f"partition {place}" for place in range(len(groups.members["pp"]))]
-    return groups.pipe, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
+    return groups.pp_group, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
 
 
-def take_turn(activity: str, groups: TensorFlowGroups) -> None:
-    """Begins what all ranks of the pipeline do together and is no step, such as ``calls `smp.barrier()```.
+def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
+    """Begins an operation of all ranks of the pipeline that is no step, such as ``calls `smp.barrier()```.
 
     Raises:
         SMPMismatchError: another rank does something else, on all of them.
     """
-    if groups.pipe is not None:
-        wait_until_told(groups)
-        compare_now([_ACTIVITY + activity], *of_pipeline(groups))
+    if groups.pp_group is not None:
+        wait_for_report(groups)
+        compare_now([_ACTIVITY + activity], *pipeline_group(groups))
 
 
-def tell_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
-    """Takes part in the next comparison of the pipeline with an error, so that the others hear of it whenever they ask; see
-    :func:`wait_until_told`. Those who have failed, too, hear nothing.
+def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
+    """Takes part in the next comparison of the pipeline with an error, so that the other ranks get it whenever they
+    compare; see :func:`wait_for_report`. Ranks that have failed as well get nothing.
 
     Args:
         what: This rank did, such as ``left `fit```.
@@ -110,28 +112,28 @@ def tell_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float
         groups: The pipeline.
         seconds: How long to wait for the others: they may be elsewhere, and wait for this rank.
     """
-    group, *_ = of_pipeline(groups)
+    group, *_ = pipeline_group(groups)
 
     def take_part() -> None:
         with contextlib.suppress(Exception):
-            # Whoever has departed will not be told.
+            # Ranks that have left the job get no report.
             if all(each == _FAILED for each in _gather(_FAILED, group)):
                 return
             object_transport.gather([f"{_FAILURE}{what}: {error}"], "pp")
-            if groups.data is not None:
+            if groups.dp_group is not None:
                 # The replicas wait for this partition's gradients.
                 _core.report_failure(error)
 
-    groups.telling = threading.Thread(target=take_part, name="smp-failure", daemon=True)
-    groups.telling.start()
-    groups.telling.join(seconds)
+    groups.report_thread = threading.Thread(target=take_part, name="smp-failure", daemon=True)
+    groups.report_thread.start()
+    groups.report_thread.join(seconds)
 
 
-def wait_until_told(groups: TensorFlowGroups) -> None:
-    """The pipeline is to compare something: that comes after a failure of this rank, of which the others may not have heard yet."""
-    if groups.telling is not None:
-        groups.telling.join()
-        groups.telling = None
+def wait_for_report(groups: TensorFlowGroups) -> None:
+    """Waits until the report of an earlier failure of this rank has been delivered."""
+    if groups.report_thread is not None:
+        groups.report_thread.join()
+        groups.report_thread = None
 
 
 def _digest(lines: Sequence[str]) -> int:
@@ -145,8 +147,8 @@ def _gather(digest: int, group: int) -> list[int]:
         )
 
 
-def _told(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
-    """What is wrong, by what all ranks have; all of them ask."""
+def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
+    """Describes the mismatch; all ranks of the group call it."""
     story = object_transport.gather(list(lines), kind.value)
     for name, theirs in zip(names, story, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
@@ -168,7 +170,7 @@ def _doing(lines: Sequence[str]) -> str:
 
 
 def _difference(story: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """What the ranks have at the first place where they differ."""
+    """Describes the first place where the ranks differ."""
     first = story[0]
     for name, other in zip(names, story, strict=True):
         for place in range(max(len(first), len(other))):

@@ -1,7 +1,8 @@
-"""Ways of tensors between the GPUs of a pipeline.
+"""Channels between the GPUs of a pipeline.
 
-Each direction of each pair of ranks that exchanges tensors is a group of its own (a channel): a device runs the operations
-of a group in order, and two ranks that send to each other first would wait for each other.
+Each direction of each pair of ranks that exchanges tensors has a group of its own (a channel). A device runs the
+operations of a group in order, so with one group for both directions, two ranks that send to each other first would
+deadlock.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication
 from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
-from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Layout
+from smdistributed.modelparallel.tensorflow.runtime.segment_graph import SegmentGraph
 
 #: The ranks of a channel.
 SENDER, RECEIVER = 0, 1
 
 
 def device() -> str | None:
-    """Where this process computes, if that is a GPU."""
+    """The GPU on which this process computes, if there is one."""
     return "/device:GPU:0" if tf.config.list_logical_devices("GPU") else None
 
 
-def open_between(groups: TensorFlowGroups, layout: Layout) -> None:
-    """Makes the channels, both ways, of the ranks between which tensors of ``layout`` go, and uses each once: its two ranks
+def open_between(groups: TensorFlowGroups, segment_graph: SegmentGraph) -> None:
+    """Makes the channels, both ways, of the ranks between which tensors of ``segment_graph`` go, and uses each once: its two ranks
     wait for each other then, and in a step somebody else might wait for one of them. All ranks of the pipeline call it with
     the step that they trace first; it makes none if one of them has no GPU, or traces another step."""
     here = device()
-    mine = (here is not None, zlib.crc32("\n".join(layout.lines).encode()))
+    mine = (here is not None, zlib.crc32("\n".join(segment_graph.lines).encode()))
     everybody = communication.gather_for("has divided the model", mine, CommGroup.PP_GROUP)
     if here is None or any(other != mine for other in everybody):
         return
     members, place = groups.members["pp"], groups.rank_in("pp")
-    edges = {(each.source, target) for each in layout.transfers.values() for target in each.targets}
+    edges = {(each.source, target) for each in segment_graph.transfers.values() for target in each.targets}
     with tf.init_scope(), tf.device(here):
         for source, target in sorted(edges | {(b, a) for a, b in edges}):
             if place not in (source, target):

@@ -1,8 +1,7 @@
 """Batches of ``fit``, ``evaluate`` and ``predict``: all ranks of a pipeline compute with those of its first rank.
 
-Every rank makes batches of what it was given, and what is random in that (Keras shuffles arrays in an order of its own on each rank,
-generators draw) differs between ranks. So the others take the first one's. What they have made themselves says only that they are at
-the same place: that they do the same, and that there is a batch.
+Random parts of a batch differ between ranks: Keras shuffles in another order on each, generators draw. So all ranks
+take the first rank's batch. Their own batches only show that they do the same and that there is a batch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def taking_part(activity: str) -> Iterator[None]:
+def batch_loop(activity: str) -> Iterator[None]:
     """Around all batches of ``activity``, which the ranks of a pipeline end together. If this one ends by an error of its own, such as a callback's,
     the others hear of it with their next batch (AGR-2).
 
@@ -43,12 +42,14 @@ def taking_part(activity: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_known = isinstance(error, _KNOWN) or groups.telling is not None or getattr(error, "_smp_is_known", False)
-        if groups.pipe is not None and not is_known:
+        is_known = (
+            isinstance(error, _KNOWN) or groups.report_thread is not None or getattr(error, "_smp_is_known", False)
+        )
+        if groups.pp_group is not None and not is_known:
             text = f"rank {groups.rank}: {type(error).__name__}: {error}"
-            agreement.tell_failure(f"left `{activity}`", text, groups, _SECONDS)
+            agreement.report_failure(f"left `{activity}`", text, groups, _SECONDS)
         raise
-    if groups.pipe is not None:
+    if groups.pp_group is not None:
         stories = communication.gather_for(_DOES, (f"`{activity}`", "has ended", None), CommGroup.PP_GROUP)
         _compare([f"{activity} {each}" for activity, each, _ in stories])
 
@@ -65,7 +66,7 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
             on all ranks. Where all have none, and on the rank that could not make one, what ``take`` raises.
     """
     groups = state.groups
-    if groups.pipe is None:
+    if groups.pp_group is None:
         return _as_tensors(take())
     batch, failure = None, None
     try:
@@ -102,7 +103,7 @@ def _as_tensors(batch: Any) -> Any:
 
 
 def _described(batch: Any) -> str:
-    """How a batch is built, in which sizes may differ."""
+    """The structure of a batch, without sizes."""
 
     def kind(leaf: Any) -> str:
         return f"{leaf.dtype.name} of {leaf.shape.rank} axes" if isinstance(leaf, tf.Tensor) else type(leaf).__name__

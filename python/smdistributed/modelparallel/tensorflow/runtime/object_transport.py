@@ -1,4 +1,4 @@
-"""How objects travel between processes, whatever they are for; tensors of TensorFlow travel as arrays and come as tensors."""
+"""Transport of pickled objects between processes; TensorFlow tensors are sent as arrays and arrive as tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _packed(value: Any) -> np.ndarray:
 
 
 def _unpacked(message: np.ndarray, rank: int) -> Any:
-    """What global rank ``rank`` has packed."""
+    """Unpickles a message of global rank ``rank``."""
     return unpickling.loads(message.tobytes(), f"rank {rank}", tf.convert_to_tensor)
 
 
@@ -43,8 +43,8 @@ def _recv(size: int, kind: tf.DType, rank: int, tag: int) -> np.ndarray:
     return call(core_ops.smd_recv, shape=[size], T=kind, peer=rank, tag=tag, group=_world()).numpy()
 
 
-def post(value: Any, ranks: list[int]) -> None:
-    """Gives ``value`` to other global ranks; returns when they have it."""
+def send_object(value: Any, ranks: list[int]) -> None:
+    """Sends ``value`` to other global ranks; returns when they have received it."""
     message = _packed(value)
     with tf.init_scope(), tf.device("/device:CPU:0"):
         for rank in ranks:
@@ -54,8 +54,8 @@ def post(value: Any, ranks: list[int]) -> None:
             _recv(1, tf.uint8, rank, _TAKEN)
 
 
-def take(rank: int) -> Any:
-    """What another global rank has posted."""
+def receive_object(rank: int) -> Any:
+    """Receives an object from another global rank."""
     with tf.init_scope(), tf.device("/device:CPU:0"):
         size = int(_recv(1, tf.int64, rank, _CONTENT)[0])
         message = _recv(size, tf.uint8, rank, _CONTENT)
@@ -68,7 +68,7 @@ def _world() -> int | None:
 
 
 def gather(value: Any, name: str) -> list[Any]:
-    """The values of all ranks of a kind of group, in their order."""
+    """Gathers the values of all ranks of a group, in their order."""
     members, ours = state.groups.members[name], state.groups.objects(name)
     message = _packed(value)
     if len(members) == 1:

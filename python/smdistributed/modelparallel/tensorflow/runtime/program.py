@@ -1,22 +1,23 @@
-"""From a layout to this rank's graph: each segment becomes a function, called once for each microbatch.
+"""Builds this rank's graph from a segment graph: each segment becomes a function that is called once for each
+microbatch.
 
-- PROG-1: calls of anchored segments come in the order of the schedule; a control edge leads from each to the next.
-  All others, and all messages, run when their operands are there.
-- PROG-2: what anchored calls alone take is received two calls ahead, so that no more memory than that waits; anything else
-  at once, since others may wait for what comes of it. What an anchored call has made for others is on its way before the
-  next one begins: where one thread runs all operations, it would take the longer one first.
-- PROG-3: functions are called, not inlined, so a control edge means what it says, and what a call has made is free
-  again when the last call that takes it has ended. PROG-6 is the exception.
-- PROG-4: gradients are added up as they come, in variables that are there while the step runs: beside the sums, a call holds those
-  that it has not added yet, which is one at a time where operations run one after the other. What a body makes of gradients outside of the
-  schedule is added up when its call has ended, and the next backward waits for that. What else is returned of a microbatch is held
-  if somebody takes it.
-- PROG-5: a call comes after those whose effects its operations wait for, and after those for the microbatch before
-  that read or change a variable which it changes or reads (SEG-3 in the core). Other ranks are told of effects by a
-  message.
-- PROG-6: what is wanted early (gradients that replicas reduce while the rest is computed) is not held until a call ends: the
-  last call that makes some of it is its operations instead, which wait for what the call would wait for, and are waited for
-  alike. What has effects is called all the same.
+- PROG-1: calls of anchored segments follow the schedule; a control edge leads from each to the next. Other calls, and
+  all messages, run when their operands are there.
+- PROG-2: inputs that only anchored calls use are received two calls ahead, so that no more memory than that waits.
+  Other inputs are received at once, because other ranks may wait for results. An anchored call's outputs for other
+  ranks are sent before the next call begins: with one thread for all operations, TensorFlow would run the longer one
+  first.
+- PROG-3: functions are called, not inlined, so control edges hold for whole calls, and a call's results are freed after
+  their last use. PROG-6 is the exception.
+- PROG-4: gradients are accumulated as they are computed, in variables that exist while the step runs. Beside the sums,
+  a call holds the gradients that it has not added yet, which is one at a time where operations run one after the other.
+  Values that the body derives from gradients outside of the schedule are added when their call has ended, and the next
+  backward waits for that. Other results of a microbatch are held only if they are used.
+- PROG-5: a call comes after the calls whose effects its operations depend on, and after those of the microbatch before
+  that read or change a variable which it changes or reads (SEG-3 in the core). A message tells other ranks of effects.
+- PROG-6: gradients that replicas reduce during the rest of the backward are not held until a call ends. The last call
+  that makes some of them is replaced by its operations, with the same dependencies. A segment with effects is called
+  all the same.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from tensorflow.python.ops import handle_data_util
 
 from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
 from smdistributed.modelparallel.tensorflow.runtime import agreement, timeline
-from smdistributed.modelparallel.tensorflow.runtime.accumulators import Sum
-from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Layout, Segment
-from smdistributed.modelparallel.tensorflow.runtime.step_scope import Attempt
-from smdistributed.modelparallel.tensorflow.runtime.transfers import Messages
+from smdistributed.modelparallel.tensorflow.runtime.accumulators import Accumulator
+from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Segment, SegmentGraph
+from smdistributed.modelparallel.tensorflow.runtime.step_scope import StepScope
+from smdistributed.modelparallel.tensorflow.runtime.transfers import Transfers
 from smdistributed.modelparallel.tensorflow.tracing.operations import has_effect, waited_for
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
@@ -54,9 +55,9 @@ def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> list[
     """
     made: dict[str, tf.Operation] = {}
     # To enter a device takes as long as to make an operation, and neighbours are mostly on one.
-    for device, together in itertools.groupby(ops, lambda op: op.device):
+    for device, same_device in itertools.groupby(ops, lambda op: op.device):
         with tf.device(device or None):
-            for op in together:
+            for op in same_device:
                 made[op.name] = _copy_op(op, values, made)
     return list(made.values())
 
@@ -70,7 +71,7 @@ def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, 
             # A constant.
             copy_ops([tensor.op], values)
         inputs.append(values[tensor.name])
-    # What stands for effects may not be made here, as nobody takes it.
+    # Stand-ins for effects may be missing here, because no operation uses them.
     waits = dict.fromkeys(each.name for each in (*op.control_inputs, *waited_for(op)))
     with tf.control_dependencies([made[name] for name in waits if name in made]):
         new = graph._create_op_internal(
@@ -99,7 +100,7 @@ class Program:
 
     Args:
         trace: What is run.
-        layout: This rank's part of it.
+        segment_graph: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
         groups: The pipeline.
         to_sum: Tensors that the step returns here, whose sums over the microbatches are wanted, by name, each with the device that
@@ -113,14 +114,14 @@ class Program:
     def __init__(
         self,
         trace: Trace,
-        layout: Layout,
+        segment_graph: SegmentGraph,
         given: Sequence[Sequence[tf.Tensor]],
         groups: TensorFlowGroups,
         to_sum: Mapping[str, str],
         early: Collection[str],
     ) -> None:
         self.sums: dict[str, tf.Tensor] = {}
-        self._trace, self._layout, self._groups = trace, layout, groups
+        self._trace, self._segment_graph, self._groups = trace, segment_graph, groups
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
         inputs = {inner.name for inner in trace.inputs}
@@ -137,47 +138,50 @@ class Program:
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
         # What others wait for while it runs; and what runs by itself.
-        self._attempt: Attempt | None = None
-        self._by_themselves: list[tf.Operation] = []
-        self._messages: Messages | None = None
-        self._clock = timeline.Clock(self._runs_by_itself)
+        self._scope: StepScope | None = None
+        self._independent_ops: list[tf.Operation] = []
+        self._transfers: Transfers | None = None
+        self._clock = timeline.Clock(self._run_independently)
         # When the last anchored call ended.
         self._idle: list[tf.Operation] = []
         # What the next anchored call waits for: that messages have begun, and, with a timeline, that clocks were read.
         self._begun: list[tf.Operation] = []
         self._to_sum = to_sum
         # PROG-4: by the name of what they are sums of.
-        self._in_variables: dict[str, Sum] = {}
+        self._accumulators: dict[str, Accumulator] = {}
         if self._microbatches > 1:
-            for segment in dict.fromkeys(segment for segment, _ in layout.order):
-                for tensor in segment.gives:
-                    if tensor.name in to_sum and Sum.fits(tensor):
-                        self._in_variables[tensor.name] = Sum(tensor, to_sum[tensor.name])
+            for segment in dict.fromkeys(segment for segment, _ in segment_graph.order):
+                for tensor in segment.outputs:
+                    if tensor.name in to_sum and Accumulator.supports(tensor):
+                        self._accumulators[tensor.name] = Accumulator(tensor, to_sum[tensor.name])
         self._split = self._to_split(early)
         # Additions of the last anchored call.
         self._adding: list[tf.Operation] = []
-        unanchored = [each for each in layout.segments if not each.anchored]
-        self._taken_at_once = {tensor.name for each in unanchored for tensor in each.takes}
+        unanchored = [each for each in segment_graph.segments if not each.anchored]
+        self._taken_at_once = {tensor.name for each in unanchored for tensor in each.inputs}
 
     def build(self) -> list[dict[str, tf.Tensor]]:
         """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
-        layout = self._layout
-        if self._groups.pipe is not None:
-            self._attempt = Attempt()
-            with tf.control_dependencies([self._attempt.began]):
-                start = agreement.compare(layout.lines, *agreement.of_pipeline(self._groups), attempt=self._attempt)
+        segment_graph = self._segment_graph
+        if self._groups.pp_group is not None:
+            self._scope = StepScope()
+            with tf.control_dependencies([self._scope.begin_op]):
+                start = agreement.compare(
+                    segment_graph.lines, *agreement.pipeline_group(self._groups), scope=self._scope
+                )
             self._start = [start]
-            self._messages = Messages(layout, self._groups, self._microbatches, start, self._runs_by_itself)
+            self._transfers = Transfers(segment_graph, self._groups, self._microbatches, start, self._run_independently)
         # A tape around the step has nothing to record in it.
         with record.stop_recording():
-            for segment, mb in layout.order:
+            for segment, mb in segment_graph.order:
                 self._call(segment, mb)
-            for segment in layout.segments:
+            for segment in segment_graph.segments:
                 if segment.ops:
                     for mb in range(self._microbatches):
                         self._call(segment, mb)
             rows = [
-                {tensor.name: self._value(tensor, mb) for tensor in layout.wanted} for mb in range(self._microbatches)
+                {tensor.name: self._value(tensor, mb) for tensor in segment_graph.wanted}
+                for mb in range(self._microbatches)
             ]
             for name in sorted(set(self._to_sum) - set(self.sums)):
                 # No call has made it here.
@@ -187,10 +191,10 @@ class Program:
 
     def end(self, results: Any) -> Any:
         """The step ends when ``results``, and all that has been made, are there; returns them as they are then."""
-        if self._attempt is None:
+        if self._scope is None:
             return results
         with record.stop_recording():
-            return self._attempt.end(results, self._by_themselves)
+            return self._scope.end(results, self._independent_ops)
 
     # Values.
 
@@ -199,10 +203,10 @@ class Program:
         values = self._values[mb]
         if tensor.name in values:
             return values[tensor.name]
-        segment = self._layout.of.get(tensor.op.name)
+        segment = self._segment_graph.of.get(tensor.op.name)
         if segment is not None:
             self._call(segment, mb)
-        elif tensor.op.name in self._layout.free:
+        elif tensor.op.name in self._segment_graph.free:
             copy_ops([tensor.op], values)
         else:
             values[tensor.name] = self._receive(tensor, mb, stage)
@@ -211,29 +215,29 @@ class Program:
     def _receive(self, tensor: tf.Tensor, mb: int, stage: int | None) -> tf.Tensor:
         before = [] if tensor.name in self._taken_at_once else self._anchors[-2:-1]
         posted = [] if stage is None else self._clock.read([*self._start, *before])
-        value = self._messages.receive(tensor, mb, [*before, *posted])
+        value = self._transfers.receive(tensor, mb, [*before, *posted])
         if stage is not None:
             self._clock.note("receive", stage, mb, posted, [value.op])
         return value
 
     def _send(self, segment: Segment, tensor: tf.Tensor, value: tf.Tensor, mb: int) -> None:
         ready = self._clock.read([value.op]) if segment.anchored else []
-        begun, sent = self._messages.send(tensor, value, mb, ready)
+        begun, sent = self._transfers.send(tensor, value, mb, ready)
         if segment.anchored:
             self._begun += begun
         self._clock.note("send", segment.stage, mb, ready, [sent])
 
     def _has_been_called(self, segment: Segment, mb: int) -> tf.Operation:
-        """What ends after a segment's call for a microbatch, on whatever rank it is."""
+        """The operation that ends after a segment's call for a microbatch, on whichever rank it is."""
         if segment.ops:
             self._call(segment, mb)
         elif (segment, mb) not in self._calls:
-            self._calls[segment, mb] = self._messages.signalled(segment, mb)
+            self._calls[segment, mb] = self._transfers.receive_signal(segment, mb)
         return self._calls[segment, mb]
 
-    def _runs_by_itself(self, op: tf.Operation) -> None:
-        """It must run, but TensorFlow puts it into no order with others: what it has to wait for, it is told here."""
-        self._by_themselves.append(op)
+    def _run_independently(self, op: tf.Operation) -> None:
+        """Excludes an operation that must run from the automatic control dependencies; its dependencies are explicit."""
+        self._independent_ops.append(op)
         order = getattr(self._graph, "experimental_acd_manager", None)
         if order is not None:
             order.run_independently(op)
@@ -269,7 +273,7 @@ class Program:
             else:
                 number, *results = self._function(segment)(*arguments)
                 call = number.op
-        self._runs_by_itself(call)
+        self._run_independently(call)
         self._calls[segment, mb] = call
         if segment.anchored:
             self._anchors.append(call)
@@ -281,36 +285,36 @@ class Program:
                 for name in self._summed(segment):
                     if name not in self.sums:
                         self._end_sum(name, call)
-        for tensor, value in zip(segment.gives, results, strict=True):
+        for tensor, value in zip(segment.outputs, results, strict=True):
             self._values[mb][tensor.name] = value
-            if tensor.name in self._to_sum and tensor.name not in self._in_variables:
+            if tensor.name in self._to_sum and tensor.name not in self._accumulators:
                 self._adding += self._add(tensor.name, value)
         if segment.alone:
-            transfers = self._layout.transfers
-            sent = [tensor for tensor in segment.gives if tensor.name in transfers]
+            transfers = self._segment_graph.transfers
+            sent = [tensor for tensor in segment.outputs if tensor.name in transfers]
             # MSG-2.
             for tensor in sorted(sent, key=lambda each: transfers[each.name].number):
                 self._send(segment, tensor, self._values[mb][tensor.name], mb)
-        if segment.alone and segment in self._layout.signals:
-            self._messages.signal(segment, mb, call)
+        if segment.alone and segment in self._segment_graph.signals:
+            self._transfers.signal(segment, mb, call)
 
     # PROG-4.
 
-    def _summed(self, segment: Segment) -> dict[str, Sum]:
-        """What its calls add up by themselves."""
-        names = [tensor.name for tensor in segment.gives if tensor.name in self._in_variables]
-        return {name: self._in_variables[name] for name in names}
+    def _summed(self, segment: Segment) -> dict[str, Accumulator]:
+        """The accumulators of a segment's gradients."""
+        names = [tensor.name for tensor in segment.outputs if tensor.name in self._accumulators]
+        return {name: self._accumulators[name] for name in names}
 
     def _begin_sums(self, segment: Segment, after: Sequence[Any]) -> list[tf.Operation]:
         made = [op for each in self._summed(segment).values() for op in each.begin(after)]
         for op in made:
-            self._runs_by_itself(op)
+            self._run_independently(op)
         return made
 
     def _end_sum(self, name: str, after: tf.Operation) -> None:
-        self.sums[name], freed = self._in_variables[name].end([after])
+        self.sums[name], freed = self._accumulators[name].end([after])
         for op in (self.sums[name].op, freed):
-            self._runs_by_itself(op)
+            self._run_independently(op)
 
     def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
         """Adds a microbatch's value; returns the operation, if there is one."""
@@ -322,7 +326,7 @@ class Program:
 
     def _inputs(self, segment: Segment) -> list[tf.Tensor]:
         """The tensors that a segment's function takes; captured ones are captured again."""
-        return [each for each in segment.takes if each.name not in self._captures]
+        return [each for each in segment.inputs if each.name not in self._captures]
 
     def _function(self, segment: Segment) -> Any:
         """The function of a segment."""
@@ -334,7 +338,7 @@ class Program:
             values, _ = self._compute(segment, arguments)
             for name, each in self._summed(segment).items():
                 each.add(values[name])
-            return [tf.constant(0), *(values[tensor.name] for tensor in segment.gives)]
+            return [tf.constant(0), *(values[tensor.name] for tensor in segment.outputs)]
 
         body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
@@ -364,15 +368,15 @@ class Program:
 
     def _to_split(self, early: Collection[str]) -> set[tuple[Segment, int]]:
         """The last calls of segments that make something early."""
-        last = dict(self._layout.order)
+        last = dict(self._segment_graph.order)
         return {
             (segment, mb)
             for segment, mb in last.items()
-            if any(tensor.name in early for tensor in segment.gives) and not any(map(has_effect, segment.ops))
+            if any(tensor.name in early for tensor in segment.outputs) and not any(map(has_effect, segment.ops))
         }
 
     def _call_split(self, segment: Segment, arguments: Sequence[tf.Tensor]) -> tuple[tf.Operation, list[tf.Tensor]]:
-        """What stands for a call, and its results."""
+        """Replaces a call by its operations; returns what stands for the call, and its results."""
         with tf.control_dependencies([tf.no_op()]):
             values, made = self._compute(segment, arguments)
         for name, each in self._summed(segment).items():
@@ -380,6 +384,6 @@ class Program:
             self._end_sum(name, made[-1])
         for op in made:
             if auto_control_deps.op_is_stateful(op):
-                self._runs_by_itself(op)
+                self._run_independently(op)
         with tf.control_dependencies(made):
-            return tf.no_op(), [values[tensor.name] for tensor in segment.gives]
+            return tf.no_op(), [values[tensor.name] for tensor in segment.outputs]

@@ -1,4 +1,4 @@
-"""What this rank computes of a step, as the core cuts it; see ``pipeline/operations`` there."""
+"""The segments that this rank computes in a step, as the core cuts them (``pipeline/operations`` there)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Segment:
         anchored: Whether its place in the rank's order is the schedule's; others run when their operands are there.
         alone: Whether no other rank computes it.
         ops: The operations.
-        takes: Tensors that they need from elsewhere.
-        gives: Tensors of theirs that are needed elsewhere.
+        inputs: Tensors that they need from elsewhere.
+        outputs: Tensors of theirs that are needed elsewhere.
         after: Segments that they come after besides, for the same microbatch (0) or for the one before (1).
     """
 
@@ -36,8 +36,8 @@ class Segment:
     anchored: bool
     alone: bool
     ops: list[tf.Operation]
-    takes: list[tf.Tensor]
-    gives: list[tf.Tensor]
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
     after: list[tuple[Segment, int]] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class Transfer:
     targets: list[int]
 
 
-class Layout:
+class SegmentGraph:
     """This rank's part of a step.
 
     Attributes:
@@ -105,10 +105,10 @@ class Layout:
                 anchored,
                 alone,
                 [ops[each] for each in numbers],
-                tensors(takes),
-                tensors(gives),
+                tensors(inputs),
+                tensors(outputs),
             )
-            for phase, stage, level, anchored, alone, numbers, takes, gives, _ in segments
+            for phase, stage, level, anchored, alone, numbers, inputs, outputs, _ in segments
         ]
         for segment, (*_, after) in zip(self.segments, segments, strict=True):
             segment.after = [(self.segments[other], back) for other, back in after]

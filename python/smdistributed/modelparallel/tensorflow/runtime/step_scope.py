@@ -1,10 +1,11 @@
-"""A step from its beginning to its end, as operations of its graph.
+"""The scope of a step: operations of its graph that tell the core when the step begins and ends.
 
-The core hears of both. What fails in between, on this rank alone perhaps, it tells the others, which wait for what comes of the step.
+If an operation fails in between, perhaps on this rank alone, the core tells the other ranks, which wait for its
+results.
 
-- ATT-3: a step begins when it has all its inputs: what fails before, such as an iterator that has no more, is not the step's. What a function with
-  several steps computes for a later one may fail while an earlier one runs.
-- ATT-4: what it returns is there when it has ended: what fails in computing with that is not the step's, either.
+- ATT-3: a step begins when it has all its inputs. An earlier failure, such as an exhausted iterator, is not the step's.
+  In a function with several steps, what is computed for a later one may fail while an earlier one runs.
+- ATT-4: a step's results are available when it has ended. A failure in computing with them is not the step's.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 _HOST = "/device:CPU:0"
 
 
-class Attempt:
-    """One that begins here, in the graph that is traced now.
+class StepScope:
+    """A step that begins here, in the graph that is being traced.
 
     Attributes:
-        began: The operation before which nothing of it may run that others count on.
+        begin_op: The operation before which nothing of it may run that others count on.
     """
 
     def __init__(self) -> None:
         with tf.device(_HOST):
             self._step = core_ops.smd_begin_step()
-        self.began = self._step.op
+        self.begin_op = self._step.op
 
-    def excuse(self) -> tf.Operation:
-        """All ranks know that there will be no more of it."""
+    def cancel(self) -> tf.Operation:
+        """Ends the step on all ranks without results."""
         with tf.device(_HOST):
             return core_ops.smd_end_step(step=self._step)
 
     def end(self, results: Any, after: Sequence[tf.Operation]) -> Any:
-        """It ends when ``after`` and ``results`` are there; returns these as they are then, ``None`` among them or not."""
+        """Ends the step when ``after`` and ``results`` are computed; returns the results."""
         graph = tf.compat.v1.get_default_graph()
         leaves = tf.nest.flatten(results, expand_composites=True)
         made = [leaf.op for leaf in leaves if getattr(leaf, "graph", None) is graph]
@@ -45,7 +46,7 @@ class Attempt:
             ended = core_ops.smd_end_step(step=self._step)
         with tf.control_dependencies([ended]):
             leaves = [leaf if leaf is None else _again(leaf) for leaf in leaves]
-        self.began._add_control_inputs([op for op in graph.get_operations() if op.type == "Placeholder"])
+        self.begin_op._add_control_inputs([op for op in graph.get_operations() if op.type == "Placeholder"])
         return tf.nest.pack_sequence_as(results, leaves, expand_composites=True)
 
 

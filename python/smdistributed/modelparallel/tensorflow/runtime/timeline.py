@@ -1,5 +1,7 @@
-"""A step's segments and messages in the timeline (``SMD_TIMELINE``), as PyTorch's: clocks are operations of the graph. Without a
-timeline the graph has none of them."""
+"""A step's segments and messages in the timeline (``SMD_TIMELINE``), in PyTorch's form.
+
+Clocks are operations of the graph. Without a timeline the graph has none of them.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ class Clock:
     """Reads and notes times while the graph runs.
 
     Args:
-        runs_by_itself: Called with every operation that must run and has no order with others but what it is told.
+        run_independently: Called with every operation that must run and has no order with others but what it is told.
     """
 
-    def __init__(self, runs_by_itself: Callable[[tf.Operation], None]) -> None:
+    def __init__(self, run_independently: Callable[[tf.Operation], None]) -> None:
         self._on = _core.timeline_now() > 0
-        self._runs_by_itself = runs_by_itself
+        self._run_independently = run_independently
 
     def read(self, after: Sequence[tf.Operation]) -> list[tf.Operation]:
         """The time when ``after`` have ended, as one operation; none without a timeline."""
@@ -45,5 +47,5 @@ class Clock:
     def _call(self, function: Callable[..., int], arguments: Sequence[tf.Tensor], after: Any) -> tf.Operation:
         with tf.control_dependencies(list(after)), tf.device("/device:CPU:0"):
             found = tf.numpy_function(function, arguments, tf.int64).op
-        self._runs_by_itself(found)
+        self._run_independently(found)
         return found

@@ -1,4 +1,6 @@
-"""Which tensors of a body are gradients of variables: those that TensorFlow's calls have returned, and what follows from them."""
+"""Tracks which tensors of a body are gradients of variables: results of TensorFlow's gradient functions and values
+derived from them.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +48,25 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
     return [op.inputs[tensor.value_index]] if op.type == "IdentityN" else op.inputs
 
 
-class Derivatives:
-    """Of a trace."""
+class GradientTracker:
+    """The tensors of a trace that are gradients."""
 
     def __init__(self) -> None:
         # By the name of a tensor, handles of the variables whose gradient it is, by identity.
-        self._known: dict[str, set[int]] = {}
+        self._variables_by_tensor: dict[str, set[int]] = {}
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside, gradients are known that ``tf.gradients``, whatever calls it, and tapes return."""
+    def tracking(self) -> Iterator[None]:
+        """A context that records the gradients that ``tf.gradients`` and tapes return."""
         plain_helper, plain_tape = gradients_util._GradientsHelper, tf.GradientTape.gradient
 
         @functools.wraps(plain_helper)
         def helper(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._note(xs, plain_helper(ys, xs, *args, **kwargs))
+            return self._record(xs, plain_helper(ys, xs, *args, **kwargs))
 
         @functools.wraps(plain_tape)
         def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._note(sources, plain_tape(tape, target, sources, *args, **kwargs))
+            return self._record(sources, plain_tape(tape, target, sources, *args, **kwargs))
 
         _put(helper, gradient)
         try:
@@ -72,17 +74,17 @@ class Derivatives:
         finally:
             _put(plain_helper, plain_tape)
 
-    def _note(self, sources: Any, found: Any) -> Any:
+    def _record(self, sources: Any, found: Any) -> Any:
         for source, value in zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True):
             handle = handle_of(source)
             if handle is not None and isinstance(value, tf.Tensor | tf.IndexedSlices):
-                self._known.setdefault(_tensor(value).name, set()).add(id(handle))
+                self._variables_by_tensor.setdefault(_tensor(value).name, set()).add(id(handle))
         return found
 
     @property
-    def are_there(self) -> bool:
+    def has_found_any(self) -> bool:
         """Whether gradients of variables have been computed."""
-        return bool(self._known)
+        return bool(self._variables_by_tensor)
 
     def variables_of(self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = _inputs) -> set[int]:
         """Handles, by identity, of the variables whose gradients ``value`` comes from.
@@ -98,8 +100,8 @@ class Derivatives:
             if tensor.name in seen:
                 continue
             seen.add(tensor.name)
-            if tensor.name in self._known:
-                found |= self._known[tensor.name]
+            if tensor.name in self._variables_by_tensor:
+                found |= self._variables_by_tensor[tensor.name]
             else:
                 pending += inputs(tensor)
         return found

@@ -1,4 +1,4 @@
-"""Layers tell the step that is traced when they are called."""
+"""Interception of Keras layers: a step that is being traced learns which layer an operation belongs to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the core is told of a traced step, to decide where its operations are computed and how they are cut; see
-``pipeline/operations`` there."""
+"""Describes a traced step to the core, which places its operations and cuts them into segments."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from smdistributed import _core
-from smdistributed.modelparallel.tensorflow.tracing.fingerprints import Contents
+from smdistributed.modelparallel.tensorflow.tracing.fingerprints import OpFingerprints
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
 #: A result of an operation: the operation's number, and which one.
 Output = tuple[int, int]
 
-#: Stateful, but nothing happens if nobody asks for the result.
+#: Stateful operations without an effect if their result is unused.
 _ONLY_ASKED_FOR = {
     "Placeholder",
     "ReadVariableOp",
@@ -33,7 +32,7 @@ _PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D", "Depthwise
 
 
 class Operation(NamedTuple):
-    """One of them; the core's ``Operation`` says what each attribute means."""
+    """An operation; the core's ``Operation`` documents the attributes."""
 
     name: str
     kind: str
@@ -71,7 +70,7 @@ class Operations:
         numbers = {key: number for number, key in enumerate(distinct)}
         self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
         made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
-        self._contents = Contents(trace.graph)
+        self._fingerprints = OpFingerprints(trace.graph)
         self._graph = trace.graph
         # Whether functions draw random numbers, by name.
         self._drawing: dict[str, bool] = {}
@@ -94,7 +93,7 @@ class Operations:
         draws = self._draws(op.node_def) and (label.inside or op.name not in self._of_model)
         return Operation(
             op.name,
-            op.type + self._contents.of(op),
+            op.type + self._fingerprints.of(op),
             _role(op, label.output),
             [self.output(tensor) for tensor in op.inputs],
             waits,
@@ -129,7 +128,7 @@ class Operations:
 
 
 def has_effect(op: tf.Operation) -> bool:
-    """Whether something happens when it is computed, even if nobody takes its results."""
+    """Whether an operation has an effect beside its results."""
     return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
 
 
@@ -211,7 +210,7 @@ def _flops(op: tf.Operation) -> int:
 
 
 def _functions(node: Any) -> list[str]:
-    """Of a call, a branch or a loop: what it computes."""
+    """The functions of a call, a branch or a loop."""
     kinds = list(node.attr.values())
     functions = [value.func.name for value in kinds if value.WhichOneof("value") == "func"]
     return functions + [each.name for value in kinds for each in value.list.func]

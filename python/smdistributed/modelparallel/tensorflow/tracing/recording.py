@@ -1,8 +1,8 @@
-"""The body of a step as one graph: every operation of one microbatch, and where the script or a layer made it.
+"""Traces the body of a step into one graph: every operation of one microbatch, and the layer or script line that made
+it.
 
-Every rank traces the whole body, the layers of all partitions and the gradients included, into a graph that is never
-run. Nothing is computed for it, and shapes and gradients are TensorFlow's own. What is run is cut out of it
-(``tracing/operations.py``).
+Every rank traces the whole body, with the layers of all partitions and the gradients, into a graph that is never run.
+Shapes and gradients are TensorFlow's own. The segments that run are cut out of this graph (``tracing/operations.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tensorflow.python.framework import func_graph as func_graph_lib
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.tracing.fingerprints import Contents
-from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Derivatives
+from smdistributed.modelparallel.tensorflow.tracing.fingerprints import OpFingerprints
+from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker
 
 
 @dataclass(frozen=True)
 class Label:
-    """Where an operation was made.
+    """The place where an operation was made.
 
     Attributes:
         inside: Whether in a call of the model.
@@ -60,7 +60,7 @@ class TraceGraph(func_graph_lib.FuncGraph):
 
 
 class Trace:
-    """What is known of a body.
+    """A traced body.
 
     Attributes:
         graph: The operations.
@@ -68,7 +68,7 @@ class Trace:
         units: The layers that were called, in the order of their first calls, with their paths.
         inputs: Placeholders of the body's arguments.
         returned: What the body returned.
-        derivatives: Which tensors are gradients.
+        gradient_tracker: Which tensors are gradients.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Trace:
         self.returned: Any = None
         self.inputs: list[tf.Tensor] = []
         self.called = False
-        self.derivatives = Derivatives()
+        self.gradient_tracker = GradientTracker()
         self._numbers: dict[int, int] = {}
         self._label = Label()
         self._models: list[Any] = []
@@ -133,7 +133,7 @@ class Trace:
         return self._labelled(Label(inside=True))
 
     def out_of_model(self) -> Any:
-        """Where the model's results are handed out."""
+        """A context in which the model's results are handed out."""
         return self._labelled(Label(output=True))
 
     @contextmanager
@@ -164,7 +164,7 @@ class Trace:
 
     @contextmanager
     def in_partition(self, index: int) -> Iterator[None]:
-        """Inside of ``smp.partition``."""
+        """A context for ``smp.partition``."""
         label = self._label
         if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
             raise SMPPartitionError(
@@ -218,7 +218,7 @@ def trace(
 
             placed_args, placed_kwargs = tf.nest.map_structure(placeholder, (list(args), dict(kwargs)))
             found.inputs = [op.outputs[0] for op in found.graph.get_operations() if op.type == "Placeholder"]
-            with _tapes_remember(), found.derivatives.noted():
+            with _tapes_remember(), found.gradient_tracker.tracking():
                 found.returned = body(*placed_args, **placed_kwargs)
             _refuse_pairs(found.returned)
             found.returned = tf.nest.map_structure(_as_tensor, found.returned)
@@ -304,7 +304,7 @@ def _hide_tensors(first: Any, other: Any) -> bool:
 
 def _lines(found: Trace) -> list[str]:
     """A line for each operation, the same for two traces that differ only in what they capture."""
-    contents, ops = Contents(found.graph), found.graph.get_operations()
+    contents, ops = OpFingerprints(found.graph), found.graph.get_operations()
     numbers = {op.name: number for number, op in enumerate(ops)}
 
     def line(op: tf.Operation) -> str:

@@ -1,6 +1,6 @@
-"""Full checkpoints in the files that Hugging Face's Trainer writes today.
+"""Full checkpoints in the file format of Hugging Face's Trainer.
 
-The Trainer saves ``model.safetensors``, and resumes a pipeline by the name of the older file, ``pytorch_model.bin``.
+The Trainer saves ``model.safetensors`` and resumes a pipeline by the name of the older file, ``pytorch_model.bin``.
 """
 
 from __future__ import annotations

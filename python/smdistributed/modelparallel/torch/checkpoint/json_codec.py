@@ -1,7 +1,7 @@
-"""What a script saves beside its model, as JSON: nothing in it is executed when it is read.
+"""JSON encoding of the user content of a checkpoint. Reading it executes nothing.
 
-Numbers, texts, bytes, ``None``, lists, tuples, sets, dicts with keys of any of these kinds, tensors, and torch's types and
-sizes. What JSON has no word for is an object with one key that begins with ``$``.
+Supported are numbers, strings, bytes, ``None``, lists, tuples, sets, dicts with keys of these types, tensors, and
+torch's dtypes and sizes. A type without a JSON form becomes an object with one key that begins with ``$``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``smp.CheckpointManager``: checkpoints in safetensors shards, of which any layout of ranks loads what any other saved.
+"""``smp.CheckpointManager``: checkpoints in safetensors shards, independent of the number of ranks.
 
-Replicas share the work: each writes its part of the rows of every large tensor. The core writes, commits, checks and reads;
-see ``rust-core/src/checkpoint``.
+Replicas share the work: each writes its part of the rows of every large tensor. The core writes, commits, verifies and
+reads the files; see ``rust-core/src/checkpoint``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, 
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.saver import Content, Saver
 from smdistributed.modelparallel.torch.checkpoint import json_codec, state_dicts
-from smdistributed.modelparallel.torch.communication import allgather, together
+from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 _MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
 #: Python's numbers in an optimizer's state: tensors with these endings of their names.
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
 
     def _saved(self, model: Any, user_content: Any) -> Content:
-        """What this rank saves."""
+        """The content that this rank saves."""
         tensors = dict(_local_tensors(model, state.optimizer))
         text = "null"
         if state.groups.rank == 0:
@@ -155,7 +155,7 @@ class CheckpointManager:
                 return _core.checkpoint_newest(self.path)
 
         what = f"the checkpoints in `{self.path}` could not be listed"
-        return together(look, CommGroup.WORLD, what, lambda newest: newest)
+        return raise_on_all_ranks(look, CommGroup.WORLD, what, lambda newest: newest)
 
     def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
         """
@@ -189,16 +189,18 @@ class CheckpointManager:
             user = json.dumps(json.loads(reader.content)["user"])
             return reader, layout, found, json_codec.decode(user, lambda name: self._read(reader, found, [name])[name])
 
-        reader, layout, found, user = together(look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step))
+        reader, layout, found, user = raise_on_all_ranks(
+            look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
+        )
         if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
-            model.divide_as(layout["assignment"])
+            model.set_assignment(layout["assignment"])
         aliases = layout.get("aliases", {})
         optimizer = state.optimizer if load_optimizer else None
 
         def load() -> None:
             self._load(reader, found, aliases, model, optimizer, strict)
 
-        model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+        model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
         return user
 
     def _load(
@@ -211,7 +213,7 @@ class CheckpointManager:
         strict: bool,
     ) -> None:
         entries = state_dicts.model_entries(model)
-        local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+        local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
         # Of all partitions, so that all ranks come to the same verdict.
         extras = state_dicts.extra_entries(model)
@@ -349,10 +351,10 @@ def _aliases(model: Any) -> dict[str, str]:
 
 
 def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """What this rank holds; the same, in the same order, on all replicas."""
+    """The tensors that this rank holds, in an order that is the same on all replicas."""
     aliases = _aliases(model)
     for name, tensor in state_dicts.model_entries(model).items():
-        if not isinstance(tensor, Absent) and name not in aliases:
+        if not isinstance(tensor, MetaParameter) and name not in aliases:
             yield _MODEL + name, tensor.detach()
     if optimizer is None:
         return
@@ -371,7 +373,7 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
 
 
 def _extras(model: Any) -> dict[str, torch.Tensor]:
-    """What modules of this rank hold beside tensors: each as the bytes of a text, and the tensors in it."""
+    """Extra state of this rank's modules: for each, a JSON text as bytes, and the tensors in it."""
     tensors: dict[str, torch.Tensor] = {}
     for name, module in state_dicts.local_extras(model).items():
 

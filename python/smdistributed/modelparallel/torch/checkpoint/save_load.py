@@ -1,8 +1,9 @@
-"""``smp.save``, ``smp.load``, ``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``: the documented files, which plain
-``torch.load`` reads without executing anything, and the sharded format of :class:`CheckpointManager`.
+"""``smp.save``, ``smp.load``, ``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``.
 
-All ranks write into a hidden folder of the core's, which gives it its name when it is complete (``rust-core/src/checkpoint``): what has a name
-is complete, and nothing but checkpoints of this library is replaced.
+They write the documented files, which plain ``torch.load`` reads without executing anything, or the sharded format of
+:class:`CheckpointManager`. All ranks write into a hidden staging folder of the core (``rust-core/src/checkpoint``),
+which is renamed when it is complete. So a checkpoint that has a name is complete, and only checkpoints of this library
+are replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, 
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import hugging_face, state_dicts, torch_files
 from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager
-from smdistributed.modelparallel.torch.communication import together
+from smdistributed.modelparallel.torch.communication import raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
 
 _NEWEST = "newest"
@@ -168,7 +169,7 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
 
 
 def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[str]], keep: int | None) -> None:
-    """Has all ranks write a checkpoint's files into one folder, and gives it its name.
+    """Writes a checkpoint's files into one staging folder, on all ranks, and renames it when it is complete.
 
     Args:
         write: Writes this rank's files into a folder, and returns their names.
@@ -179,7 +180,7 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
     """
     rank, world = state.groups.rank, state.groups.topology.size
     what = f"checkpoint {tag!r} could not be written to `{root}`"
-    number = shares.attempt()
+    number = shares.next_save_id()
     attempts: list[Any] = []
 
     def open_attempt() -> None:
@@ -208,9 +209,9 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
                 attempts[0].commit(keep)
 
     try:
-        together(begin, CommGroup.WORLD, what, lambda _: {"tag": tag, "kind": kind, "attempt": number})
+        raise_on_all_ranks(begin, CommGroup.WORLD, what, lambda _: {"tag": tag, "kind": kind, "attempt": number})
         for do in (join, fill, commit):
-            together(do, CommGroup.WORLD, what)
+            raise_on_all_ranks(do, CommGroup.WORLD, what)
     except SMPCheckpointError:
         # All ranks have ended what they did. What cannot be taken away now, the next save takes away.
         for attempt in attempts:
@@ -273,7 +274,9 @@ def resume_from_checkpoint(
     root = Path(path)
     what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{root}` could not be loaded"
     model, optimizer = state.model, state.optimizer if load_optimizer else None
-    tag, kind, folder = together(lambda: _find(root, tag, partial), CommGroup.WORLD, what, lambda found: found[:2])
+    tag, kind, folder = raise_on_all_ranks(
+        lambda: _find(root, tag, partial), CommGroup.WORLD, what, lambda found: found[:2]
+    )
 
     def read_content(place: Path) -> Any:
         with torch.serialization.safe_globals(list(safe_globals)):
@@ -300,13 +303,13 @@ def resume_from_checkpoint(
             whole = dict(translate_function(whole) if translate_function else whole)
         return whole, {} if content is None else read_content(Path(content))
 
-    whole, content = together(read, CommGroup.WORLD, what)
+    whole, content = raise_on_all_ranks(read, CommGroup.WORLD, what)
 
     def load() -> None:
         state_dicts.load_model(model, whole, strict, False)
 
     if model is not None:
-        model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+        model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     return content
 
 
@@ -342,12 +345,12 @@ def _resume_partial(
         content = folder / "user_content.pt"
         return saved, read_content(content) if content.exists() else {}
 
-    saved, content = together(look, CommGroup.WORLD, what)
+    saved, content = raise_on_all_ranks(look, CommGroup.WORLD, what)
     if model is None:
         return content
     alike = saved["partitions"] == len(state.groups.members["pp"])
     if alike and not model.is_partitioned:
-        model.divide_as(saved["assignment"])
+        model.set_assignment(saved["assignment"])
     elif alike:
         alike = all(model.partition_of(path) == at for path, at in saved["assignment"].items())
     tp = _rank("tp")
@@ -366,7 +369,7 @@ def _resume_partial(
         _check_files(folder, optimizers)
         return entries, [torch_files.get(folder / name) for name in optimizers]
 
-    entries, parts = together(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
+    entries, parts = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
     def load() -> None:
         # Strict about the whole; of one partition's file nothing can be said of the others.
@@ -375,9 +378,9 @@ def _resume_partial(
     def load_optimizer() -> None:
         state_dicts.load_optimizer(model, optimizer, state_dicts.merge_optimizers(model, parts))
 
-    model.when_partitioned(lambda: together(load, CommGroup.WORLD, what))
+    model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     if parts:
-        model.when_partitioned(lambda: together(load_optimizer, CommGroup.WORLD, what))
+        model.when_partitioned(lambda: raise_on_all_ranks(load_optimizer, CommGroup.WORLD, what))
     return content
 
 
@@ -428,5 +431,7 @@ def _next_step(root: Path) -> int:
             found = _core.checkpoint_list(os.fspath(root)) if root.is_dir() else []
         return found[-1][0] + 1 if found else 0
 
-    # Nobody saves until all have looked.
-    return together(look, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed", lambda step: step)
+    # All ranks list the checkpoints before any of them saves.
+    return raise_on_all_ranks(
+        look, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed", lambda step: step
+    )

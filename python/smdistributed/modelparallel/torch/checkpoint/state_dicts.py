@@ -1,7 +1,7 @@
-"""States of models and optimizers: of one rank, gathered from all partitions, and back.
+"""State dicts of models and optimizers: of one rank, gathered from all partitions, and loaded back.
 
-The state of an optimizer names parameters where torch's own counts them, so that it does not matter which rank has which.
-torch's ``Optimizer.load_state_dict`` takes it as it is.
+The state of an optimizer identifies parameters by their indices in an undivided optimizer, so it does not depend on the
+partition, and ``torch.optim.Optimizer.load_state_dict`` accepts it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.communication import gather_on_host, together
+from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
 from smdistributed.modelparallel.torch.partition.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
@@ -45,7 +45,7 @@ def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.M
 
 
 def _refuse_own_ways(path: str, module: nn.Module) -> None:
-    """Refuses what makes its part of a state by code of its own, which nobody would call."""
+    """Refuses modules that override the hooks of ``state_dict``: the override would not run."""
     ways = [
         way
         for way in ("state_dict", "_save_to_state_dict")
@@ -62,7 +62,7 @@ def _refuse_own_ways(path: str, module: nn.Module) -> None:
 
 
 def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """Every tensor of ``state_dict`` by its name, :class:`Absent` on other ranks; shared ones under each of their names."""
+    """Every tensor of ``state_dict`` by its name, :class:`MetaParameter` on other ranks; shared ones under each of their names."""
     return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
 
 
@@ -72,17 +72,17 @@ def extra_entries(model: DistributedModel) -> dict[str, nn.Module]:
 
 
 def local_extras(model: DistributedModel) -> dict[str, nn.Module]:
-    """Those of this rank."""
+    """The extra state of the modules of this rank."""
     here = state.groups.rank_in("pp")
     return {name: module for name, module in extra_entries(model).items() if model.placement.of(module) == here}
 
 
 def local_model(model: DistributedModel) -> dict[str, Any]:
-    """What this rank holds."""
+    """The part of the model that this rank holds."""
     if not model.is_partitioned:
         return {**_own(model), PARTIAL: True}
     found: dict[str, Any] = {
-        name: tensor.detach() for name, tensor in model_entries(model).items() if not isinstance(tensor, Absent)
+        name: tensor.detach() for name, tensor in model_entries(model).items() if not isinstance(tensor, MetaParameter)
     }
     extras = {name: module.get_extra_state() for name, module in local_extras(model).items()}
     return {**found, **extras, PARTIAL: True}
@@ -97,7 +97,7 @@ def _own(model: DistributedModel) -> dict[str, Any]:
 
 
 def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
-    """What all ranks of a pipeline hold, in host memory, on each of them, or on the first one only."""
+    """The whole model gathered from all ranks of a pipeline in host memory, on each of them or on the first one only."""
     if not model.is_partitioned:
         return _own(model)
     parts = gather_on_host(lambda: local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
@@ -117,8 +117,8 @@ class _Report(NamedTuple):
 
 
 def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
-    """Takes what this rank holds from a full dict, or from the partial ones of all ranks. All ranks of a pipeline call it, and
-    come to the same verdict, after what fits has been taken.
+    """Loads this rank's part from a full state dict, or from the partial ones of all ranks. All ranks of a pipeline
+    call it, and reach the same result.
 
     Raises:
         SMPCheckpointError: a shape does not fit, something is missing or unknown and ``strict``, or a hook or
@@ -151,7 +151,7 @@ def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
 def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, same_partition_load: bool) -> _Report:
     """In the order of torch's ``load_state_dict``: hooks before, values, hooks after, which may change what is missing."""
     entries, extras = model_entries(model), local_extras(model)
-    local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, Absent)}
+    local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
     here = state.groups.rank_in("pp")
     missing: list[str] = []
     unexpected: list[str] = []
@@ -226,13 +226,13 @@ def merge_optimizers(model: DistributedModel, parts: list[dict[str, Any]]) -> di
 
 
 def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """What all ranks of a pipeline have, in host memory."""
+    """The whole optimizer's state gathered from all ranks of a pipeline in host memory."""
     return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), CommGroup.PP_GROUP))
 
 
 def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
-    """Takes what this rank's parameters have from a full state, or from the partial ones of all ranks. All ranks of a pipeline call it, and
-    come to the same verdict.
+    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks. All ranks of
+    a pipeline call it, and reach the same result.
 
     Raises:
         SMPCheckpointError: The state does not fit the optimizer, on any of them.
@@ -252,11 +252,11 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
         return bool(ids) and isinstance(ids[0], int)
 
     counted = None
-    if together(are_counted, CommGroup.PP_GROUP, what, lambda result: result):
+    if raise_on_all_ranks(are_counted, CommGroup.PP_GROUP, what, lambda result: result):
         # One of torch's own, which counts parameters in the order of its groups.
         parts = gather_on_host(lambda: {**local_optimizer(model, optimizer), "state": {}}, CommGroup.PP_GROUP)
         counted = merge_optimizers(model, parts)["param_groups"]
-    together(lambda: _load_optimizer(model, optimizer, whole, counted), CommGroup.PP_GROUP, what)
+    raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted), CommGroup.PP_GROUP, what)
 
 
 def _load_optimizer(
@@ -265,7 +265,8 @@ def _load_optimizer(
     found: Mapping[str, Any],
     counted: list[dict[str, Any]] | None,
 ) -> None:
-    """Takes what this rank's parameters have; ``counted`` are the groups of all ranks, if the state counts parameters."""
+    """Loads the state of this rank's parameters; ``counted`` are the groups of all ranks, if the state identifies
+    parameters by index."""
     ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
     names = {name: name for name in ids}
     if counted is not None:

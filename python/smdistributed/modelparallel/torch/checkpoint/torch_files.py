@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: written completely or not at all, and read without executing what is in them."""
+"""Files of ``torch.save``, written atomically and read without executing their content."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _classes(path: Path) -> str:
 
 
 def warn_of_classes(path: Path) -> None:
-    """Says which classes of a user content are not read back without the caller's leave."""
+    """Warns of classes in a user content that cannot be read back without an explicit permission."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if names:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Which module lies on which partition: by hand, from a file, or by the core from a trace of the model."""
+"""Assignment of modules to partitions: by the script, from a file, or by the core from a trace of the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def auto_partition(
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:
-    """What the script chose: for a module without a choice that of the nearest module above it, else the default."""
+    """The script's partitions: a module without one has that of its nearest ancestor with one, else the default."""
     found: dict[str, int] = {}
     for path, _ in module.named_modules():
         above = path.rpartition(".")[0]
@@ -93,7 +93,7 @@ def _automatic(
         link_nanoseconds=cost_model.LINK_NANOSECONDS,
         link_bytes_per_nanosecond=cost_model.LINK_BYTES_PER_NANOSECOND,
     )
-    partition_file.tell(table)
+    partition_file.log_table(table)
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}
 
 

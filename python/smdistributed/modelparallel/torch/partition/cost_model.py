@@ -1,4 +1,5 @@
-"""What operations are estimated to take and to keep, from their shapes: for partitions and for schedules.
+"""The cost model: estimated time and saved memory of operations, from their shapes. The partitioner and the schedules
+use it.
 
 Only ratios matter. They are about those of a current accelerator that computes in bfloat16.
 """
@@ -59,9 +60,9 @@ if hasattr(_aten, "_grouped_mm"):
 _PROMOTED_OTHERWISE = {_aten.binary_cross_entropy_with_logits, _aten.huber_loss, _aten.soft_margin_loss}
 
 
-class Price(NamedTuple):
-    """Of a task, for one microbatch: nanoseconds of its forward and of both parts of its backward; the bytes that it keeps for
-    the first part beside what goes in and comes out, and those that it keeps from there to the second one."""
+class OpCost(NamedTuple):
+    """The cost of a task for one microbatch: nanoseconds of its forward and of the two parts of its backward; bytes
+    saved for the first part beside inputs and outputs, and bytes kept from there for the second one."""
 
     forward: int
     input: int
@@ -70,12 +71,12 @@ class Price(NamedTuple):
     waiting_bytes: int
 
 
-#: Of what nobody could look at.
-UNKNOWN = Price(*[int(OPERATION_NANOSECONDS)] * 3, 0, 0)
+#: The cost of a task that could not be traced.
+UNKNOWN_COST = OpCost(*[int(OPERATION_NANOSECONDS)] * 3, 0, 0)
 
 
 def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:
-    """What an operation takes that reads and writes so many bytes."""
+    """Estimates the time of an operation that reads and writes ``moved_bytes``."""
     if func._schema.name.startswith("aten::empty"):
         # Memory without numbers.
         return 0.0
@@ -100,7 +101,7 @@ def _product_flops(args: Any, kwargs: Any, out: Any) -> float:
     return 2.0 * math.sqrt(math.prod(sizes[:2]) * made)
 
 
-def casts_are_kept() -> bool:
+def casts_are_cached() -> bool:
     """Whether autocast makes a narrow parameter once for all microbatches of a step."""
     return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
@@ -137,16 +138,16 @@ _active = _Active()
 
 
 def counter() -> Counter | None:
-    """What counts in this thread."""
+    """Returns the active counter of this thread."""
     return _active.counter
 
 
 class Counter(TorchDispatchMode):
-    """Adds up what runs inside."""
+    """Sums up the cost of the operations that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts_are_kept = casts_are_kept()
+        self._casts_are_cached = casts_are_cached()
         self._parameters: set[int] = set()
         #: Storages that are written to.
         self.written: set[int] = set()
@@ -163,12 +164,12 @@ class Counter(TorchDispatchMode):
         # Products that may be put off take what a layer was called with, and a gradient as large as what it made.
         self._multiplied: set[int] = set()
         self._gradient_bytes = 0
-        self._computes_again = False
+        self._recomputes = False
         #: Kinds of the default generators of PyTorch that operations draw from.
         self.draws: set[str] = set()
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Says that a tensor is a parameter; returns it."""
+        """Registers a tensor as a parameter; returns it."""
         self._parameters.add(self._key(tensor))
         return tensor
 
@@ -189,20 +190,21 @@ class Counter(TorchDispatchMode):
         return self._key(tensor) in self._parameters
 
     def outside(self, tensor: torch.Tensor) -> None:
-        """Says that a tensor goes in or comes out: it is kept by whoever has it."""
+        """Registers an input or output: its memory belongs to the caller."""
         self._outside.add(self._key(tensor))
 
     def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Of tensors by their places, those that no operation took and that are not in the memory of an output."""
+        """Of tensors by their places, the places of those that no operation read and that share no memory with an
+        output."""
         made = {self._key(output) for output in outputs}
         keys = {place: self._key(tensor) for place, tensor in tensors.items()}
         return tuple(place for place, key in keys.items() if key not in self._taken and key not in made)
 
-    def price(self) -> Price:
-        """The sum."""
+    def cost(self) -> OpCost:
+        """Returns the sum."""
         kept = self._bytes(self._saved - self._parameters - self._outside)
         waiting = self._bytes(self._multiplied) + self._gradient_bytes
-        return Price(round(self._forward), round(self._input), round(self._weight), kept, waiting)
+        return OpCost(round(self._forward), round(self._input), round(self._weight), kept, waiting)
 
     def _bytes(self, keys: set[int]) -> int:
         return sum(self._size(key) for key in keys)
@@ -212,16 +214,16 @@ class Counter(TorchDispatchMode):
         return 0 if known is None else known[1]
 
     @contextlib.contextmanager
-    def computing_again(self, *arguments: Any) -> Iterator[None]:
-        """What runs inside keeps its arguments only, and runs again in the backward."""
+    def recomputing(self, *arguments: Any) -> Iterator[None]:
+        """A context whose operations save their arguments only, and run again in the backward."""
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
                 self._save(leaf)
-        before, self._computes_again = self._computes_again, True
+        before, self._recomputes = self._recomputes, True
         try:
             yield
         finally:
-            self._computes_again = before
+            self._recomputes = before
 
     def __enter__(self) -> Counter:
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -249,7 +251,7 @@ class Counter(TorchDispatchMode):
         taken = {self._key(tensor) for tensor in operands}
         self._taken |= taken
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        if self._casts_are_kept and is_cast(func) and taken <= self._parameters:
+        if self._casts_are_cached and is_cast(func) and taken <= self._parameters:
             self._parameters |= made
         elif func._schema.is_mutable or not taken & made:
             moved = self._bytes(taken | made)
@@ -257,7 +259,7 @@ class Counter(TorchDispatchMode):
             self._forward += time
             # A gradient of either costs about as much as the forward.
             wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
-            self._input += time * (min(2, len(wanted - self._parameters)) + self._computes_again)
+            self._input += time * (min(2, len(wanted - self._parameters)) + self._recomputes)
             if wanted & self._parameters:
                 # Of a backward's two parts, the second one has products only.
                 if func._overloadpacket in _FLOPS:
@@ -281,6 +283,6 @@ class Counter(TorchDispatchMode):
         return ref.cdata
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided and not self._computes_again:
+        if tensor.layout == torch.strided and not self._recomputes:
             self._saved.add(self._key(tensor))
         return tensor

@@ -1,8 +1,7 @@
-"""What each module of a model costs: one forward pass over fake tensors (shapes without memory), in which every operation is
-seen and counted for the module that it belongs to.
+"""The cost of each module, measured by one forward pass over fake tensors (shapes without memory).
 
-An operation belongs to the module whose parameter it takes, else to the module in whose forward it runs, else, where
-it is glue between modules, to the module that made its newest operand. So does execution place them.
+An operation is charged to the module whose parameter it uses; without one, to the module in whose forward it runs;
+between modules, to the module that made its newest operand. Execution places operations by the same rules.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.partition import cost_model
 from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.metadata import Outcomes, UnknownOutcomeError
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 # A backward computes the gradients of inputs and of parameters, each about as much as the forward.
 FORWARDS_A_MICROBATCH = 3
@@ -67,7 +66,7 @@ class Trace:
         """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core only places
         those that cost something. So it is without a forward, where the shared parameter counts for the first module alone, and
         where a forward uses the parameter under one of its names only."""
-        has_place = {at for maker, takers, _ in self.values for at in (maker, *takers)} | {
+        has_place = {at for producer, consumers, _ in self.values for at in (producer, *consumers)} | {
             at for _, at, _ in self.tasks
         }
         for tie in self.ties:
@@ -83,7 +82,7 @@ class TraceError(RuntimeError):
 
 
 def structure(module: nn.Module) -> Trace:
-    """What is known without a forward: modules, their parameters, and who shares them."""
+    """The modules, their parameters and shared parameters, without a forward."""
     index: dict[nn.Module, int] = {}
     modules: list[ModuleCost] = []
     for path, part in module.named_modules():
@@ -187,7 +186,7 @@ def _take(result: Any) -> None:
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not all(output.dim() for output in outputs):
         return
-    # Nobody makes a softmax of others.
+    # Only floating-point outputs go through a softmax.
     if outputs[0].is_floating_point() and outputs[0].layout == torch.strided:
         nn.functional.log_softmax(outputs[0], -1)
 
@@ -215,11 +214,11 @@ class _Storage:
     ref: StorageWeakRef | torch.Tensor
     bytes: int
     # The module that wrote it last, and when; `None`: an input, or computed from inputs only.
-    maker: int | None = None
+    producer: int | None = None
     made_at: int = 0
     # Of a parameter or buffer, the modules that have it.
     owners: list[int] = field(default_factory=list)
-    takers: set[int] = field(default_factory=set)
+    consumers: set[int] = field(default_factory=set)
     saved: bool = False
 
 
@@ -255,11 +254,11 @@ class _Recorder(TorchDispatchMode):
         self.last_owner: int | None = None
         self.clock = 0
         self.nanoseconds = [0.0] * len(trace.modules)
-        self.casts_are_kept = cost_model.casts_are_kept()
+        self.casts_are_cached = cost_model.casts_are_cached()
         self.handles: list[Any] = []
         #: Whether what runs is no part of the forward.
         self.paused = False
-        self.outcomes = Outcomes()
+        self.output_specs = OutputSpecs()
 
     def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Notes which modules have which parameters."""
@@ -298,7 +297,7 @@ class _Recorder(TorchDispatchMode):
         taken = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         owner = self._owner(taken)
-        if self.casts_are_kept and cost_model.is_cast(func) and owner is not None and taken[0].owners:
+        if self.casts_are_cached and cost_model.is_cast(func) and owner is not None and taken[0].owners:
             # Once for all microbatches.
             made[0].owners = taken[0].owners
             self.trace.modules[owner].state_bytes += made[0].bytes
@@ -306,12 +305,12 @@ class _Recorder(TorchDispatchMode):
         is_view = not func._schema.is_mutable and any(storage in taken for storage in made)
         for storage in made:
             if not storage.owners and (storage not in taken or func._schema.is_mutable):
-                storage.maker, storage.made_at = owner, self.clock
+                storage.producer, storage.made_at = owner, self.clock
         if owner is None:
             return out
         for storage in taken:
-            if storage.maker is not None:
-                storage.takers.add(owner)
+            if storage.producer is not None:
+                storage.consumers.add(owner)
         module = self.trace.modules[owner]
         if module.first_run is None:
             module.first_run = self.clock
@@ -331,9 +330,9 @@ class _Recorder(TorchDispatchMode):
         for at, nanoseconds in enumerate(self.nanoseconds):
             modules[at].time = round(nanoseconds * FORWARDS_A_MICROBATCH)
         for storage in self.storages.values():
-            takers = sorted(storage.takers - {storage.maker})
-            if storage.maker is not None and takers and not storage.owners:
-                self.trace.values.append((storage.maker, takers, storage.bytes))
+            consumers = sorted(storage.consumers - {storage.producer})
+            if storage.producer is not None and consumers and not storage.owners:
+                self.trace.values.append((storage.producer, consumers, storage.bytes))
         self.trace.values.sort()
         self._finish_tasks()
         return self.trace
@@ -376,8 +375,10 @@ class _Recorder(TorchDispatchMode):
             return owners[0]
         if frame in self.owns and frame not in self.above_owners:
             return frame
-        newest = max((storage for storage in taken if storage.maker is not None), key=lambda s: s.made_at, default=None)
-        return newest.maker if newest else None
+        newest = max(
+            (storage for storage in taken if storage.producer is not None), key=lambda s: s.made_at, default=None
+        )
+        return newest.producer if newest else None
 
     def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
         """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that it is one
@@ -395,9 +396,9 @@ class _Recorder(TorchDispatchMode):
         self.paused = True
         try:
             with _disable_current_modes():
-                call = self.outcomes.module(module, module)
-                outcome = self.outcomes.of(call, args, kwargs, Meta.of, is_module=True)
-        except UnknownOutcomeError:
+                call = self.output_specs.module(module, module)
+                spec = self.output_specs.of(call, args, kwargs, TensorMeta.of, is_module=True)
+        except UnknownOutputError:
             raise error from None
         finally:
             self.paused = False
@@ -405,14 +406,14 @@ class _Recorder(TorchDispatchMode):
         self.clock += 1
         own = self.trace.modules[at]
         own.first_run = self.clock if own.first_run is None else own.first_run
-        own.activation_bytes += outcome.price.kept_bytes
-        self.nanoseconds[at] += outcome.price.forward
+        own.activation_bytes += spec.cost.kept_bytes
+        self.nanoseconds[at] += spec.cost.forward
         for tensor in leaves:
             taken = self._storage(tensor)
-            if taken.maker is not None:
-                taken.takers.add(at)
+            if taken.producer is not None:
+                taken.consumers.add(at)
         outputs = []
-        for place, meta in zip(outcome.aliases, outcome.metas, strict=True):
+        for place, meta in zip(spec.aliases, spec.metas, strict=True):
             tensor = (
                 leaves[place]
                 if place is not None
@@ -422,15 +423,15 @@ class _Recorder(TorchDispatchMode):
                 tensor.requires_grad_()
             made = self._storage(tensor)
             if not made.owners:
-                made.maker, made.made_at = at, self.clock
+                made.producer, made.made_at = at, self.clock
             outputs.append(tensor)
         self.last_owner = at
         if self.frames:
             self._follow(self.frames[-1].module)
             self._count_tasks(at)
-        if outcome.effects:
-            return outcome.template.apply(copier.originals, outputs, leaves)
-        return structures.filled(outcome.template, outputs)
+        if spec.effects:
+            return spec.template.apply(copier.originals, outputs, leaves)
+        return structures.filled(spec.template, outputs)
 
     def _begin_frame(self, at: int) -> None:
         if not self.paused:
@@ -462,7 +463,7 @@ class _Recorder(TorchDispatchMode):
             storage.saved = True
             frame = self.frames[-1].module if self.frames else None
             inside = frame in self.owns and frame not in self.above_owners
-            owner = frame if inside else storage.maker if storage.maker is not None else self.last_owner
+            owner = frame if inside else storage.producer if storage.producer is not None else self.last_owner
             if owner is not None:
                 self.trace.modules[owner].activation_bytes += storage.bytes
         return tensor

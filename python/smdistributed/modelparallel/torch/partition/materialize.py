@@ -1,4 +1,4 @@
-"""Makes the model of a script what one rank holds: its own parameters on its device, nothing of the others'."""
+"""Materializes one rank's partition: its own parameters on its device, and no memory for those of other partitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPPartitionError
 from smdistributed.modelparallel.torch.partition.placement import Placement, own_tensors
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 #: Bytes that are broadcast at once.
 _BATCH = 32 << 20
@@ -27,7 +27,7 @@ _BATCH = 32 << 20
 def settle(
     root: nn.Module, placement: Placement, partition: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and buffers of other partitions become :class:`Absent`; own ones go to ``device``, and those that were
+    """Parameters and buffers of other partitions become :class:`MetaParameter`; own ones go to ``device``, and those that were
     created without memory get theirs.
 
     Returns:
@@ -76,7 +76,7 @@ def settle(
         for table, name, tensor in own_tensors(module) if rank != partition else ():
             if id(tensor) not in replaced:
                 full = f"{path}.{name}" if path else name
-                replaced[id(tensor)] = tensor, Absent(tensor, full, rank, device)
+                replaced[id(tensor)] = tensor, MetaParameter(tensor, full, rank, device)
             table[name] = replaced[id(tensor)][1]
         if rank != partition and isinstance(module, nn.RNNBase):
             # Its list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
@@ -85,17 +85,17 @@ def settle(
 
 
 def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Makes the model whole, on CPUs.
+    """Makes the model whole on CPUs.
 
     Args:
-        root: The model, with parameters that are :class:`Absent`.
+        root: The model, with parameters that are :class:`MetaParameter`.
         parts: What each rank holds, by names in the model.
     """
     content = {name: tensor for part in parts for name, tensor in part.items()}
     replaced: dict[int, torch.Tensor] = {}
     for path, module in root.named_modules():
         for table, name, tensor in own_tensors(module):
-            if not isinstance(tensor, Absent):
+            if not isinstance(tensor, MetaParameter):
                 continue
             if id(tensor) not in replaced:
                 whole = content[f"{path}.{name}" if path else name]
@@ -115,8 +115,8 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
-    """Gives tensors that were created without memory the values that they start with, in the order in which a model's
-    constructor does: what is inside first, all by PyTorch's ways, then by Hugging Face's.
+    """Initializes tensors that were created without memory, in the order of a model's constructor: inner modules first,
+    all by PyTorch's methods, then by Hugging Face's.
 
     Args:
         fresh: Names in the model, by identity.
@@ -146,9 +146,8 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
             and (tensor._version == versions[id(tensor)] if id(tensor) in versions else _has_nan(tensor))
         ):
             raise SMPPartitionError(
-                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and neither "
-                "`reset_parameters` of its module nor `_init_weights` of the model gives it values, so nobody knows those "
-                "that it starts with"
+                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and has no initial "
+                "values: neither `reset_parameters` of its module nor `_init_weights` of the model sets them"
             )
 
 
@@ -185,8 +184,8 @@ def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, n
 
 @contextmanager
 def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """What has values, or is on another partition, keeps it while modules around it write theirs; and what several
-    modules share is the first one's. Buffers can be read."""
+    """Hides initialized parameters and those of other partitions while modules around them initialize theirs; a shared
+    parameter belongs to its first module. Buffers can be read."""
     kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     twins: dict[int, nn.Parameter] = {}
@@ -213,8 +212,8 @@ def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[
 
 @contextmanager
 def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """What is computed from other parameters, as by ``parametrizations.weight_norm``, can be written to, as it was when the
-    constructor ran; those parameters are then what ``right_inverse`` makes of it."""
+    """Lets a module write to tensors that are computed from other parameters, as by ``parametrizations.weight_norm``;
+    afterwards ``right_inverse`` sets those parameters."""
     if not parametrize.is_parametrized(module):
         yield
         return
@@ -243,7 +242,7 @@ def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Itera
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, source: int) -> None:
-    """Gives all ranks of ``group`` the values of global rank ``source``, many tensors at once."""
+    """Broadcasts tensors from global rank ``source`` to all ranks of ``group``, many at once."""
     for batch in _batches(tensors):
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
         dist.broadcast(whole, source, group)
@@ -284,7 +283,8 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def delay_parameters() -> RemovableHandle:
-    """The same from now on until the handle is removed. Lazy parameters, which have no memory yet, are left alone."""
+    """Delays parameters until the returned handle is removed. Lazy parameters, which have no memory yet, are left
+    alone."""
     # What is registered twice stays one parameter.
     twins = WeakIdKeyDictionary()
 
@@ -293,7 +293,7 @@ def delay_parameters() -> RemovableHandle:
             return None
         before = module._parameters.get(name)
         if before is not None and before.is_meta:
-            # Somebody has values for it: a script, or a model that is being loaded.
+            # It was made on the meta device by the script or a loader, which sets its values.
             return None
         if parameter not in twins:
             twins[parameter] = _alike(parameter, parameter.detach().to("meta"))

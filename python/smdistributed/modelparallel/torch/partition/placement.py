@@ -56,7 +56,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def manual_assignment(root: nn.Module) -> dict[str, int]:
-    """What the script said: partitions by module path, the root's being ``""``."""
+    """The script's partitions by module path; the root's path is ``""``."""
     manual = {}
     for path, module in root.named_modules():
         chosen = module.__dict__.get(_SET_TO)

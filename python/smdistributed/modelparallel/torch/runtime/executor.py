@@ -1,11 +1,11 @@
-"""Runs the stages of recorded microbatches: forwards, backwards and what is sent between them.
+"""Executes the stages of recorded microbatches: forwards, backwards and the transfers between stages.
 
-- EXE-1: a stage's inputs are leaves of its own autograd graph, so its backward ends there; their gradients go to the
-  stages that made them.
-- EXE-2: gradients of a value are added up in the order of the stages that took it, whatever came first.
-- EXE-3: a storage that a task writes to is the stage's own: inputs are copied when the stage begins, their views are
-  views of that copy, and what others need of it from before the write is copied when it is made.
-- EXE-4: parameters do not change during a step, so what autocast makes of them serves all microbatches of a program.
+- EXE-1: a stage's inputs are leaves of its own autograd graph, so its backward ends there. Their gradients go to the
+  stages that produced them.
+- EXE-2: gradients of a value are added in the order of the consumer stages, not in the order of their arrival.
+- EXE-3: a stage owns the storages that its tasks write to. Its inputs are copied when it begins, their views become
+  views of the copy, and what other stages need from before a write is copied when it is computed.
+- EXE-4: parameters do not change during a step, so autocast's copies of them serve all microbatches of a program.
 """
 
 from __future__ import annotations
@@ -23,98 +23,103 @@ from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime import offloading
-from smdistributed.modelparallel.torch.runtime.offloading import Entrance
-from smdistributed.modelparallel.torch.runtime.stage_graph import Layout, Stage
-from smdistributed.modelparallel.torch.runtime.task_execution import Contexts, Simple, casts_are_kept, task_outputs
-from smdistributed.modelparallel.torch.runtime.transfers import Arriving, Transfers
+from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
+from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
+from smdistributed.modelparallel.torch.runtime.task_execution import (
+    FlatTask,
+    GradAutocastState,
+    casts_are_cached,
+    task_outputs,
+)
+from smdistributed.modelparallel.torch.runtime.transfers import PendingReceive, Transfers
 from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome, described_result
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, describe_result
 from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
-from smdistributed.modelparallel.torch.tracing.placeholders import Unread
+from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.recording import Recording
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 #: Receives on CPUs that wait for their messages ahead of the program.
-_AHEAD = 4
+_MAX_POSTED_RECEIVES = 4
 
 
-class _Run:
-    """A stage of a microbatch between its forward and the end of its backward."""
+class StageState:
+    """The tensors of a stage between its forward and the end of its backward, for one microbatch."""
 
-    __slots__ = ("exports", "gradients", "kept", "leaves", "takers", "weights")
+    __slots__ = ("consumers_done", "exports", "gradients", "leaves", "offloaded", "weights")
 
     def __init__(
         self,
-        leaves: dict[int, torch.Tensor | Entrance],
+        leaves: dict[int, torch.Tensor | StageBoundary],
         exports: dict[int, torch.Tensor],
-        kept: offloading.Batch | None = None,
+        offloaded: offloading.Batch | None = None,
     ) -> None:
         self.leaves = leaves
-        #: What of its activations is in host memory.
-        self.kept = kept
-        #: Values for others; once they have them, only where their backward begins.
+        #: Its activations in host memory.
+        self.offloaded = offloaded
+        #: Output values; once all consumers have them, only gradient edges at which the backward begins.
         self.exports: dict[int, torch.Tensor | GradientEdge | None] = dict(exports)
-        #: Gradients of exports, by value and the stage that they come from.
+        #: Gradients of the exports, by value and consumer stage.
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
-        #: Stages that have taken their values.
-        self.takers = 0
-        #: Weights whose gradients are computed apart from the rest of its backward, once they are looked for.
+        #: The number of consumer stages that have their values.
+        self.consumers_done = 0
+        #: Weights whose gradients are computed apart from the rest of the backward; ``None`` before the search.
         self.weights: Any = None
 
     def find_weights(self) -> None:
-        """Looks for them, in what comes before the exports."""
+        """Finds the weights whose gradients can be computed apart, in the graph of the exports."""
         roots = [each for each in self.exports.values() if isinstance(each, torch.Tensor) and each.requires_grad]
         inputs = [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
         self.weights = torch.classes.smd.WeightGradients(roots, inputs)
 
 
 class Microbatch:
-    """What one microbatch has of tensors on this rank."""
+    """The tensors of one microbatch on this rank."""
 
-    def __init__(self, recording: Recording, layout: Layout, detach: bool) -> None:
-        self.recording, self.layout, self._detach = recording, layout, detach
+    def __init__(self, recording: Recording, graph: StageGraph) -> None:
+        self.recording, self.stage_graph = recording, graph
         self.arrived: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self.runs: dict[int, _Run] = {}
-        #: Gradients of this rank's leaves that are to be sent: by the stage that took, the one that made, in order.
+        self.stage_states: dict[int, StageState] = {}
+        #: Gradients of stage inputs that are to be sent, by (consumer, producer).
         self.returning: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.results: dict[int, torch.Tensor] = {}
 
     @property
     def runs_in_turn(self) -> bool:
-        """Whether the next microbatch begins when this one has ended, instead of beside it."""
-        return self.layout.runs_in_turn or self.recording.kept.needs_earlier
+        """Whether the next microbatch begins only after this one has ended."""
+        return self.stage_graph.runs_in_turn or self.recording.retained.needs_earlier
 
-    def keep(self, exports: Mapping[int, torch.Tensor]) -> None:
-        """Keeps what the body returns."""
-        for value in self.layout.returned:
+    def keep_results(self, exports: Mapping[int, torch.Tensor]) -> None:
+        """Keeps the values that the body returns."""
+        for value in self.stage_graph.returned:
             if value in exports:
-                self.results[value] = exports[value].detach() if self._detach else exports[value]
+                self.results[value] = exports[value].detach() if self.recording.detach_outputs else exports[value]
 
-    def made(self, value: int) -> torch.Tensor | None:
-        """The numbers of a value of a stage that has run here while the step was recorded; ``None``: it has not."""
-        for run in self.runs.values():
-            tensor = run.exports.get(value)
+    def computed(self, value: int) -> torch.Tensor | None:
+        """The value, if a stage has computed it here while the step was recorded; else ``None``."""
+        for stage_state in self.stage_states.values():
+            tensor = stage_state.exports.get(value)
             if isinstance(tensor, torch.Tensor):
                 return tensor.detach()
         return None
 
-    def taken(self, number: int) -> None:
-        """One more stage has what it takes of this one. After the last, nobody needs the numbers."""
-        stage, run = self.layout.stages[number], self.runs[number]
-        run.takers += 1
-        if run.takers < len(stage.gives) or stage.early:
+    def mark_consumed(self, number: int) -> None:
+        """Counts one more consumer that has its values; after the last one, the stage's outputs are freed."""
+        stage, stage_state = self.stage_graph.stages[number], self.stage_states[number]
+        stage_state.consumers_done += 1
+        if stage_state.consumers_done < len(stage.outputs) or stage.early:
             return
-        if not stage.trains:
-            del self.runs[number]
+        if not stage.has_backward:
+            del self.stage_states[number]
             return
-        for value, tensor in run.exports.items():
-            if value not in stage.seeds and isinstance(tensor, torch.Tensor):
-                run.exports[value] = get_gradient_edge(tensor) if tensor.requires_grad else None
+        for value, tensor in stage_state.exports.items():
+            if value not in stage.backward_roots and isinstance(tensor, torch.Tensor):
+                stage_state.exports[value] = get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 class Executor:
-    """Does this rank's part."""
+    """Executes this rank's part of a program."""
 
     def __init__(
         self,
@@ -128,103 +133,105 @@ class Executor:
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
         self._modules, self._early, self._offloader = modules, early, offloader
-        #: What came out of a task of which nobody knew that: the description, and the tensors.
+        #: Of a task without a known output spec: the spec that was found, and the output tensors.
         self.unknown: Any = None
         #: Stages that have run in this program.
         self._known: set[int] = set()
 
     # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
 
-    def forward(self, mb: Microbatch, number: int, soon: bool = False) -> None:
-        """The forward of a stage whose inputs are here; ``soon``: its backward is near (OFF-1)."""
+    def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
+        """Runs the forward of a stage whose inputs are here; with ``backward_is_near``, nothing is offloaded (OFF-1)."""
         start = _core.timeline_now()
-        layout, stage = mb.layout, mb.layout.stages[number]
-        trains = stage.trains or self._early
-        offloader = self._offloader if trains and not soon else None
-        leaves: dict[int, torch.Tensor | Entrance] = {}
+        graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
+        has_backward = stage.has_backward or self._early
+        offloader = self._offloader if has_backward and not backward_is_near else None
+        leaves: dict[int, torch.Tensor | StageBoundary] = {}
         env: dict[int, torch.Tensor] = {}
-        for maker, values in stage.takes.items():
-            if layout.stages[maker].rank == self._rank:
-                tensors = [mb.runs[maker].exports[value] for value in values]
+        for producer, values in stage.inputs.items():
+            if graph.stages[producer].rank == self._rank:
+                tensors = [mb.stage_states[producer].exports[value] for value in values]
             else:
-                tensors = mb.arrived.pop((maker, number))
+                tensors = mb.arrived.pop((producer, number))
             for value, tensor in zip(values, tensors, strict=True):
-                home, wants_gradient = layout.values[value].home, layout.values[value].meta.requires_grad
-                if home is not None and not wants_gradient and layout.stages[maker].rank == self._rank:
+                home, wants_gradient = graph.values[value].home, graph.values[value].meta.requires_grad
+                if home is not None and not wants_gradient and graph.stages[producer].rank == self._rank:
                     # A buffer changes where it is, and stages that write to it run in the order of the body.
                     env[value] = self._parameters[home]
                     continue
                 leaf = tensor.detach()
-                wanted = trains and wants_gradient
+                wanted = has_backward and wants_gradient
                 if wanted and offloader is not None:
-                    leaves[value] = entrance = Entrance(leaf)
-                    leaf = entrance.enter(leaf)
+                    leaves[value] = boundary = StageBoundary(leaf)
+                    leaf = boundary.enter(leaf)
                 elif wanted:
                     leaves[value] = leaf.requires_grad_()
                 env[value] = leaf
-        tasks, kept_values = mb.recording.tasks, mb.recording.kept.by_value
-        if layout.written:
-            self._own_inputs(layout, stage, tasks, env)
+        tasks, retained = mb.recording.tasks, mb.recording.retained.by_value
+        if graph.written:
+            self._copy_written_inputs(graph, stage, tasks, env)
             snapshots: dict[int, torch.Tensor] | None = {}
         else:
             snapshots = None
         modules = self._modules
-        gathering = contextlib.nullcontext() if offloader is None else offloader.gathering()
-        with gathering as kept, Contexts(modules) as contexts:
+        collecting = contextlib.nullcontext() if offloader is None else offloader.collecting()
+        with collecting as offloaded, GradAutocastState(modules) as grad_autocast:
             for task_number in stage.tasks:
                 task = tasks[task_number]
-                contexts.enter(task.context)
+                grad_autocast.enter(task.context)
                 draws = mb.recording.draws.get(task_number, ())
                 for draw in draws:
                     draw.start()
-                if task.simple is None:
-                    task.simple = Simple.of(task)
-                if task.simple is False:
+                if task.flat is None:
+                    task.flat = FlatTask.of(task)
+                if task.flat is False:
                     self._run_task(task, env)
                 else:
-                    task.simple.run(task, env)
+                    task.flat.run(task, env)
                 for draw in draws:
                     draw.stop()
                 if snapshots is not None:
                     for value in task.outputs:
-                        is_wanted = self._early or value.index in stage.exports or value.index in kept_values
-                        if value.storage_key in layout.written and is_wanted:
+                        is_wanted = self._early or value.index in stage.exports or value.index in retained
+                        if value.storage_key in graph.written and is_wanted:
                             snapshots[value.index] = env[value.index].clone()
         if snapshots:
             env |= snapshots
-        for index, kept_tensor in kept_values.items():
-            if kept_tensor.tensor is None and index in env:
-                kept_tensor.tensor = env[index].detach()
-        # Of a stage that runs early, nobody knows yet what is needed.
+        for index, retained_tensor in retained.items():
+            if retained_tensor.tensor is None and index in env:
+                retained_tensor.tensor = env[index].detach()
+        # Which values of a stage that runs early are needed is not known yet.
         exports = env if self._early else {value: env[value] for value in stage.exports}
-        if layout.without_graph:
+        if graph.without_graph:
             # Autograd takes them for leaves that are views, where no backward can begin.
             exports = {
-                value: tensor.detach() if value in layout.without_graph else tensor for value, tensor in exports.items()
+                value: tensor.detach() if value in graph.without_graph else tensor for value, tensor in exports.items()
             }
-        if not trains:
+        if not has_backward:
             exports = {value: tensor.detach() for value, tensor in exports.items()}
-        mb.keep(exports)
-        if trains:
+        mb.keep_results(exports)
+        if has_backward:
             if number not in self._known:
                 # The casts of later microbatches are the same nodes (EXE-4).
                 self._known.add(number)
                 if any(tasks[task].context.autocast for task in stage.tasks):
                     torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
-            run = mb.runs[number] = _Run(leaves, exports, kept)
+            stage_state = mb.stage_states[number] = StageState(leaves, exports, offloaded)
             # Of a stage that runs early, not all is there that a backward may begin with.
             if not self._early:
-                run.find_weights()
-        elif stage.gives:
-            mb.runs[number] = _Run({}, exports)
-        for maker in stage.takes:
-            if layout.stages[maker].rank == self._rank:
-                mb.taken(maker)
+                stage_state.find_weights()
+        elif stage.outputs:
+            mb.stage_states[number] = StageState({}, exports)
+        for producer in stage.inputs:
+            if graph.stages[producer].rank == self._rank:
+                mb.mark_consumed(producer)
         # All microbatches take the same.
-        takes = [list(stage.takes)] if start and mb.recording.microbatch == 0 else []
-        _core.timeline_stage("forward", number, mb.recording.microbatch, start, *takes)
+        inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
+        _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
 
-    def _own_inputs(self, layout: Layout, stage: Stage, tasks: Sequence[Task], env: dict[int, torch.Tensor]) -> None:
+    def _copy_written_inputs(
+        self, graph: StageGraph, stage: Stage, tasks: Sequence[Task], env: dict[int, torch.Tensor]
+    ) -> None:
         """Copies inputs whose storage the stage writes to, and makes their views views of the copy (EXE-3)."""
         own: dict[int | str, torch.Tensor] = {}
         for number in stage.tasks:
@@ -240,21 +247,21 @@ class Executor:
                         own[source.index] = env[source.index] = env[source.index].clone()
                     else:
                         # The stage itself makes a view of an input from another partition, and writes to that.
-                        for index in itertools.chain(*stage.takes.values()):
-                            if index not in own and layout.values[index].storage_key == source.storage_key:
+                        for index in itertools.chain(*stage.inputs.values()):
+                            if index not in own and graph.values[index].storage_key == source.storage_key:
                                 own[index] = env[index] = env[index].clone()
         if not own:
             return
-        for values in stage.takes.values():
+        for values in stage.inputs.values():
             for index in values:
-                value = layout.values[index]
+                value = graph.values[index]
                 base = own.get(value.storage_key)
                 if value.base is None or base is None:
                     continue
                 if base.dtype is not value.meta.dtype:
                     raise SMPError(
-                        f"a write in place to a tensor of which the step function holds a view of another dtype, {value.meta}, "
-                        "and another partition computes in between: change a copy"
+                        f"a task writes in place to a tensor that has a view of another dtype, {value.meta}, and another partition "
+                        "computes between the view and the write: write to a copy"
                     )
                 if base.requires_grad and not value.meta.requires_grad:
                     base = base.detach()
@@ -263,7 +270,7 @@ class Executor:
 
     def _run_task(self, task: Task, env: dict[int, torch.Tensor]) -> None:
         place = -1
-        changed = task.outcome.mutated if task.outcome is not None else ()
+        changed = task.output_spec.mutated if task.output_spec is not None else ()
         replicated: dict[int, torch.Tensor] = {}
         #: Places of tensors by their identities, where containers among the arguments may keep them.
         given: dict[int, int] = {}
@@ -274,30 +281,32 @@ class Executor:
             if isinstance(item, Value):
                 item = self._tensor(item, env)
             else:
-                if place in changed or (task.outcome is None and type(item) is torch.Tensor):
+                if place in changed or (task.output_spec is None and type(item) is torch.Tensor):
                     replicated[place] = item = item.clone()
-                elif isinstance(item, torch.Tensor) and not isinstance(item, Unread) and self._early:
+                elif isinstance(item, torch.Tensor) and not isinstance(item, UnreadTensor) and self._early:
                     # The body may write to it before the backward.
                     item = item.clone()
-            if task.follows:
+            if task.has_containers:
                 given[id(item)] = place
             return item
 
         watch = None
-        if task.follows:
+        if task.has_containers:
             copier = object_state.Copier(leaf)
             args = copier.copy(task.args)
             kwargs = {key: copier.copy(item) for key, item in task.kwargs.items()}
             watch = object_state.Watch(copier.copies)
         else:
             args, kwargs = pytree.transform((task.args, task.kwargs), leaf)
-        if task.outcome is None:
+        if task.output_spec is None:
             versions = {place: version_of(tensor) for place, tensor in replicated.items()}
             result = task.call(*args, **kwargs)
-            template, outputs, effects = described_result(result, watch)
+            template, outputs, effects = describe_result(result, watch)
             mutated = tuple(place for place, version in versions.items() if version_of(replicated[place]) != version)
-            outcome = Outcome(template, tuple(map(Meta.of, outputs)), mutated, (None,) * len(outputs), effects=effects)
-            self.unknown = outcome, [*outputs, *(replicated[place] for place in mutated)]
+            spec = OutputSpec(
+                template, tuple(map(TensorMeta.of, outputs)), mutated, (None,) * len(outputs), effects=effects
+            )
+            self.unknown = spec, [*outputs, *(replicated[place] for place in mutated)]
             return
         outputs = task_outputs(task, task.call(*args, **kwargs), watch, given)
         for value, tensor in zip(task.outputs, outputs, strict=False):
@@ -310,61 +319,61 @@ class Executor:
         return env[value.index] if value.parameter is None else self._parameters[value.parameter]
 
     def backward(self, mb: Microbatch, number: int) -> None:
-        """The backward of a stage: its parameters' gradients are added up, its leaves' are ready to go."""
+        """Runs the backward of a stage: accumulates parameter gradients, and stores those of its inputs for the producers."""
         start = _core.timeline_now()
-        stage = mb.layout.stages[number]
-        if stage.trains:
-            run = mb.runs.pop(number)
-            roots, gradients = self._roots(mb, number, run)
+        stage = mb.stage_graph.stages[number]
+        if stage.has_backward:
+            stage_state = mb.stage_states.pop(number)
+            roots, gradients = self._roots(mb, number, stage_state)
             if roots:
                 self._modules.apply(mb.recording.backward_modules)
-                _run_backward(roots, gradients, run.weights, later=False)
-            self._return_gradients(mb, number, run.leaves)
+                _run_backward(roots, gradients, stage_state.weights, later=False)
+            self._store_input_gradients(mb, number, stage_state.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
     def input_part(self, mb: Microbatch, number: int) -> None:
-        """The first part of a backward: all but its weights' gradients; its leaves' are ready to go."""
+        """Runs the first part of a backward: everything except the weight gradients."""
         start = _core.timeline_now()
-        stage = mb.layout.stages[number]
-        if stage.trains:
-            run = mb.runs[number]
-            roots, gradients = self._roots(mb, number, run)
+        stage = mb.stage_graph.stages[number]
+        if stage.has_backward:
+            stage_state = mb.stage_states[number]
+            roots, gradients = self._roots(mb, number, stage_state)
             if roots:
                 self._modules.apply(mb.recording.backward_modules)
-                _run_backward(roots, gradients, run.weights, later=True)
-            self._return_gradients(mb, number, run.leaves)
-            run.leaves, run.exports = {}, {}
+                _run_backward(roots, gradients, stage_state.weights, later=True)
+            self._store_input_gradients(mb, number, stage_state.leaves)
+            stage_state.leaves, stage_state.exports = {}, {}
         _core.timeline_stage("input", number, mb.recording.microbatch, start)
 
     def weight_part(self, mb: Microbatch, number: int) -> None:
-        """The second part: its weights' gradients are added up."""
+        """Runs the second part of a backward: the weight gradients."""
         start = _core.timeline_now()
-        if mb.layout.stages[number].trains:
-            mb.runs.pop(number).weights.run()
+        if mb.stage_graph.stages[number].has_backward:
+            mb.stage_states.pop(number).weights.run()
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
     def _roots(
-        self, mb: Microbatch, number: int, run: _Run
+        self, mb: Microbatch, number: int, stage_state: StageState
     ) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor]]:
-        stage = mb.layout.stages[number]
+        stage = mb.stage_graph.stages[number]
         roots: list[torch.Tensor | GradientEdge] = []
         gradients: list[torch.Tensor] = []
-        seeds: dict[int, torch.Tensor] = {}
-        for value, gradient in mb.recording.seeds:
-            if value.index in stage.seeds:
-                tensor = run.exports[value.index]
+        root_gradients: dict[int, torch.Tensor] = {}
+        for value, gradient in mb.recording.backward_roots:
+            if value.index in stage.backward_roots:
+                tensor = stage_state.exports[value.index]
                 gradient = torch.ones_like(tensor) if gradient is None else gradient.to(tensor)
                 gradient = gradient * self._scale if self._scale != 1.0 else gradient
-                before = seeds.get(value.index)
-                seeds[value.index] = gradient if before is None else before + gradient
+                before = root_gradients.get(value.index)
+                root_gradients[value.index] = gradient if before is None else before + gradient
         for value in stage.exports:
-            root = run.exports[value]
+            root = stage_state.exports[value]
             if root is None or (isinstance(root, torch.Tensor) and not root.requires_grad):
                 continue
             # EXE-2
-            parts = [gradient for _, gradient in sorted(run.gradients.get(value, {}).items())]
-            if value in seeds:
-                parts.append(seeds[value])
+            parts = [gradient for _, gradient in sorted(stage_state.gradients.get(value, {}).items())]
+            if value in root_gradients:
+                parts.append(root_gradients[value])
             if not parts:
                 continue
             gradient = parts[0]
@@ -374,80 +383,82 @@ class Executor:
             gradients.append(gradient)
         return roots, gradients
 
-    def _return_gradients(self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | Entrance]) -> None:
-        layout = mb.layout
-        for maker in layout.stages[number].takes:
-            values = layout.gradients(maker, number)
+    def _store_input_gradients(
+        self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | StageBoundary]
+    ) -> None:
+        graph = mb.stage_graph
+        for producer in graph.stages[number].inputs:
+            values = graph.gradients(producer, number)
             if not values:
                 continue
             gradients = []
             for value in values:
                 leaf = leaves[value]
                 if leaf.grad is None:
-                    gradients.append(leaf.zeros() if isinstance(leaf, Entrance) else torch.zeros_like(leaf))
+                    gradients.append(leaf.zeros() if isinstance(leaf, StageBoundary) else torch.zeros_like(leaf))
                 else:
                     gradients.append(leaf.grad)
-            if layout.stages[maker].rank == self._rank:
-                self._take_gradients(mb, maker, number, values, gradients)
+            if graph.stages[producer].rank == self._rank:
+                self._add_output_gradients(mb, producer, number, values, gradients)
             else:
-                mb.returning[number, maker] = gradients
+                mb.returning[number, producer] = gradients
 
-    def _take_gradients(
-        self, mb: Microbatch, maker: int, taker: int, values: Sequence[int], gradients: Sequence[torch.Tensor]
+    def _add_output_gradients(
+        self, mb: Microbatch, producer: int, consumer: int, values: Sequence[int], gradients: Sequence[torch.Tensor]
     ) -> None:
         for value, gradient in zip(values, gradients, strict=True):
-            mb.runs[maker].gradients.setdefault(value, {})[taker] = gradient
+            mb.stage_states[producer].gradients.setdefault(value, {})[consumer] = gradient
 
-    def send_forward(self, mb: Microbatch, number: int, taker: int) -> None:
-        """Values for a stage elsewhere."""
+    def send_forward(self, mb: Microbatch, number: int, consumer: int) -> None:
+        """Sends values to a consumer stage on another rank."""
         start = _core.timeline_now()
-        run, to = mb.runs[number], mb.layout.stages[taker].rank
-        for value in mb.layout.stages[number].gives[taker]:
-            self._transfers.send(run.exports[value], to)
-        mb.taken(number)
+        stage_state, to = mb.stage_states[number], mb.stage_graph.stages[consumer].rank
+        for value in mb.stage_graph.stages[number].outputs[consumer]:
+            self._transfers.send(stage_state.exports[value], to)
+        mb.mark_consumed(number)
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
-    def receive_forward(self, mb: Microbatch, number: int, maker: int) -> Callable[[], None]:
-        """Begins to receive values of a stage elsewhere; what it returns waits for them."""
-        layout = mb.layout
-        source = layout.stages[maker].rank
-        values = layout.stages[number].takes[maker]
-        arriving = self._receive(values, source, number, mb)
+    def receive_forward(self, mb: Microbatch, number: int, producer: int) -> Callable[[], None]:
+        """Posts the receives of values from a producer stage on another rank; returns a function that waits for them."""
+        graph = mb.stage_graph
+        source = graph.stages[producer].rank
+        values = graph.stages[number].inputs[producer]
+        pending = self._receive(values, source, number, mb)
 
         def wait() -> None:
-            mb.arrived[maker, number] = self._wait(arriving, number, mb)
+            mb.arrived[producer, number] = self._wait(pending, number, mb)
 
         return wait
 
-    def send_backward(self, mb: Microbatch, number: int, maker: int) -> None:
-        """Gradients for the stage that made the values."""
+    def send_backward(self, mb: Microbatch, number: int, producer: int) -> None:
+        """Sends gradients to the stage that produced the values."""
         start = _core.timeline_now()
-        to = mb.layout.stages[maker].rank
-        for gradient in mb.returning.pop((number, maker), ()):
+        to = mb.stage_graph.stages[producer].rank
+        for gradient in mb.returning.pop((number, producer), ()):
             self._transfers.send(gradient, to)
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
-    def receive_backward(self, mb: Microbatch, number: int, taker: int) -> Callable[[], None]:
-        """Begins to receive gradients of a stage elsewhere."""
-        layout = mb.layout
-        source = layout.stages[taker].rank
-        values = layout.gradients(number, taker)
-        arriving = self._receive(values, source, number, mb)
+    def receive_backward(self, mb: Microbatch, number: int, consumer: int) -> Callable[[], None]:
+        """Posts the receives of gradients from a consumer stage; returns a function that waits for them."""
+        graph = mb.stage_graph
+        source = graph.stages[consumer].rank
+        values = graph.gradients(number, consumer)
+        pending = self._receive(values, source, number, mb)
 
         def wait() -> None:
-            self._take_gradients(mb, number, taker, values, self._wait(arriving, number, mb))
+            self._add_output_gradients(mb, number, consumer, values, self._wait(pending, number, mb))
 
         return wait
 
-    def _receive(self, values: Sequence[int], source: int, number: int, mb: Microbatch) -> list[Arriving]:
+    def _receive(self, values: Sequence[int], source: int, number: int, mb: Microbatch) -> list[PendingReceive]:
         start = _core.timeline_now()
-        arriving = [self._transfers.receive(mb.layout.values[value].meta, source) for value in values]
+        pending = [self._transfers.receive(mb.stage_graph.values[value].meta, source) for value in values]
         _core.timeline_stage("receive", number, mb.recording.microbatch, start)
-        return arriving
+        return pending
 
-    def _wait(self, arriving: Sequence[Arriving], number: int, mb: Microbatch) -> list[torch.Tensor]:
+    def _wait(self, pending: Sequence[PendingReceive], number: int, mb: Microbatch) -> list[torch.Tensor]:
         start = _core.timeline_now()
-        tensors = [tensor.here() for tensor in arriving]
+        tensors = [tensor.wait() for tensor in pending]
         _core.timeline_stage("wait", number, mb.recording.microbatch, start)
         return tensors
 
@@ -455,30 +466,31 @@ class Executor:
         self,
         program: Sequence[tuple[str, int, int, int | None]],
         microbatches: Sequence[Microbatch],
-        done: Callable[[int], None],
+        on_stage_done: Callable[[int], None],
     ) -> None:
-        """This rank's list of a program. ``done(stage)`` hears of each stage whose parameters' gradients are complete."""
+        """Runs this rank's program; calls ``on_stage_done(stage)`` when the parameter gradients of a stage are
+        complete."""
         self._known.clear()
-        with casts_are_kept(), self._modules.applied():
-            self._run(program, microbatches, done)
+        with casts_are_cached(), self._modules.applied():
+            self._run(program, microbatches, on_stage_done)
 
     def _run(
         self,
         program: Sequence[tuple[str, int, int, int | None]],
         microbatches: Sequence[Microbatch],
-        done: Callable[[int], None],
+        on_stage_done: Callable[[int], None],
     ) -> None:
         receives = deque(
             (place, action)
             for place, action in enumerate(program)
-            if action[0] in ("RF", "RB") and self._real(action, microbatches)
+            if action[0] in ("RF", "RB") and self._has_payload(action, microbatches)
         )
-        ahead = self._transfers.ahead(_AHEAD)
+        max_posted = self._transfers.max_posted_receives(_MAX_POSTED_RECEIVES)
         waiting: deque[tuple[int, Callable[[], None]]] = deque()
         last = len(microbatches) - 1
-        loads = offloading.Loads(self._offloader, program)
+        prefetcher = offloading.ActivationPrefetcher(self._offloader, program)
         for place, action in enumerate(program):
-            while receives and (len(waiting) < ahead or receives[0][0] == place):
+            while receives and (len(waiting) < max_posted or receives[0][0] == place):
                 at, (kind, number, index, peer) = receives.popleft()
                 begin = self.receive_forward if kind == "RF" else self.receive_backward
                 assert peer is not None
@@ -486,42 +498,42 @@ class Executor:
             kind, number, index, peer = action
             mb = microbatches[index]
             if kind in "FBIW":
-                loads.begin(microbatches)
+                prefetcher.begin(microbatches)
             if kind == "F":
-                if not mb.layout.stages[number].early:
-                    self.forward(mb, number, loads.are_soon(number, index))
+                if not mb.stage_graph.stages[number].early:
+                    self.forward(mb, number, prefetcher.is_backward_near(number, index))
             elif kind == "B":
                 self.backward(mb, number)
                 if index == last:
-                    done(number)
+                    on_stage_done(number)
             elif kind == "I":
                 self.input_part(mb, number)
             elif kind == "W":
                 self.weight_part(mb, number)
                 if index == last:
-                    done(number)
+                    on_stage_done(number)
             elif waiting and waiting[0][0] == place:
                 waiting.popleft()[1]()
-            elif kind in ("SF", "SB") and self._real(action, microbatches):
+            elif kind in ("SF", "SB") and self._has_payload(action, microbatches):
                 assert peer is not None
                 (self.send_forward if kind == "SF" else self.send_backward)(mb, number, peer)
 
-    def _real(self, action: tuple[str, int, int, int | None], microbatches: Sequence[Microbatch]) -> bool:
-        """Whether there is something to send or to receive."""
+    def _has_payload(self, action: tuple[str, int, int, int | None], microbatches: Sequence[Microbatch]) -> bool:
+        """Whether an action has tensors to send or to receive."""
         kind, number, index, peer = action
-        layout = microbatches[index].layout
+        graph = microbatches[index].stage_graph
         assert peer is not None
         if kind == "SF":
-            return not layout.stages[peer].early
+            return not graph.stages[peer].early
         if kind == "RF":
-            return not layout.stages[number].early
-        return bool(layout.gradients(number, peer) if kind == "RB" else layout.gradients(peer, number))
+            return not graph.stages[number].early
+        return bool(graph.gradients(number, peer) if kind == "RB" else graph.gradients(peer, number))
 
 
 def _run_backward(
     roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
 ) -> None:
-    """A backward; the gradients of ``weights`` (`torch_ext/weights.h`) are computed beside it, or ``later``."""
+    """Runs autograd; the gradients of ``weights`` (`torch_ext/weights.h`) are computed beside it, or ``later``."""
     torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)
     if later:
         weights.end()

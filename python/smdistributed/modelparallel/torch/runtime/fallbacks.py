@@ -1,5 +1,6 @@
-"""Calls that leave the pipeline: all ranks wait for one of them. Each is told once, counted, and an error under
-``SMD_STRICT_PIPELINE``."""
+"""Calls that leave the pipeline: all ranks wait for one of them. Each is warned about once and counted; under
+``SMD_STRICT_PIPELINE`` it is an error.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 _OURS = str(Path(smdistributed.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
-#: `run`: a task whose outputs nobody can tell before it has run; `read`: numbers that the body asks for.
+#: `run`: a task with an unknown output spec; `read`: a value that the body reads.
 Kind = Literal["run", "read"]
 
 
 class Fallbacks:
-    """Those of a model.
+    """The calls of a model that left the pipeline.
 
     Attributes:
         counts: How many calls left the pipeline, by what was called and why.

@@ -1,7 +1,7 @@
-"""Gradients over the replicas of a partition: the reducer of data parallelism, in rounds.
+"""Gradient reduction over the replicas of a partition, by the reducer of data parallelism in rounds.
 
-- GRA-1: a gradient is reduced as soon as the last microbatch has left all stages that have a part in it. Buckets and their
-  order follow from the parameters, so replicas whose bodies take different ways only overlap less.
+- GRA-1: a gradient is reduced when the last microbatch has left all stages that contribute to it. Buckets and their
+  order follow from the parameters alone, so replicas whose bodies differ only overlap less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.dataparallel.torch.parallel.comm_hooks import AVERAGE, CommHook
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
-from smdistributed.modelparallel.torch.runtime.stage_graph import Layout
+from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -34,7 +34,7 @@ class GradientReducer:
     """
 
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
-        self._group, self._cap, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
+        self._group, self._bucket_bytes, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
         self._passes, self._steps = passes, 0
         self._hook: CommHook | None = None
         self._reducer: Any = None
@@ -43,8 +43,8 @@ class GradientReducer:
         self._places: dict[int, int] = {}
         #: By stage: places of the gradients that it has a part in; and of each, how many stages it still waits for.
         self._stages: dict[int, list[int]] = {}
-        self._left: dict[int, int] = {}
-        self._layout: Layout | None = None
+        self._pending_stages: dict[int, int] = {}
+        self._stage_graph: StageGraph | None = None
         self._ready: set[int] = set()
         self._reduces = False
         #: Whether there are gradients of steps that have not reduced them.
@@ -52,7 +52,7 @@ class GradientReducer:
 
     @property
     def hook(self) -> tuple[object, Callable[..., Any]] | None:
-        """What the script has buckets reduced by, and its state."""
+        """The communication hook of the script and its state."""
         return None if self._hook is None else (self._hook.state, self._hook.function)
 
     @hook.setter
@@ -60,33 +60,33 @@ class GradientReducer:
         self._hook, self._reducer = CommHook(*chosen), None
 
     def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: Named) -> None:
-        """A step whose last microbatch is that of the last recording."""
+        """Begins a step; the last recording is its last microbatch."""
         self._pipeline, self._recording = pipeline, recordings[-1]
-        self._layout, self._stages, self._left, self._ready = None, {}, {}, set()
-        self._reduces = self._counts()
+        self._stage_graph, self._stages, self._pending_stages, self._ready = None, {}, {}, set()
+        self._reduces = self._is_reducing_step()
         self._accumulated = not self._reduces
         if self._reduces:
-            self._follow(parameters)
+            self._update_reducer(parameters)
             self._reducer.open()
 
-    def stage_is_done(self, number: int, layout: Layout) -> None:
-        """The backward of the last microbatch has left a stage."""
+    def on_stage_done(self, number: int, graph: StageGraph) -> None:
+        """Marks gradients as ready after the last backward of a stage."""
         if not self._reduces or not self._overlapping:
             return
-        if self._layout is None:
-            self._look_at(layout)
+        if self._stage_graph is None:
+            self._map_stages(graph)
         complete = []
         for place in self._stages.get(number, ()):
-            self._left[place] -= 1
-            if self._left[place] == 0:
+            self._pending_stages[place] -= 1
+            if self._pending_stages[place] == 0:
                 complete.append(place)
-        self._give(complete)
+        self._mark_ready(complete)
 
-    def _look_at(self, layout: Layout) -> None:
-        """Which stages have a part in which gradient."""
-        self._layout = layout
+    def _map_stages(self, graph: StageGraph) -> None:
+        """Finds the gradients that each stage contributes to."""
+        self._stage_graph = graph
         pipeline, tasks = self._pipeline, self._recording.tasks
-        for number, stage in enumerate(layout.stages):
+        for number, stage in enumerate(graph.stages):
             if stage.rank != pipeline.rank:
                 continue
             found: dict[int, None] = {}
@@ -97,24 +97,24 @@ class GradientReducer:
                 found.update((self._places[id(each)], None) for each in used if id(each) in self._places)
             self._stages[number] = list(found)
             for place in found:
-                self._left[place] = self._left.get(place, 0) + 1
+                self._pending_stages[place] = self._pending_stages.get(place, 0) + 1
 
     def finish(self) -> None:
         """Returns when all gradients are reduced."""
         if self._reduces:
             self._complete()
 
-    def give_up(self) -> None:
-        """The step has failed: the other replicas' reduction fails, too."""
+    def cancel(self) -> None:
+        """Ends a failed step: the reduction fails on the other replicas, too."""
         if self._reduces:
             self._reducer.cancel()
 
-    def stand_in(self, parameters: Named) -> None:
-        """Takes part in what the other replicas reduce: with what this one has accumulated before it ran out, then with
-        zeros, and gradients here stay as they are."""
-        if not self._counts():
+    def join_shadow(self, parameters: Named) -> None:
+        """Takes part in the reduction of the other replicas: once with the gradients that this one has accumulated,
+        then with zeros. Gradients here stay as they are."""
+        if not self._is_reducing_step():
             return
-        self._follow(parameters)
+        self._update_reducer(parameters)
         if self._accumulated:
             self._accumulated = False
             self._reduce_all()
@@ -123,18 +123,18 @@ class GradientReducer:
 
     def reduce(self, parameters: Named) -> None:
         """All gradients, after a step without a pipeline."""
-        self._accumulated = not self._counts()
+        self._accumulated = not self._is_reducing_step()
         if not self._accumulated:
-            self._follow(parameters)
+            self._update_reducer(parameters)
             self._reduce_all()
 
-    def _counts(self) -> bool:
-        """One more step; whether it reduces."""
+    def _is_reducing_step(self) -> bool:
+        """Counts a step; returns whether it reduces gradients."""
         self._steps += 1
         return self._steps % self._passes == 0
 
-    def _follow(self, named: Named) -> None:
-        """Has a reducer for these parameters: collective where they have changed, which they do on all replicas."""
+    def _update_reducer(self, named: Named) -> None:
+        """Makes a reducer if these parameters have changed. Collective; they change on all replicas alike."""
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         parameters = [parameter for _, parameter in trained]
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
@@ -152,14 +152,14 @@ class GradientReducer:
             "comm_hook": -1 if self._hook is None else self._hook.number,
         }
         names = [name for name, _ in trained]
-        sizes = _core.bucket_sizes(self._cap)
+        sizes = _core.bucket_sizes(self._bucket_bytes)
         self._reducer = torch.classes.smd.Reducer(
             parameters, names, [], [], [], [], list(self._group.ranks or ()), sizes, settings
         )
         # Stages say when a gradient is complete; a backward does not.
         self._reducer.remove_hooks()
 
-    def _give(self, places: Iterable[int]) -> None:
+    def _mark_ready(self, places: Iterable[int]) -> None:
         complete = [place for place in places if self._parameters[place].grad is not None]
         self._ready.update(complete)
         self._reducer.ready(complete)
@@ -171,7 +171,7 @@ class GradientReducer:
 
     def _complete(self) -> None:
         # A gradient that no replica has stays none.
-        self._give(place for place in range(len(self._parameters)) if place not in self._ready)
+        self._mark_ready(place for place in range(len(self._parameters)) if place not in self._ready)
         self._reducer.close()
 
 

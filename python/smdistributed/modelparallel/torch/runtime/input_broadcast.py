@@ -1,12 +1,13 @@
-"""Arguments of a step: all ranks of a pipeline compute with those of its first rank.
+"""Broadcast of a step's arguments: all ranks of a pipeline compute with those of its first rank.
 
-- FEED-1: structure, tensors and plain data (numbers, texts, arrays) are the first rank's. A rank's own arguments only supply
-  what does not travel: FEED-2.
-- FEED-2: modules, optimizers, lambdas and instances of other classes stay each rank's own. The n-th such object of an argument
-  stands for the n-th of the first rank; if the rank has none of that class there, the first rank sends a copy, if it can be pickled.
-- FEED-3: tensors that share memory on the first rank share memory on the others, and strides are equal.
-- FEED-4: ranks compare digests of everything but the tensors' numbers. If they are equal, only these numbers are sent. Numbers are
-  always sent: to compare them costs more than to send them.
+- FEED-1: structure, tensors and plain data (numbers, strings, arrays) come from the first rank. A rank's own arguments
+  supply only what cannot be sent (FEED-2).
+- FEED-2: modules, optimizers, lambdas and instances of other classes stay each rank's own. The n-th such object of an
+  argument stands for the n-th of the first rank. Where a rank has none of that class, the first rank sends a copy, if
+  it can be pickled.
+- FEED-3: tensors that share memory on the first rank share memory on the others, and have equal strides.
+- FEED-4: ranks compare digests of everything except the tensors' values. If the digests are equal, only the values are
+  sent. Values are always sent, because comparing them costs more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.pytree import ATOMS
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Absent, Handle
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor
 
 #: Tensors on CPUs below this size travel in one message.
 _SMALL = 1 << 18
@@ -75,7 +76,7 @@ class _Description(pickle.Pickler):
             if kind is torch.Tensor and value.layout == torch.strided and not value.is_quantized:
                 if value.device.type in ("cpu", "cuda"):
                     return "tensor", self._tensors.setdefault(id(value), (len(self._tensors), value))[0]
-            elif kind not in (Handle, Absent, torch.nn.Parameter):
+            elif kind not in (RemoteTensor, MetaParameter, torch.nn.Parameter):
                 return None
         elif isinstance(value, types.FunctionType | type):
             # Others cannot be imported.
@@ -137,7 +138,7 @@ class _Header(NamedTuple):
 
 
 class _Arguments:
-    """What one rank passes."""
+    """The arguments of one rank."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         found: dict[int, tuple[int, torch.Tensor]] = {}
@@ -157,7 +158,7 @@ class _Arguments:
         self.header = _Header(contents, tuple(self.own), layouts, tuple(segments))
 
 
-def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+def broadcast_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of the pipeline's first rank, by name. All ranks of the pipeline call it.
 
     Raises:
@@ -175,15 +176,15 @@ def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
         # What another rank passes counts for nothing.
         failure = error if is_first else None
     _warn_of_own_tensors(passed.own)
-    randomness = state.model.randomness
-    generators = randomness.states()
+    rng_state = state.model.rng_state
+    generators = rng_state.states()
     everybody = _compared(failure is not None, passed.header, generators)
     if everybody[0][0]:
         text = communication.allgather(f"{type(failure).__name__}: {failure}", CommGroup.PP_GROUP)[0]
         if failure is not None:
             raise failure
         raise SMPUsageError(f"the first rank of this pipeline cannot pass its arguments to the step: {text}")
-    randomness.follow_first(generators, all(each[3:] == everybody[0][3:] for each in everybody))
+    rng_state.follow_first(generators, all(each[3:] == everybody[0][3:] for each in everybody))
     header = passed.header
     own = passed.own
     if any(each[:3] != everybody[0][:3] for each in everybody):
@@ -201,14 +202,14 @@ def of_first(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
 
 
 def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
-    """Of all ranks: whether it has failed, and a digest of each of ``contents`` in two numbers."""
+    """Of all ranks: whether they failed, and a digest of each of ``contents`` as two numbers."""
     numbers = [int(has_failed)]
     for content in contents:
         digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
         numbers += [int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:])]
     size = len(state.groups.members["pp"])
     everybody = torch.empty(size * len(numbers), dtype=torch.int64)
-    dist.all_gather_into_tensor(everybody, torch.tensor(numbers), state.groups.pipe)
+    dist.all_gather_into_tensor(everybody, torch.tensor(numbers), state.groups.pp_group)
     return everybody.view(size, -1).tolist()
 
 
@@ -353,11 +354,11 @@ def _sent_memory(header: _Header, mine: Sequence[torch.Tensor] | None) -> list[t
             _dense(each) if segment.is_dense else each for each, segment in zip(mine, header.segments, strict=True)
         ]
     if small:
-        together = torch.cat([found[place] for place in small])
-        _broadcast(together)
+        joined = torch.cat([found[place] for place in small])
+        _broadcast(joined)
         if mine is None:
             sizes = [header.segments[place].size for place in small]
-            for place, part in zip(small, together.split(sizes), strict=True):
+            for place, part in zip(small, joined.split(sizes), strict=True):
                 found[place].copy_(part)
     for place in range(len(found)):
         if place not in small:
@@ -394,7 +395,7 @@ def _flipped(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Ten
 
 def _broadcast(tensor: torch.Tensor) -> None:
     if tensor.numel():
-        dist.broadcast(tensor, state.groups.members["pp"][0], state.groups.pipe)
+        dist.broadcast(tensor, state.groups.members["pp"][0], state.groups.pp_group)
 
 
 def _travels(value: Any) -> bool:
@@ -431,7 +432,8 @@ def _warn_of_own_tensors(own: Mapping[_Own, Any]) -> None:
             continue
         _warned.add(key.kind)
         warnings.warn(
-            f"the argument `{key.argument}` of a `smp.step` function has a `{key.kind}`, whose tensors are each rank's own: only tensors in "
-            "lists, tuples, dictionaries, dataclasses and classes with `smp_slice` are those of the pipeline's first rank",
+            f"the argument `{key.argument}` of a `smp.step` function holds a `{key.kind}` with tensors, which is not "
+            "broadcast: each rank uses its own. Only lists, tuples, dictionaries, dataclasses and classes with `smp_slice` are taken from the "
+            "pipeline's first rank",
             stacklevel=2,
         )

@@ -1,13 +1,13 @@
-"""Activations of checkpointed modules that wait in host memory, where devices have less memory than the host.
+"""Offloading of checkpointed activations to host memory.
 
-What a checkpointed module keeps is what it was called with. It is copied to pinned memory when it is kept and comes back
-ahead of its use, both on streams of their own beside the computation.
+A checkpointed module keeps its inputs. With offloading they are copied to pinned memory when they are saved, and
+prefetched before their use, on streams beside the computation.
 
-- OFF-1: what is wanted soon stays: a stage whose backward is at most `activation_loading_horizon` tasks ahead keeps its
-  activations where they are.
-- OFF-2: coming back begins that many tasks ahead, at once for all that a stage keeps. Where no program says what comes
-  when, as with one partition, it begins that many checkpointed modules ahead, from the last one on.
-- OFF-3: a stage's inputs enter its graph through a node that does not hold them (:class:`Entrance`): as leaves they would stay.
+- OFF-1: activations whose backward is at most ``activation_loading_horizon`` tasks ahead stay on the device.
+- OFF-2: the prefetch begins that many tasks ahead, for all activations of a stage at once. Without a program, as with
+  one partition, it begins that many checkpointed modules ahead, from the last module on.
+- OFF-3: a stage's inputs enter its autograd graph through a function that does not save them (:class:`StageBoundary`);
+  as leaves they would stay on the device.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 
 #: Smaller tensors stay: a copy of its own takes longer than it is worth.
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 #: Tensors that are still on the device while their copies leave: the computation goes on meanwhile.
-_LEAVING = 2
+_MAX_PENDING_COPIES = 2
 
 
 class Host(Protocol):
     """Moves tensors out of the device and back, in its own time."""
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         ...
 
-    def out(self, tensor: torch.Tensor) -> Any:
+    def offload(self, tensor: torch.Tensor) -> Any:
         """Begins to copy it to the host; the tensor may be dropped at once."""
         ...
 
-    def back(self, copy: Any) -> Any:
-        """Begins to copy what :meth:`out` returned to the device."""
+    def prefetch(self, copy: Any) -> Any:
+        """Begins to copy what :meth:`offload` returned to the device."""
         ...
 
-    def here(self, arriving: Any) -> torch.Tensor:
-        """What :meth:`back` returned, for work that is queued from now on."""
+    def wait(self, pending_copy: Any) -> torch.Tensor:
+        """What :meth:`prefetch` returned, for work that is queued from now on."""
         ...
 
 
@@ -60,13 +60,13 @@ class CudaHost:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._pending_copies: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         return tensor.device == self._device
 
-    def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def offload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Begins to copy it to the host."""
         # PyTorch keeps pinned memory, and gives it out again when the copies from it are done.
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -75,13 +75,13 @@ class CudaHost:
         with torch.cuda.stream(self._out):
             copy.copy_(tensor, non_blocking=True)
         left = self._out.record_event()
-        self._leaving.append((tensor, left))
-        self._let_go(_LEAVING)
+        self._pending_copies.append((tensor, left))
+        self._release(_MAX_PENDING_COPIES)
         return copy, left
 
-    def back(self, copy: tuple[torch.Tensor, torch.cuda.Event]) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def prefetch(self, copy: tuple[torch.Tensor, torch.cuda.Event]) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Begins to copy it to the device."""
-        self._let_go(0)
+        self._release(0)
         whole, left = copy
         tensor = torch.empty_like(whole, device=self._device)
         self._back.wait_stream(torch.cuda.current_stream(self._device))
@@ -90,80 +90,80 @@ class CudaHost:
             tensor.copy_(whole, non_blocking=True)
         return tensor, self._back.record_event()
 
-    def here(self, arriving: tuple[torch.Tensor, torch.cuda.Event]) -> torch.Tensor:
-        """The tensor, for what is queued into the current stream."""
-        tensor, came = arriving
+    def wait(self, pending_copy: tuple[torch.Tensor, torch.cuda.Event]) -> torch.Tensor:
+        """Return a prefetched tensor for work that is queued from now on."""
+        tensor, came = pending_copy
         torch.cuda.current_stream(self._device).wait_event(came)
         return tensor
 
-    def _let_go(self, but: int) -> None:
-        while len(self._leaving) > but:
-            _, left = self._leaving.popleft()
+    def _release(self, but: int) -> None:
+        while len(self._pending_copies) > but:
+            _, left = self._pending_copies.popleft()
             torch.cuda.current_stream(self._device).wait_event(left)
 
 
-class _Kept:
-    """A tensor that is away. A graph holds it; when that goes, it goes."""
+class _OffloadedTensor:
+    """A tensor in host memory. The autograd graph owns it."""
 
-    __slots__ = ("__weakref__", "arriving", "batch", "copy", "place")
+    __slots__ = ("__weakref__", "batch", "copy", "pending_copy", "place")
 
     def __init__(self, batch: Batch, place: int, copy: Any) -> None:
         self.batch, self.place, self.copy = batch, place, copy
-        self.arriving: Any = None
+        self.pending_copy: Any = None
 
 
 class Batch:
-    """What one forward keeps."""
+    """The offloaded activations of one forward."""
 
     def __init__(self, host: Host, horizon: int) -> None:
         self._host, self._horizon = host, horizon
-        self._kept: list[weakref.ref[_Kept]] = []
+        self._offloaded: list[weakref.ref[_OffloadedTensor]] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._offloaded)
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which autograd keeps tensors here."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def load(self) -> None:
+    def prefetch_all(self) -> None:
         """Everything begins to come back, what is wanted first first."""
-        self._load(0, len(self._kept))
+        self._prefetch(0, len(self._offloaded))
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
-        small = tensor.numel() * tensor.element_size() < _LEAST_BYTES
-        if small or isinstance(tensor, torch.nn.Parameter) or not self._host.takes(tensor):
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
+        small = tensor.numel() * tensor.element_size() < _MIN_BYTES
+        if small or isinstance(tensor, torch.nn.Parameter) or not self._host.is_on_device(tensor):
             return tensor
-        kept = _Kept(self, len(self._kept), self._host.out(tensor.detach()))
-        self._kept.append(weakref.ref(kept))
-        return kept
+        offloaded = _OffloadedTensor(self, len(self._offloaded), self._host.offload(tensor.detach()))
+        self._offloaded.append(weakref.ref(offloaded))
+        return offloaded
 
-    def _load(self, start: int, end: int) -> None:
-        for ref in reversed(self._kept[max(start, 0) : end]):
-            kept = ref()
-            if kept is not None and kept.arriving is None:
-                kept.arriving = self._host.back(kept.copy)
+    def _prefetch(self, start: int, end: int) -> None:
+        for ref in reversed(self._offloaded[max(start, 0) : end]):
+            offloaded = ref()
+            if offloaded is not None and offloaded.pending_copy is None:
+                offloaded.pending_copy = self._host.prefetch(offloaded.copy)
 
-    def unpack(self, kept: _Kept) -> torch.Tensor:
-        """It is wanted now, and those before it soon."""
-        self._load(kept.place - self._horizon, kept.place + 1)
-        return self._host.here(kept.arriving)
+    def unpack(self, offloaded: _OffloadedTensor) -> torch.Tensor:
+        """Returns a tensor that is used now, and prefetches those that come before it."""
+        self._prefetch(offloaded.place - self._horizon, offloaded.place + 1)
+        return self._host.wait(offloaded.pending_copy)
 
 
-def _unpack(kept: torch.Tensor | _Kept) -> torch.Tensor:
-    return kept if isinstance(kept, torch.Tensor) else kept.batch.unpack(kept)
+def _unpack(offloaded: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
+    return offloaded if isinstance(offloaded, torch.Tensor) else offloaded.batch.unpack(offloaded)
 
 
 class Offloader:
-    """Batches of this rank, and whose turn it is."""
+    """The batches of this rank, and the one that is being filled."""
 
     def __init__(self, host: Host, horizon: int) -> None:
         self._host, self.horizon = host, horizon
         self._current: Batch | None = None
 
     @contextlib.contextmanager
-    def gathering(self) -> Iterator[Batch]:
-        """A batch for what checkpointed modules keep that run inside."""
+    def collecting(self) -> Iterator[Batch]:
+        """A context whose checkpointed modules save their inputs into one batch."""
         before, self._current = self._current, Batch(self._host, self.horizon)
         try:
             yield self._current
@@ -171,12 +171,12 @@ class Offloader:
             self._current = before
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the call of a checkpointed module."""
+        """A context for the call of a checkpointed module."""
         return contextlib.nullcontext() if self._current is None else self._current.hooks()
 
 
-def make(wanted: bool, device: torch.device, horizon: int) -> Offloader | None:
-    """What moves activations, if the configuration has it so and there is somewhere to move them."""
+def make_offloader(wanted: bool, device: torch.device, horizon: int) -> Offloader | None:
+    """Returns the offloader, or ``None`` if it is off or activations are in host memory already."""
     if not wanted:
         return None
     if device.type != "cuda":
@@ -188,8 +188,9 @@ def make(wanted: bool, device: torch.device, horizon: int) -> Offloader | None:
     return Offloader(CudaHost(device), horizon)
 
 
-class Entrance:
-    """An input of a stage (OFF-3), in the place of a leaf: ``tensor`` goes into the graph, ``grad`` is what comes out."""
+class StageBoundary:
+    """An input of a stage (OFF-3), in the place of a leaf: ``tensor`` enters the graph, ``grad`` is the gradient that
+    leaves it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -199,46 +200,46 @@ class Entrance:
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph has it."""
-        return _Enter.apply(self, self.leaf, tensor)  # type: ignore[no-any-return]
+        return _BoundaryFunction.apply(self, self.leaf, tensor)  # type: ignore[no-any-return]
 
     def zeros(self) -> torch.Tensor:
-        """A gradient that nobody has added to."""
+        """A zero gradient."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-class _Enter(torch.autograd.Function):
+class _BoundaryFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, entrance: Entrance, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.entrance = entrance
+    def forward(ctx: Any, boundary: StageBoundary, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.boundary = boundary
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        ctx.entrance.grad = gradients[0]
+        ctx.boundary.grad = gradients[0]
         return None, None, None
 
 
-class Loads:
+class ActivationPrefetcher:
     """When the activations of a program's stages come back to the device (OFF-1, OFF-2)."""
 
     def __init__(self, offloader: Offloader | None, program: Sequence[tuple[str, int, int, int | None]]) -> None:
         horizon = 0 if offloader is None else offloader.horizon
         backwards = [] if offloader is None else list(_backwards(program))
-        self._soon = {(stage, index) for stage, index, at, forward in backwards if at - forward <= horizon}
+        self._near = {(stage, index) for stage, index, at, forward in backwards if at - forward <= horizon}
         self._due = deque((at - horizon, stage, index) for stage, index, at, _ in backwards)
         self._tasks = 0
 
-    def are_soon(self, number: int, index: int) -> bool:
-        """Whether the backward of a stage is so near that nothing goes away before."""
-        return (number, index) in self._soon
+    def is_backward_near(self, number: int, index: int) -> bool:
+        """Whether the backward of a stage is so near that its activations stay on the device."""
+        return (number, index) in self._near
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """Before each task: begins what is due."""
+        """Begins the prefetches that are due; called before each task."""
         while self._due and self._due[0][0] <= self._tasks:
             _, number, index = self._due.popleft()
-            run = microbatches[index].runs.get(number)
-            if run is not None and run.kept is not None:
-                run.kept.load()
+            stage_state = microbatches[index].stage_states.get(number)
+            if stage_state is not None and stage_state.offloaded is not None:
+                stage_state.offloaded.prefetch_all()
         self._tasks += 1
 
 

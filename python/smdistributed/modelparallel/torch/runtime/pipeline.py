@@ -1,4 +1,4 @@
-"""A model that is divided, and the steps that it makes: recorded, compared, planned, executed."""
+"""The pipeline of a partitioned model: recorded steps are compared between ranks, planned and executed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from smdistributed.modelparallel.torch.partition.placement import Placement, own
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.runtime.offloading import Offloader
-from smdistributed.modelparallel.torch.runtime.rng import Randomness
-from smdistributed.modelparallel.torch.runtime.stage_graph import Layout
+from smdistributed.modelparallel.torch.runtime.rng import RngState
+from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
 from smdistributed.modelparallel.torch.tracing.constants import Constants
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome, Outcomes
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, OutputSpecs
 from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active, digest_of
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
@@ -39,10 +39,10 @@ _LIMIT = 1 << 12
 
 
 class Pipeline:
-    """See the module's text.
+    """Records, compares, plans and executes the steps of a partitioned model.
 
     Attributes:
-        outcomes: What calls return, by their signatures.
+        output_specs: What calls return, by their signatures.
         located: Values of the parameters and buffers, by the identity of what stands for them here.
         version: Changes whenever some parameter begins or ceases to require a gradient.
     """
@@ -58,37 +58,37 @@ class Pipeline:
         memory_bytes: int | None,
         offloader: Offloader | None,
     ) -> None:
-        assert groups.pipe is not None, "a pipeline has several ranks"
+        assert groups.pp_group is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
         self.rank, self.size = groups.rank_in("pp"), len(groups.members["pp"])
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
-        self.outcomes = Outcomes()
+        self.output_specs = OutputSpecs()
         self.constants = Constants()
         #: Attributes of the modules that run inside of tasks.
         self.module_state = self._state_of_modules(root)
         #: Calls that left the pipeline.
         self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
-        self.transfers = Transfers(groups.pipe, groups.members["pp"], self.rank, device)
+        self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
         #: Kept, so that no module that is made later gets the identity of one of them.
-        self._divided = list(root.modules())
+        self._initial_modules = list(root.modules())
         #: Identities of modules and of what they have, as they were in the last step.
         self._contents: list[list[int]] = []
         self.version: int = 0
-        #: Classes whose instances are called by a method of their own.
+        #: Classes that define `__call__`.
         self.callers = {nn.Module}
         for module in root.modules():
             kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
             self.callers.update(kind for kind in kinds if "__call__" in vars(kind))
         #: Calls of the last microbatch of each step function.
         self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
-        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, Meta]] = []
+        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, TensorMeta]] = []
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
-        self._layouts: dict[Any, Layout] = {}
+        self._stage_graphs: dict[Any, StageGraph] = {}
         #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in it.
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
         #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
@@ -96,11 +96,9 @@ class Pipeline:
         self._unknown: Any = None
         #: Operations that read the numbers of replicated tensors (REC-7), and whether they take integers instead.
         self.number_readers: dict[Any, bool] = {}
-        #: Whether what the body returns leaves autograd's graph.
-        self.detach = True
 
     def _state_of_modules(self, root: nn.Module) -> ModuleState:
-        """The attributes of modules that are on one partition with all that is in them, and of what is in them."""
+        """The attributes of all modules that lie with their submodules on one partition."""
         found: dict[int, tuple[str, nn.Module]] = {}
         for path, module in root.named_modules():
             if id(module) in self.placement.whole:
@@ -110,7 +108,7 @@ class Pipeline:
         return ModuleState([part for _, part in found.values()], paths)
 
     def relocate(self, parameter: torch.Tensor) -> Value:
-        """The value of a parameter whose ``requires_grad`` the body has changed."""
+        """Returns the value of a parameter whose ``requires_grad`` the body has changed."""
         known = self.located[id(parameter)]
         key = (id(parameter), parameter.requires_grad)
         value = self._relocated.get(key)
@@ -122,12 +120,12 @@ class Pipeline:
         return value
 
     @property
-    def randomness(self) -> Randomness:
+    def rng_state(self) -> RngState:
         """The generators that the body and the tasks draw from."""
-        return state.model.randomness
+        return state.model.rng_state
 
     def refresh(self) -> None:
-        """Looks at the parameters as they are now; before each step."""
+        """Updates the values of parameters and buffers before a step."""
         with torch._C.DisableTorchFunctionSubclass():
             contents = [
                 [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
@@ -150,13 +148,13 @@ class Pipeline:
         for path, module in self.root.named_modules():
             rank = self.placement.of(module)
             for table, name, tensor in own_tensors(module):
-                self._seen.append((table, name, tensor, Meta.of(tensor)))
+                self._seen.append((table, name, tensor, TensorMeta.of(tensor)))
                 full = f"{path}.{name}" if path else name
                 flags.append(tensor.requires_grad)
                 value = located.get(id(tensor))
                 if value is None:
                     known = self.located.get(id(tensor))
-                    meta = Meta.of(tensor)
+                    meta = TensorMeta.of(tensor)
                     if known is None or known.meta != meta:
                         known = Value(-1, rank, 0, meta, full, id(module))
                     value = known
@@ -181,17 +179,17 @@ class Pipeline:
         module = getattr(module, "_orig_mod", module)
         return not any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
 
-    def run_unknown(self, recording: Recording, task: Task) -> Outcome:
-        """Runs what was recorded so far, and finds out what comes out of the last task."""
+    def run_unknown(self, recording: Recording, task: Task) -> OutputSpec:
+        """Runs the tasks recorded so far to find the output spec of the last one."""
         self._flush(recording)
-        outcome = None
+        spec = None
         if task.rank == self.rank:
             draws = recording.draws.get(recording.tasks.index(task), ())
             drawn = frozenset(draw.generator.kind for draw in draws if draw.has_drawn)
-            outcome = dataclasses.replace(self._unknown[0], draws=drawn)
+            spec = dataclasses.replace(self._unknown[0], draws=drawn)
         active.recording = None
         try:
-            told = communication.allgather(outcome, CommGroup.PP_GROUP)[task.rank]
+            told = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
         # Its device has another number here.
@@ -200,14 +198,14 @@ class Pipeline:
         return dataclasses.replace(told, metas=tuple(metas))
 
     def adopt(self, recording: Recording, task: Task) -> None:
-        """What came out of such a task becomes values."""
+        """Makes the outputs of such a task values of the recording."""
         mb = self._microbatch(recording)
-        number = mb.layout.adopt(recording.tasks.index(task), task.outputs)
+        number = mb.stage_graph.adopt(recording.tasks.index(task), task.outputs)
         if task.rank == self.rank:
             _, tensors = self._unknown
-            exports = mb.runs[number].exports
+            exports = mb.stage_states[number].exports
             for value, tensor in zip(task.outputs, tensors, strict=True):
-                exports[value.index] = tensor.detach() if value.index in mb.layout.without_graph else tensor
+                exports[value.index] = tensor.detach() if value.index in mb.stage_graph.without_graph else tensor
             self._unknown = None
 
     def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
@@ -218,11 +216,11 @@ class Pipeline:
         mb = self._flush(recording)
         tensor = None
         if value.rank == self.rank:
-            tensor = mb.runs[mb.layout.stage_of(value.index)].exports[value.index]
+            tensor = mb.stage_states[mb.stage_graph.stage_of(value.index)].exports[value.index]
         return self._broadcast(tensor, value)
 
-    def of_first(self, recording: Recording, value: Any) -> Any:
-        """What the body has on the first rank of the pipeline."""
+    def from_first_rank(self, recording: Recording, value: Any) -> Any:
+        """Returns the value that the body has on the pipeline's first rank."""
         active.recording = None
         try:
             return communication.allgather(value, CommGroup.PP_GROUP)[0]
@@ -239,15 +237,17 @@ class Pipeline:
 
     def _flush(self, recording: Recording) -> Microbatch:
         """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may read."""
-        if recording.kept.needs_earlier or any(each.order.changes_state for each in (*recording.earlier, recording)):
+        if recording.retained.needs_earlier or any(
+            each.order.changes_state for each in (*recording.earlier, recording)
+        ):
             for earlier in recording.earlier:
-                if earlier.done < len(earlier.tasks):
+                if earlier.num_executed < len(earlier.tasks):
                     self._flush(earlier)
         active.recording = None
         try:
             self.agree([recording], recording.microbatch + 1)
             mb = self._microbatch(recording)
-            if recording.done < len(recording.tasks):
+            if recording.num_executed < len(recording.tasks):
                 with self.module_state.hidden(), self.module_state.applied():
                     self._run_early(mb)
             return mb
@@ -255,29 +255,29 @@ class Pipeline:
             active.recording = recording
 
     def _microbatch(self, recording: Recording) -> Microbatch:
-        mb = recording.begun
+        mb = recording.executed
         if mb is None:
-            mb = recording.begun = Microbatch(recording, Layout(), self.detach)
+            mb = recording.executed = Microbatch(recording, StageGraph())
         return mb
 
     def _run_early(self, mb: Microbatch) -> None:
         recording = mb.recording
-        layout = mb.layout
+        graph = mb.stage_graph
         start = _core.timeline_now()
         executor = self.executor(1.0, early=True)
-        new = layout.extend(recording.tasks, recording.done, early=True)
-        self.transfers.open(layout.edges(new))
+        new = graph.extend(recording.tasks, recording.num_executed, early=True)
+        self.transfers.open(graph.edges(new))
         for number in new:
-            stage = layout.stages[number]
-            for maker in stage.takes:
-                if layout.stages[maker].rank == stage.rank:
+            stage = graph.stages[number]
+            for producer in stage.inputs:
+                if graph.stages[producer].rank == stage.rank:
                     continue
-                if layout.stages[maker].rank == self.rank:
-                    executor.send_forward(mb, maker, number)
+                if graph.stages[producer].rank == self.rank:
+                    executor.send_forward(mb, producer, number)
                 elif stage.rank == self.rank:
-                    executor.receive_forward(mb, number, maker)()
+                    executor.receive_forward(mb, number, producer)()
             if stage.rank == self.rank:
-                with _alone(), self.randomness.own():
+                with _reporting_failures(), self.rng_state.own():
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()
@@ -288,7 +288,7 @@ class Pipeline:
     # A step.
 
     def executor(self, scale: float, early: bool = False) -> Executor:
-        """Who does this rank's part."""
+        """Returns an executor of this rank's part."""
         return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
@@ -352,91 +352,91 @@ class Pipeline:
         recordings: Sequence[Recording],
         returned: Sequence[Sequence[Value]],
         scale: float,
-        done: Callable[[int, Layout], None],
+        on_stage_done: Callable[[int, StageGraph], None],
     ) -> list[Microbatch]:
-        """Executes what was recorded. ``done`` hears of stages whose parameters' gradients are complete."""
+        """Executes recorded microbatches; calls ``on_stage_done`` when the parameter gradients of a stage are complete."""
         self.agree(recordings, 0)
         for recording in recordings:
-            recording.kept.keep_living()
+            recording.retained.keep_living()
         microbatches = [
-            self._laid_out(recording, values) for recording, values in zip(recordings, returned, strict=True)
+            self._build_stages(recording, values) for recording, values in zip(recordings, returned, strict=True)
         ]
         begin = 0
         while begin < len(microbatches):
             # Microbatches that are alike go through the pipeline together, unless each needs what the one before it left.
             end = begin + 1
             in_turn = microbatches[begin].runs_in_turn
-            alike = (microbatches[begin].recording.digest, microbatches[begin].layout.returned)
+            alike = (microbatches[begin].recording.digest, microbatches[begin].stage_graph.returned)
             while (
                 end < len(microbatches)
                 and not in_turn
                 and alike
                 == (
                     microbatches[end].recording.digest,
-                    microbatches[end].layout.returned,
+                    microbatches[end].stage_graph.returned,
                 )
             ):
                 end += 1
             part = microbatches[begin:end]
             is_last = end == len(microbatches)
-            layout = part[0].layout
+            graph = part[0].stage_graph
             program = self._plan(part)
-            notify = (lambda stage, layout=layout: done(stage, layout)) if is_last else (lambda stage: None)
-            with _alone():
+            notify = (lambda stage, graph=graph: on_stage_done(stage, graph)) if is_last else (lambda stage: None)
+            with _reporting_failures():
                 self.executor(scale).run(program, part, notify)
             begin = end
         self.transfers.finish()
         return microbatches
 
-    def _laid_out(self, recording: Recording, returned: Sequence[Value]) -> Microbatch:
-        seeds = [value.index for value, _ in recording.seeds]
+    def _build_stages(self, recording: Recording, returned: Sequence[Value]) -> Microbatch:
+        roots = [value.index for value, _ in recording.backward_roots]
         results = sorted({value.index for value in returned})
-        mb = recording.begun
+        mb = recording.executed
         if mb is None:
             key = (recording.digest, tuple(results))
-            layout = self._layouts.get(key)
-            if layout is None:
-                if len(self._layouts) > _LIMIT:
-                    self._layouts.clear()
-                layout = self._layouts[key] = Layout()
-                layout.extend(recording.tasks, 0, early=False)
-                layout.finish(seeds, results)
-            return Microbatch(recording, layout, self.detach)
-        mb.layout.extend(recording.tasks, recording.done, early=False)
-        mb.layout.finish(seeds, results)
-        for number, run in mb.runs.items():
+            graph = self._stage_graphs.get(key)
+            if graph is None:
+                if len(self._stage_graphs) > _LIMIT:
+                    self._stage_graphs.clear()
+                graph = self._stage_graphs[key] = StageGraph()
+                graph.extend(recording.tasks, 0, early=False)
+                graph.finish(roots, results)
+            return Microbatch(recording, graph)
+        mb.stage_graph.extend(recording.tasks, recording.num_executed, early=False)
+        mb.stage_graph.finish(roots, results)
+        for number, stage_state in mb.stage_states.items():
             # Now it is known what is needed.
-            stage = mb.layout.stages[number]
-            run.exports = {value: run.exports[value] for value in stage.exports}
-            mb.keep(run.exports)
-            if stage.trains:
-                run.find_weights()
+            stage = mb.stage_graph.stages[number]
+            stage_state.exports = {value: stage_state.exports[value] for value in stage.exports}
+            mb.keep_results(stage_state.exports)
+            if stage.has_backward:
+                stage_state.find_weights()
         return mb
 
     def _plan(self, part: Sequence[Microbatch]) -> list[tuple[str, int, int, int | None]]:
         recording = part[0].recording
-        trains = bool(recording.seeds)
-        key = (recording.digest, tuple(part[0].layout.returned), len(part), trains)
+        has_backward = bool(recording.backward_roots)
+        key = (recording.digest, tuple(part[0].stage_graph.returned), len(part), has_backward)
         program = self._plans.get(key)
         if program is None:
             if len(self._plans) > _LIMIT:
                 self._plans.clear()
-            schedule = self._schedule if trains else "_only_forward"
+            schedule = self._schedule if has_backward else "_only_forward"
             with errors.translated(CLASSES):
-                program = part[0].layout.plan(self.rank, self.size, len(part), schedule, *self._bounds)
+                program = part[0].stage_graph.plan(self.rank, self.size, len(part), schedule, *self._bounds)
             self._plans[key] = program
-            layout = part[0].layout
-            self.transfers.open(layout.edges(range(len(layout.stages))))
+            graph = part[0].stage_graph
+            self.transfers.open(graph.edges(range(len(graph.stages))))
         return program
 
     def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
         """The tensors that the body returns, of every microbatch, on every rank: each rank sends all that it has at
         once."""
         results: list[dict[int, torch.Tensor]] = [{} for _ in microbatches]
-        wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, Meta]]] = {}
+        wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, TensorMeta]]] = {}
         for place, mb in enumerate(microbatches):
-            for index in mb.layout.returned:
-                value = mb.layout.values[index]
+            for index in mb.stage_graph.returned:
+                value = mb.stage_graph.values[index]
                 meta = value.meta
                 wanted.setdefault((value.rank, meta.dtype, meta.device), []).append((place, index, meta))
         # The same order everywhere; devices have other numbers on other ranks.
@@ -457,7 +457,7 @@ class Pipeline:
         return results
 
 
-def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: Meta) -> bool:
+def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: TensorMeta) -> bool:
     return (
         name in table
         and table[name] is tensor
@@ -468,8 +468,8 @@ def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: 
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """The others wait for what this rank does inside: an exception that ends it must reach them."""
+def _reporting_failures() -> Iterator[None]:
+    """Reports an exception inside to the other ranks, which wait for this one."""
     try:
         yield
     except Exception as error:
@@ -480,13 +480,13 @@ def _alone() -> Iterator[None]:
 
 
 def _ending(recording: Recording) -> str:
-    if not recording.seeds:
+    if not recording.backward_roots:
         return "no backward"
-    return "backward of " + ", ".join(f"%{value.index}: {value.meta}" for value, _ in recording.seeds)
+    return "backward of " + ", ".join(f"%{value.index}: {value.meta}" for value, _ in recording.backward_roots)
 
 
 def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
-    """What the ranks do at the first place where they differ."""
+    """Describes the first place where the ranks differ."""
     first = story[0]
     for rank, other in enumerate(story):
         if other == first:

@@ -1,14 +1,15 @@
-"""Random numbers of a step: those that its body draws, and those that tasks draw on their partitions.
+"""Random number generators of a step: those that the body draws from, and those of tasks on their partitions.
 
-- RNG-1: the body draws the same on all ranks of a pipeline. It begins each step with the generators as the first rank has them,
-  so the same seed gives the choices of one process until the first task draws from the same generator.
-- RNG-2: tasks draw from a stream of their rank. It begins with the rank's generators, and goes on from step to step; if the
-  script has drawn or seeded between two steps, it begins again with these. If only one partition draws, in an order that the schedule keeps, its numbers are
-  those of one process.
-- RNG-3: the body's state counts where a task is called. If the body has drawn or seeded since the last task that drew, the task begins with the
-  state of the body; if the body has gone back to an earlier state (``fork_rng``), the task goes on where the tasks of that state had ended.
-- RNG-4: after each task that draws, the body's generator jumps: the body never gets the numbers of a task again, and an earlier state is known by the
-  jump. Generators that the task does not draw from stay as they are.
+- RNG-1: the body draws the same numbers on all ranks of a pipeline. Each step begins with the generator states of the
+  first rank, so a seed gives the numbers of one process until the first task draws from the same generator.
+- RNG-2: tasks draw from a stream of their rank. The stream begins with the rank's generators and continues from step to
+  step. If the script draws or seeds between two steps, the stream begins again with the new states. If only one
+  partition draws, in an order that the schedule keeps, its numbers are those of one process.
+- RNG-3: the body's state at the call of a task counts. If the body has drawn or seeded since the last task that drew,
+  the task begins with the body's state. If the body has returned to an earlier state (``fork_rng``), the task continues
+  where the tasks of that state had ended.
+- RNG-4: after each task that draws, the body's generator jumps. So the body never gets the numbers of a task again, and
+  an earlier state is recognized by its jump. Generators that the task does not draw from are unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class Draw:
-    """What a task draws from one generator.
+    """The numbers that a task draws from one generator.
 
     Args:
         generator: It.
@@ -53,7 +54,8 @@ class Draw:
         if isinstance(begin, Draw):
             if begin.end is None:
                 raise SMPUnsupportedError(
-                    "the body goes back to the random state after a call that has run before that was known, or runs later: set a seed instead"
+                    "the body restores the random state that a task left, and that state is not known here: the task runs later, or "
+                    "ran before it was asked for; set a seed instead"
                 )
             begin = begin.end
         before = None if self.is_sure else self.generator.state()
@@ -74,7 +76,7 @@ class Draw:
 
 
 class _Origin(NamedTuple):
-    """Where the tasks of a state of the body begin, and the last one of each rank."""
+    """A state of the body's generator at which tasks began, and the last task of each rank since."""
 
     begin: bytes
     last: dict[int, Draw]
@@ -105,7 +107,7 @@ class _Stream:
         return Draw(self._generator, wanted, is_sure)
 
     def _place(self, origin: _Origin, rank: int) -> Draw | bytes | None:
-        """Where the stream of ``rank`` is for this origin; ``None``: where it is now."""
+        """The position of the stream of ``rank`` for this origin; ``None`` for its current position."""
         wanted, latest = origin.last.get(rank), self._latest.get(rank)
         if wanted is not None:
             return None if wanted is latest else wanted
@@ -132,7 +134,7 @@ class _Stream:
         return now if self._has_moved else None, final
 
 
-class Randomness:
+class RngState:
     """The generators of this process."""
 
     def __init__(self) -> None:
@@ -148,7 +150,7 @@ class Randomness:
         self._ends: dict[str, tuple[bytes | None, Draw | bytes | None]] = {}
 
     def states(self) -> dict[str, bytes]:
-        """Of this process, by kinds; at the beginning of a step."""
+        """The generator states of this process by kind, at the beginning of a step."""
         self._generators = generators()
         return _states(self._generators)
 
@@ -169,18 +171,18 @@ class Randomness:
             return
         sizes = torch.tensor([len(mine.get(kind, b"")) for kind in kinds])
         source = state.groups.members["pp"][0]
-        dist.broadcast(sizes, source, state.groups.pipe)
+        dist.broadcast(sizes, source, state.groups.pp_group)
         whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
         if state.groups.rank_in("pp") == 0:
             whole = torch.frombuffer(bytearray(b"".join(mine.get(kind, b"") for kind in kinds)), dtype=torch.uint8)
-        dist.broadcast(whole, source, state.groups.pipe)
+        dist.broadcast(whole, source, state.groups.pp_group)
         for kind, part in zip(kinds, whole.split(sizes.tolist()), strict=True):
             if part.numel() and kind in mine:
                 self._first[kind] = part.numpy().tobytes()
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Around the body of a step, on all ranks of the pipeline."""
+        """A context for the body of a step, on all ranks of the pipeline."""
         _set_states(self._generators, self._first)
         self._streams = {each.kind: _Stream(each, self._own[each.kind]) for each in self._generators}
         try:
@@ -193,7 +195,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
-        """Inside of :meth:`shared`: around what runs on this partition; elsewhere nothing."""
+        """A context inside of :meth:`shared` for work of this partition; outside it does nothing."""
         if self._streams is None:
             yield
             return
@@ -206,7 +208,8 @@ class Randomness:
             _set_states(self._generators, shared)
 
     def draws(self, kinds: Collection[str] | None, rank: int) -> list[Draw]:
-        """The body calls a task of ``rank`` that draws from generators of these kinds; ``None``: nobody knows yet."""
+        """Records that the body calls a task of ``rank`` that draws from generators of these kinds; ``None`` if that is
+        not known yet."""
         if self._streams is None:
             return []
         found = []
@@ -218,7 +221,7 @@ class Randomness:
         return found
 
     def has_drawn(self, draws: Sequence[Draw], kinds: Collection[str], rank: int) -> None:
-        """It is known now from which generators a task has drawn."""
+        """Records which generators a task has drawn from."""
         assert self._streams is not None
         for draw in draws:
             if draw.generator.kind in kinds:

@@ -1,4 +1,4 @@
-"""The stages of a microbatch: what one rank computes without waiting for another. The core makes them of tasks."""
+"""The stages of a microbatch: tasks that one rank computes without waiting for another."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
 class Stage(NamedTuple):
-    """Tasks by their numbers, values by theirs.
+    """The tasks and values of a stage, by their numbers.
 
     Attributes:
         rank: The partition.
         tasks: In the order in which they were recorded.
-        takes: Values of other stages, by the stage that makes them.
-        gives: Values for other stages, by the stage that takes them.
+        inputs: Values of other stages, by the stage that makes them.
+        outputs: Values for other stages, by the stage that takes them.
         returning: Of these, the ones whose gradients come back.
         exports: Values that are needed after its forward: by other stages, by the caller, or to begin a backward.
-        seeds: Those at which a backward begins.
+        backward_roots: Those at which a backward begins.
         early: It runs while the step is still being recorded, since the body asks for numbers.
-        trains: It has a part in the backward.
+        has_backward: It has a part in the backward.
     """
 
     rank: int
     tasks: list[int]
-    takes: dict[int, list[int]]
-    gives: dict[int, list[int]]
+    inputs: dict[int, list[int]]
+    outputs: dict[int, list[int]]
     returning: dict[int, list[int]]
     exports: list[int]
-    seeds: list[int]
+    backward_roots: list[int]
     early: bool
-    trains: bool
+    has_backward: bool
 
 
-class Layout:
+class StageGraph:
     """The stages of a microbatch, in a topological order.
 
     Attributes:
@@ -81,7 +81,7 @@ class Layout:
                 self._writers[len(self._tasks)] = any(
                     isinstance(source, Value) and source.storage.meta.requires_grad for source, _ in task.writes
                 )
-            if task.module is not None and task.outcome is not None and task.outcome.changes_state:
+            if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful.add(len(self._tasks))
             self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
@@ -93,7 +93,7 @@ class Layout:
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
-        """The values of a task that was added before anybody knew them; returns its stage."""
+        """Adds the values of a task whose outputs were unknown; returns its stage."""
         self.values += outputs
         if not self._gradients[task]:
             self.without_graph.update(_trained(outputs))
@@ -105,13 +105,13 @@ class Layout:
         """The stage that makes a value."""
         return self._core.stage_of(value)
 
-    def finish(self, seeds: Iterable[int], returned: Iterable[int]) -> None:
-        """Says what is needed after the forwards."""
+    def finish(self, roots: Iterable[int], returned: Iterable[int]) -> None:
+        """Sets the values that are needed after the forwards."""
         self.returned = sorted(set(returned))
-        seeds = list(seeds)
-        self._core.finish(seeds, self.returned)
+        roots = list(roots)
+        self._core.finish(roots, self.returned)
         self._look()
-        self._live = set(seeds)
+        self._live = set(roots)
         for links in reversed(self._gradients):
             for inputs, outputs in links:
                 if not self._live.isdisjoint(outputs):
@@ -142,16 +142,18 @@ class Layout:
                     )
 
     def edges(self, stages: Iterable[int]) -> list[tuple[int, int]]:
-        """Ranks between which the inputs of these stages go: the maker's and the taker's."""
+        """Pairs of ranks (producer, consumer) between which the inputs of these stages pass."""
         pairs = (
-            (self.stages[maker].rank, self.stages[taker].rank) for taker in stages for maker in self.stages[taker].takes
+            (self.stages[producer].rank, self.stages[consumer].rank)
+            for consumer in stages
+            for producer in self.stages[consumer].inputs
         )
         return sorted(set(pairs))
 
-    def gradients(self, maker: int, taker: int) -> list[int]:
+    def gradients(self, producer: int, consumer: int) -> list[int]:
         """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on which no
         loss depends: their gradients stay `None`, as in one process."""
-        return [value for value in self.stages[maker].returning[taker] if value in self._live]
+        return [value for value in self.stages[producer].returning[consumer] if value in self._live]
 
     def plan(
         self,
@@ -162,7 +164,7 @@ class Layout:
         active_microbatches: int | None,
         memory_bytes: int | None,
     ) -> list[tuple[str, int, int, int | None]]:
-        """What a rank does for so many microbatches like this one, in its order."""
+        """Returns a rank's program for ``microbatches`` microbatches like this one."""
         return self._core.plan(
             rank, ranks, microbatches, schedule, active_microbatches, memory_bytes,
             cost_model.LINK_NANOSECONDS, cost_model.LINK_BYTES_PER_NANOSECOND,
@@ -173,17 +175,17 @@ class Layout:
 
 
 def _row(task: Task) -> tuple:
-    takes = [value.index for value in task.inputs if value.parameter is None]
-    price, makes = cost_model.UNKNOWN, _makes(task.outputs)
-    if task.outcome is not None:
-        price = task.outcome.price
-        if task.outcome.attributes:
+    inputs = [value.index for value in task.inputs if value.parameter is None]
+    cost, makes = cost_model.UNKNOWN_COST, _makes(task.outputs)
+    if task.output_spec is not None:
+        cost = task.output_spec.cost
+        if task.output_spec.attributes:
             # Their sizes may differ between ranks, and few are used: they do not count for the plan.
-            own, all_ = task.outcome.results, len(task.outcome.metas)
+            own, all_ = task.output_spec.results, len(task.output_spec.metas)
             makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
     return (
-        task.rank, task.level, takes, makes, (price.forward, price.input, price.weight),
-        (price.kept_bytes, price.waiting_bytes),
+        task.rank, task.level, inputs, makes, (cost.forward, cost.input, cost.weight),
+        (cost.kept_bytes, cost.waiting_bytes),
     )  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
         return [(_trained(task.inputs), _trained(task.outputs))]
     # Without gradients, what is returned as it is and what is changed in place keeps the graph that it has.
     pairs: list[tuple[object, Value]] = list(task.writes)
-    aliases = () if task.outcome is None else task.outcome.aliases
+    aliases = () if task.output_spec is None else task.output_spec.aliases
     if any(place is not None for place in aliases):
         leaves = task.leaves()
         pairs += [(leaves[at], value) for at, value in zip(aliases, task.outputs, strict=False) if at is not None]

@@ -16,21 +16,21 @@ from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 
 def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
-    metas = task.outcome.metas
+    metas = task.output_spec.metas
     same = len(outputs) == len(metas) and all(
         output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
     )
     if not same:
         found = ", ".join(f"{output.dtype}{list(output.shape)}" for output in outputs)
-        raise _other_outcome(task, f"came out as ({found})")
+        raise _unexpected_output(task, f"came out as ({found})")
 
 
-def _other_outcome(task: Task, what: str) -> SMPError:
+def _unexpected_output(task: Task, what: str) -> SMPError:
     text = (
         f"{task} {what}: what a module on one partition returns, or leaves in its arguments, may depend on the shapes and the types "
         "of its arguments, and on nothing else"
     )
-    if task.outcome.observed:
+    if task.output_spec.observed:
         text += (
             f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not follow from "
             "numbers, or put what chooses by numbers into the body of the step"
@@ -48,10 +48,10 @@ def task_outputs(
     """
     effects = None if watch is None else watch.effects(result)
     if effects is not None and watch is not None:
-        expected = task.outcome.template.states if task.outcome.effects else {}
+        expected = task.output_spec.template.states if task.output_spec.effects else {}
         if effects.states.keys() != expected.keys():
-            raise _other_outcome(task, "changed other lists or objects than it did when its outputs were found")
-    if not task.outcome.effects:
+            raise _unexpected_output(task, "changed other lists or objects than it did when its outputs were found")
+    if not task.output_spec.effects:
         outputs = pytree.tensors_of(result)
     else:
         outputs = []
@@ -62,9 +62,9 @@ def task_outputs(
     return outputs
 
 
-class Simple:
-    """How a task is run whose arguments are values and constants side by side, which changes nothing in place and whose
-    result is one tensor: most are such."""
+class FlatTask:
+    """Runs a task whose arguments are plain values and constants, which writes nothing in place and returns one tensor.
+    Most tasks are such."""
 
     __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
 
@@ -75,13 +75,13 @@ class Simple:
         self._output = task.outputs[0].index
 
     @classmethod
-    def of(cls, task: Task) -> Simple | Literal[False]:
+    def of(cls, task: Task) -> FlatTask | Literal[False]:
         """``False`` if the task is none of those."""
-        outcome = task.outcome
+        spec = task.output_spec
         kwargs = task.kwargs or {}
         items = [*task.args, *kwargs.values()]
         flat = all(type(item) in pytree.ATOMS or (type(item) is Value and item.parameter is None) for item in items)
-        if not flat or outcome is None or outcome.mutated or type(outcome.template) is not pytree.Slot:
+        if not flat or spec is None or spec.mutated or type(spec.template) is not pytree.Slot:
             return False
         return cls(task, task.args, kwargs)
 
@@ -93,21 +93,21 @@ class Simple:
         if self._named:
             kwargs = kwargs | {name: env[index] for name, index in self._named}
         result = task.call(*args, **kwargs)
-        meta = task.outcome.metas[0]
+        meta = task.output_spec.metas[0]
         if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
             check(task, pytree.tensors_of(result))
         env[self._output] = result
 
 
-class Contexts:
-    """PyTorch's state as it was when the body called a task; what is the same for the next task stays."""
+class GradAutocastState:
+    """PyTorch's grad and autocast state at the call of a task; it is kept while consecutive tasks share it."""
 
     def __init__(self, modules: ModuleState) -> None:
         self._modules = modules
         self._stack: contextlib.ExitStack | None = None
         self._entered: Context | None = None
 
-    def __enter__(self) -> Contexts:
+    def __enter__(self) -> GradAutocastState:
         return self
 
     def __exit__(self, *problem: Any) -> None:
@@ -115,7 +115,7 @@ class Contexts:
             self._stack.close()
 
     def enter(self, context: Context) -> None:
-        """From now on, this one."""
+        """Enters the state of a task."""
         entered = self._entered
         if entered is context or (entered is not None and entered.same(context)):
             return
@@ -132,7 +132,7 @@ class Contexts:
 
 
 @contextlib.contextmanager
-def casts_are_kept() -> Iterator[None]:
+def casts_are_cached() -> Iterator[None]:
     """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
     torch.autocast_increment_nesting()
     try:

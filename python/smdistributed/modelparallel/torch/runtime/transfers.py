@@ -1,8 +1,8 @@
-"""Tensors between the ranks of a pipeline.
+"""Transfers of tensors between the ranks of a pipeline.
 
-What is sent to whom in which order follows from the program, so a message has no header (PIPE-2). On devices, each
-direction of each pair of ranks that needs one is a communicator of its own (a channel): NCCL runs the operations of one in
-order, and two ranks that send to each other first would wait for each other.
+The program says what is sent in which order, so messages have no header (PIPE-2). On devices, each direction of each
+pair of ranks that exchanges tensors has its own communicator (a channel). NCCL runs the operations of a communicator in
+order, so with one for both directions, two ranks that send to each other first would deadlock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 
 class Transfers:
@@ -44,7 +44,7 @@ class Transfers:
             else:
                 dist.recv(number, members[0], channel)
 
-    def ahead(self, messages: int) -> int:
+    def max_posted_receives(self, messages: int) -> int:
         """How many receives may be begun before their places in the program: on devices none. A receive there is a kernel
         that runs until its message comes, and what is launched for the first time may have to wait for such kernels,
         while the message waits for what is launched."""
@@ -54,7 +54,7 @@ class Transfers:
         return self._channels[source, target] if device.type == "cuda" else self._group
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Gives ``tensor`` to the partition ``to``; returns at once."""
+        """Sends ``tensor`` to the partition ``to``; returns at once."""
         tensor = tensor.detach().contiguous()
         if tensor.numel() == 0:
             return
@@ -69,13 +69,13 @@ class Transfers:
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()[0].wait()
 
-    def receive(self, meta: Meta, source: int) -> Arriving:
+    def receive(self, meta: TensorMeta, source: int) -> PendingReceive:
         """A tensor from the partition ``source``; returns at once."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         if tensor.numel() == 0:
-            return Arriving(tensor, None)
+            return PendingReceive(tensor, None)
         channel = self._channel(source, self._place, tensor.device)
-        return Arriving(tensor, dist.irecv(tensor, self._members[source], channel))
+        return PendingReceive(tensor, dist.irecv(tensor, self._members[source], channel))
 
     def finish(self) -> None:
         """Returns when all that was sent has left; on a device, when the current stream waits for that."""
@@ -85,7 +85,7 @@ class Transfers:
             self._under_way.popleft()[0].wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Gives all ranks of the pipeline what ``source`` has, in place."""
+        """Broadcasts ``tensor`` of ``source`` to all ranks of the pipeline, in place."""
         if tensor.numel():
             dist.broadcast(tensor, self._members[source], self._group)
 
@@ -97,7 +97,7 @@ class Transfers:
         return everybody.view(len(self._members), -1).tolist()
 
 
-class Arriving:
+class PendingReceive:
     """A tensor that is under way."""
 
     __slots__ = ("_tensor", "_work")
@@ -105,7 +105,7 @@ class Arriving:
     def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
         self._tensor, self._work = tensor, work
 
-    def here(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
         """The tensor, when it has come."""
         if self._work is not None:
             self._work.wait()

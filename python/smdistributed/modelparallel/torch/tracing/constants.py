@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 
 #: Functions of which the same comes out for the same arguments, in any state of the process.
 _NAMES = (
@@ -53,7 +53,7 @@ class Constants:
         #: By the identity of a tensor: it, its version, and the number of what it was made by.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         #: Functions with their arguments, numbered.
-        self._makers: dict[Any, int] = {}
+        self._producers: dict[Any, int] = {}
         self._answers: dict[Any, Any] = {}
 
     def end_of_body(self) -> None:
@@ -73,10 +73,10 @@ class Constants:
             What the function returns, or returned for the same constants before.
         """
         if func in _QUESTIONS:
-            maker = self._maker_of(tensors[0]) if len(tensors) == 1 else None
-            if maker is None or key is None:
+            producer = self._producer_of(tensors[0]) if len(tensors) == 1 else None
+            if producer is None or key is None:
                 return compute()
-            question = (func, key, maker)
+            question = (func, key, producer)
             if question not in self._answers:
                 self._answers[question] = compute()
             return copy.deepcopy(self._answers[question])
@@ -92,18 +92,18 @@ class Constants:
             return
         if result.requires_grad or result.is_inference():
             return
-        operands = [self._maker_of(tensor) for tensor in tensors]
+        operands = [self._producer_of(tensor) for tensor in tensors]
         if None in operands:
             return
-        if len(self._makers) >= _LIMIT:
+        if len(self._producers) >= _LIMIT:
             self._known.clear()
-            self._makers.clear()
+            self._producers.clear()
             self._answers.clear()
             return
-        maker = self._makers.setdefault((func, key, *operands, Meta.of(result)), len(self._makers))
-        self._known[id(result)] = weakref.ref(result), version_of(result), maker
+        producer = self._producers.setdefault((func, key, *operands, TensorMeta.of(result)), len(self._producers))
+        self._known[id(result)] = weakref.ref(result), version_of(result), producer
 
-    def _maker_of(self, tensor: torch.Tensor) -> int | None:
+    def _producer_of(self, tensor: torch.Tensor) -> int | None:
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != version_of(tensor):
             return None

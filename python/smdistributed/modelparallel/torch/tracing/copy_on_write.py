@@ -1,7 +1,7 @@
-"""Replicated tensors that tasks hold: the body may write to them before the tasks run.
+"""Copy-on-write of replicated tensors that recorded tasks refer to.
 
-A task runs after the body, with the numbers that its arguments had at the call (REC-5). So before the body writes to a storage
-that tasks hold, these tasks get a copy.
+A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to a
+storage that tasks refer to, those tasks get a copy of it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch.tracing.placeholders import Unread
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost, version_of
+from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
+from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, version_of
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 
-class HeldTensors:
-    """Those of all microbatches of one step.
+class CopyOnWriteTensors:
+    """The replicated tensors that tasks of one step refer to.
 
     Attributes:
         has_backward: Whether some microbatch has called ``model.backward``.
@@ -31,8 +31,8 @@ class HeldTensors:
         self.has_backward = False
         #: By the storage, the tasks that hold a tensor of it, with their microbatches.
         self._tasks: dict[int, list[tuple[int, Task]]] = {}
-        #: Handles of located views of replicated tensors.
-        self._views: dict[int, list[tuple[weakref.ref[Handle], torch.Tensor]]] = {}
+        #: Remote tensors of located views of replicated tensors.
+        self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
     def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Notes the replicated tensors among the arguments of a task."""
@@ -40,16 +40,18 @@ class HeldTensors:
             if tensor.layout == torch.strided:
                 self._tasks.setdefault(_storage(tensor), []).append((microbatch, task))
 
-    def add_view(self, handle: Handle, tensor: torch.Tensor) -> None:
+    def add_view(self, remote: RemoteTensor, tensor: torch.Tensor) -> None:
         """Notes that a located tensor shares its storage with a replicated one."""
-        self._views.setdefault(_storage(tensor), []).append((weakref.ref(handle), tensor))
+        self._views.setdefault(_storage(tensor), []).append((weakref.ref(remote), tensor))
 
     def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
         """Located views of a replicated tensor that changes cannot be followed."""
         for reference, _ in self._views.pop(_storage(tensor), ()):
-            handle = reference()
-            if handle is not None:
-                handle.value = Lost(f"this tensor is a view of another one, and {reason}: use a copy of either")  # type: ignore[assignment]
+            remote = reference()
+            if remote is not None:
+                remote.value = InvalidatedValue(
+                    f"this tensor is a view of another one, and {reason}: use a copy of either"
+                )  # type: ignore[assignment]
 
     def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
         """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
@@ -113,12 +115,12 @@ class HeldTensors:
         return storage in self._tasks or storage in self._views
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
-        """Gives a copy to the tasks that hold the storage of ``tensor``."""
+        """Copies the storage of ``tensor`` for the tasks that refer to it."""
         storage = _storage(tensor)
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Unread) or leaf.layout != torch.strided:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, UnreadTensor) or leaf.layout != torch.strided:
                 return leaf
             if _storage(leaf) != storage:
                 return leaf
@@ -169,8 +171,8 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:
     """The error of a write that autograd's version counter does not see."""
     return SMPUsageError(
-        f"`{name}` changes a tensor in place through `.data`, and autograd has saved its numbers for the backward of `{saver.name}`, whose gradient "
-        "would be another one: change a copy"
+        f"`{name}` writes in place through `.data` to a tensor that autograd has saved for the backward of `{saver.name}`: its gradient "
+        "would be wrong; write to a copy"
     )
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a call as a task has them, and a description of them that is equal for equal calls."""
+"""Encodes the arguments of a call: values replace tensors, and a key describes them that is equal for equal calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.placeholders import Unread
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost, Meta
+from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
+from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, TensorMeta
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Puts values in the place of handles, and describes what it meets.
+    """Replaces tensors by values, and describes the arguments by a key.
 
     Attributes:
         inputs: Values that it met.
@@ -29,19 +29,19 @@ class Encoder:
         tensors: The same as the body has them.
         unknown: Whether it met something that cannot be described.
         containers: Of the call of a module: lists, dictionaries and objects that it may change (``tracing/object_state.py``).
-        held: Places, among all tensors, of those that are in such containers.
+        in_containers: Places, among all tensors, of those that are in such containers.
         may_read: Whether the call is an operation that gets integers instead of tensors if it reads their numbers.
     """
 
     __slots__ = (
-        "_depth", "_key", "_known", "_located", "_recording", "containers", "held", "inputs", "leaves", "may_read", "tensors",
+        "_depth", "_key", "_known", "_located", "_recording", "containers", "in_containers", "inputs", "leaves", "may_read", "tensors",
         "unknown",
     )  # fmt: skip
 
     def __init__(self, located: Mapping[int, Any], recording: Recording | None = None) -> None:
         self._located, self._recording = located, recording
         self.containers: list[Any] = []
-        self.held: list[int] = []
+        self.in_containers: list[int] = []
         #: Of containers that were met, their numbers.
         self._known: dict[int, int] = {}
         #: How many containers are around what is being described; -1: they are not followed.
@@ -53,15 +53,15 @@ class Encoder:
         self.unknown = self.may_read = False
 
     def key(self) -> Any:
-        """Equal for calls of which the same comes out."""
+        """A key that is equal for calls with equal outputs."""
         return tuple(self._key)
 
     def stable(self) -> Any:
-        """The same, without what differs between processes."""
+        """The key without parts that differ between processes."""
         return tuple(item for item in self._key if type(item) is not _Identity)
 
     def encode(self, value: Any) -> Any:
-        """The same structure with values."""
+        """Returns the same structure with values in the place of tensors."""
         self._describe(value, 4)
         return pytree.transform(value, self._leaf) if self.inputs else value
 
@@ -79,21 +79,21 @@ class Encoder:
         return pytree.transform(args, self._leaf), {key: pytree.transform(x, self._leaf) for key, x in kwargs.items()}
 
     def _leaf(self, tensor: Any) -> Any:
-        return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
+        return tensor.value if type(tensor) is RemoteTensor else self._located.get(id(tensor), tensor)
 
-    def _value_of(self, handle: Handle) -> Value:
-        return handle.value if self._recording is None else self._recording.own(handle)
+    def _value_of(self, remote: RemoteTensor) -> Value:
+        return remote.value if self._recording is None else self._recording.value_of(remote)
 
     def _describe(self, value: Any, depth: int) -> None:
         key, kind = self._key, type(value)
         if kind not in pytree.ATOMS and self._depth >= 0 and object_state.is_container(kind):
             self._describe_container(value, kind, depth)
             return
-        if kind is Handle or isinstance(value, torch.Tensor):
+        if kind is RemoteTensor or isinstance(value, torch.Tensor):
             if self._depth > 0:
-                self.held.append(len(self.leaves))
-            located = self._value_of(value) if kind is Handle else self._located.get(id(value))
-            if type(located) is Lost:
+                self.in_containers.append(len(self.leaves))
+            located = self._value_of(value) if kind is RemoteTensor else self._located.get(id(value))
+            if type(located) is InvalidatedValue:
                 raise SMPUsageError(located.reason)
             self.tensors.append(value)
             if located is not None:
@@ -102,9 +102,9 @@ class Encoder:
                 key.append(("located", located.meta))
             else:
                 if self._recording is not None:
-                    self._recording.check_fresh(value)
+                    self._recording.check_not_stale(value)
                 self.leaves.append(value)
-                key.append(Meta.of(value) if value.layout == torch.strided else str(value.layout))
+                key.append(TensorMeta.of(value) if value.layout == torch.strided else str(value.layout))
             return
         if kind in pytree.ATOMS:
             key.append((kind.__name__, str(value)) if kind in (float, complex) else (kind.__name__, value))
@@ -176,7 +176,7 @@ class Encoder:
 
 
 def leave_out(task: Task, unread: Collection[int]) -> None:
-    """Takes tensors that a task never reads out of its inputs; their places are among all its tensors."""
+    """Removes tensors that a task never reads from its inputs; ``unread`` are their places among all its tensors."""
     place = -1
     left: list[Value] = []
 
@@ -186,7 +186,7 @@ def leave_out(task: Task, unread: Collection[int]) -> None:
         if type(item) is not Value:
             return item
         if place in unread:
-            return Unread(item.meta, task.name)
+            return UnreadTensor(item.meta, task.name)
         left.append(item)
         return item
 

@@ -1,13 +1,13 @@
-"""Calls of modules on their way to the recording.
+"""Interception of module calls while a step is recorded.
 
-``nn.Module.__call__``, and that of every class in the model that has one of its own, is replaced while a step is recorded,
-and only then. ``super().forward()`` and everything else that Python does inside of a forward stays as it is. So are
-``nn.Module.__setattr__`` and ``__delattr__``, since tasks run with the attributes that their modules had at the call, and
-``torch.autograd.Function.apply``, which PyTorch does not offer to function modes.
+``nn.Module.__call__``, and that of each class in the model that defines its own, is replaced during recording.
+``super().forward()`` and everything else inside a forward is unchanged. Also replaced are ``nn.Module.__setattr__`` and
+``__delattr__``, because tasks run with the attributes that their modules had at the call, and
+``torch.autograd.Function.apply``, which PyTorch does not pass to function modes.
 
-Forward hooks are Python code that sees what goes in and what comes out, so they run in the body, on all ranks (HOOK-1). A module
-with hooks below it runs its own forward in the body, so that what has the hooks is a call of its own (HOOK-2). Hooks of
-``torch.nn.utils``, which compute parameters, and backward hooks stay with the module, on its partition.
+- HOOK-1: forward hooks are Python code that sees inputs and outputs, so they run in the body, on all ranks.
+- HOOK-2: a module with hooks below it runs its own forward in the body, so that the hooked module is a call of its own.
+  Hooks of ``torch.nn.utils`` that compute parameters, and backward hooks, stay with the module on its partition.
 """
 
 from __future__ import annotations

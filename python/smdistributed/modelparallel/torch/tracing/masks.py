@@ -1,9 +1,9 @@
-"""Selections by a boolean mask, and repetitions by counts, that all ranks have: as many elements come out as these say, so every
-rank knows the shape.
+"""Indexing by a boolean mask and repetition by counts, where the mask or the counts are replicated: every rank knows
+the shape of the result.
 
-- MSK-1: ``x[mask]`` is recorded as ``x[mask.nonzero(as_tuple=True)]``, which is the same selection. The shapes of the indices tell
-  what comes out, so signatures and microbatches that are alike are found by shapes, as they are for any other operation. A mask
-  on a partition has a shape that follows from numbers there, and leaves the pipeline.
+- MSK-1: ``x[mask]`` is recorded as the equivalent ``x[mask.nonzero(as_tuple=True)]``. The shapes of the indices
+  determine the shape of the result, so signatures and equal microbatches are found by shapes, as for any other
+  operation. A mask on a partition leaves the pipeline, because the shape follows from its values.
 - MSK-2: ``repeat_interleave`` is recorded with its ``output_size``.
 """
 
@@ -97,7 +97,7 @@ def _is_mask(recording: Recording, item: Any) -> bool:
 
 
 def _dimensions(recording: Recording, item: Any) -> int | None:
-    """How many dimensions a part of an index takes, an ellipsis none by itself; ``None`` for those that are not followed."""
+    """The number of dimensions that a part of an index uses, 0 for an ellipsis; ``None`` for unsupported parts."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor):

@@ -1,9 +1,10 @@
-"""What an operation or a module would return, without its parameters: fake tensors go through it once for each
-signature, and the answer is kept.
+"""Output specs: what an operation or module would return. Fake tensors go through a call once for each signature, and
+the result is cached.
 
-Every rank can do so for every module, since fake parameters take no memory. Where fake tensors cannot tell, because the
-module looks at numbers or calls what has no rule for fake tensors, made-up numbers go through it (``tracing/shape_probe.py``). What fails with
-those as well, in the same way, is an error of the script, and is raised on all ranks.
+Every rank can do so for every module, because fake parameters take no memory. Where fake tensors fail, because the
+module reads values or calls an operator without a fake implementation, random values are used
+(``tracing/shape_probe.py``). A call that fails with both in the same way is an error of the script, and is raised on
+all ranks.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from torch._subclasses.fake_tensor import (
 )
 
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.partition.cost_model import UNKNOWN, Counter, Price
+from smdistributed.modelparallel.torch.partition.cost_model import UNKNOWN_COST, Counter, OpCost
 from smdistributed.modelparallel.torch.partition.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Meta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, version_of
 
 #: Signatures that are remembered; a step that never repeats one must not fill the memory.
 _LIMIT = 1 << 14
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What comes out of a call.
+class OutputSpec:
+    """The outputs of a call: structure, shapes, dtypes and effects.
 
     Attributes:
         template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such structures.
         metas: Of these tensors.
         mutated: Places, among the tensors that went in, of those that the call changes.
         aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
-        price: What it is estimated to cost; equal on all ranks.
+        cost: What it is estimated to cost; equal on all ranks.
         storages: For each tensor that comes out, whose storage it shares, if it shares one.
         attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
             template is a pair of the result and the tuple of their values.
@@ -57,10 +58,10 @@ class Outcome:
     """
 
     template: Any
-    metas: tuple[Meta, ...]
+    metas: tuple[TensorMeta, ...]
     mutated: tuple[int, ...]
     aliases: tuple[int | None, ...]
-    price: Price = UNKNOWN
+    cost: OpCost = UNKNOWN_COST
     storages: tuple[SharedStorage | None, ...] = ()
     attributes: tuple[tuple[str, str], ...] = ()
     draws: frozenset[str] = frozenset()
@@ -72,20 +73,20 @@ class Outcome:
     saved: tuple[int, ...] = ()
     unversioned: tuple[int, ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
-    is_simple: bool = field(init=False, compare=False, default=False)
+    is_single_output: bool = field(init=False, compare=False, default=False)
     #: How many of the tensors are the result's, and not those of attributes.
     results: int = field(init=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         simple = type(self.template) is pytree.Slot and not self.mutated and not any(self.storages)
-        object.__setattr__(self, "is_simple", simple)
+        object.__setattr__(self, "is_single_output", simple)
         whole = self.template.result if isinstance(self.template, object_state.Effects) else self.template
         results = len(pytree.tensors_of(whole[0])) if self.attributes else len(self.metas)
         object.__setattr__(self, "results", results)
 
 
 class SharedStorage(NamedTuple):
-    """That a tensor that comes out of a call shares the storage of another one.
+    """An output shares the storage of another tensor of the call.
 
     Attributes:
         place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the storage
@@ -97,8 +98,8 @@ class SharedStorage(NamedTuple):
     offset: int
 
 
-class UnknownOutcomeError(Exception):
-    """It takes the numbers themselves to tell what comes out; the text says why."""
+class UnknownOutputError(Exception):
+    """The output spec depends on values; the text says why."""
 
 
 class ReadsNumbersError(Exception):
@@ -111,10 +112,10 @@ _NUMBERS = (DataDependentOutputException, *_SHAPES)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
-def described_result(
+def describe_result(
     result: Any, watch: object_state.Watch | None, given: Mapping[int, int] | None = None
 ) -> tuple[Any, list[torch.Tensor], bool]:
-    """What came out of a call: a template, the tensors for it, and whether the template has effects on containers.
+    """Describes a result: a template, the tensors for it, and whether the template has effects on containers.
 
     Args:
         result: What the call returned.
@@ -122,7 +123,7 @@ def described_result(
         given: Places of the tensors that it got, by their identities: what stays in a container is no output.
 
     Raises:
-        UnknownOutcomeError: There are sparse tensors among what comes out.
+        UnknownOutputError: There are sparse tensors among what comes out.
     """
     effects = None if watch is None else watch.effects(result)
     shape: Any
@@ -138,20 +139,20 @@ def described_result(
     else:
         shape, outputs = pytree.template(result)
     if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
-        raise UnknownOutcomeError("what it returns is not strided")
+        raise UnknownOutputError("what it returns is not strided")
     return shape, outputs, has_effects
 
 
-class Outcomes:
-    """Keeps what was found."""
+class OutputSpecs:
+    """Finds and caches output specs."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, Outcome] = {}
+        self._known: dict[Any, OutputSpec] = {}
         self._counter = Counter()
         #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path, name).
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
-        #: Modules that have been seen to change attributes of theirs.
+        #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
         #: What the module that is being called has set attributes to: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
@@ -159,49 +160,49 @@ class Outcomes:
         #: Of a call with made-up numbers, these.
         self._numbers: shape_probe.Numbers | None = None
 
-    def known(self, key: Any) -> Outcome | None:
-        """What was found for a signature before."""
+    def known(self, key: Any) -> OutputSpec | None:
+        """The cached spec of a signature."""
         return self._known.get(key) if key is not None else None
 
-    def keep(self, key: Any, outcome: Outcome) -> None:
-        """From now on, this is known."""
+    def keep(self, key: Any, spec: OutputSpec) -> None:
+        """Caches a spec."""
         if key is None:
             return
         if len(self._known) >= _LIMIT:
             self._known.clear()
-        self._known[key] = outcome
+        self._known[key] = spec
 
     def of(
         self,
         call: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        meta_of: Callable[[Any], Meta],
+        meta_of: Callable[[Any], TensorMeta],
         is_module: bool = False,
-        held: Sequence[int] = (),
+        in_containers: Sequence[int] = (),
         has_numbers: bool = False,
-    ) -> Outcome:
-        """Finds out.
+    ) -> OutputSpec:
+        """Finds the output spec of a call.
 
         Args:
             call: What is called.
             args, kwargs: Structures with leaves that ``meta_of`` describes.
             meta_of: Says all of a leaf but its numbers.
             is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
-            held: Places, among the leaves, of those that are in such containers.
+            in_containers: Places, among the leaves, of those that are in such containers.
             has_numbers: Whether there are tensors among the leaves that all ranks can pass as integers instead.
 
         Raises:
             ReadsNumbersError: With ``has_numbers``, the call looks at numbers.
-            UnknownOutcomeError: What comes out follows from numbers.
+            UnknownOutputError: What comes out follows from numbers.
             Exception: The call itself fails, whatever the numbers are.
         """
         wants_gradients = torch.is_grad_enabled()
         try:
             # Tensors of inference mode have no versions; tasks run without gradients instead.
             with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
-                return self._outcome(call, args, kwargs, meta_of, is_module, held)
-        except UnknownOutcomeError:
+                return self._output_spec(call, args, kwargs, meta_of, is_module, in_containers)
+        except UnknownOutputError:
             raise
         except _NUMBERS as error:
             if has_numbers:
@@ -211,16 +212,16 @@ class Outcomes:
             found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
         except Exception as error:
             found, reason = error, f"it fails with fake tensors ({type(error).__name__}: {_line(error)})"
-        return self._observe(call, args, kwargs, meta_of, is_module, held, found, reason)
+        return self._observe(call, args, kwargs, meta_of, is_module, in_containers, found, reason)
 
     def _observe(
-        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         found: Exception, reason: str,
-    ) -> Outcome:  # fmt: skip
-        """What made-up numbers show (TRY-1)."""
+    ) -> OutputSpec:  # fmt: skip
+        """The output spec of calls with random values (TRY-1)."""
         try:
-            outcomes = self._samples(call, args, kwargs, meta_of, is_module, held)
-        except UnknownOutcomeError:
+            specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers)
+        except UnknownOutputError:
             raise
         except Exception as error:
             if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
@@ -228,40 +229,40 @@ class Outcomes:
                 raise
             text = f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
             try:
-                outcomes = self._samples(call, args, kwargs, meta_of, is_module, held, replicated=True)
+                specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers, replicated=True)
             except Exception:
-                raise UnknownOutcomeError(text) from error
-            if any(meta.shape for meta in outcomes[0].metas):
+                raise UnknownOutputError(text) from error
+            if any(meta.shape for meta in specs[0].metas):
                 # Replicated tensors of the next microbatch have other numbers, and a shape may follow from these.
-                raise UnknownOutcomeError(text) from error
-        first = outcomes[0]
+                raise UnknownOutputError(text) from error
+        first = specs[0]
         if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
             # Made-up numbers may agree by chance where a single operation chooses by them; a loss has one number.
-            raise UnknownOutcomeError("the shape of what it returns follows from numbers") from found
-        if not all(_alike(first, other) for other in outcomes[1:]):
-            raise UnknownOutcomeError(f"{reason}, and returns other shapes for other numbers")
-        unread = set(first.unread).intersection(*(other.unread for other in outcomes))
-        draws = frozenset().union(*(each.draws for each in outcomes))
+            raise UnknownOutputError("the shape of what it returns follows from numbers") from found
+        if not all(_alike(first, other) for other in specs[1:]):
+            raise UnknownOutputError(f"{reason}, and returns other shapes for other numbers")
+        unread = set(first.unread).intersection(*(other.unread for other in specs))
+        draws = frozenset().union(*(each.draws for each in specs))
         return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, observed=True)
 
     def _samples(
-        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int],
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         replicated: bool = False,
-    ) -> list[Outcome]:  # fmt: skip
+    ) -> list[OutputSpec]:  # fmt: skip
         """Some calls with made-up numbers; with ``replicated``, tensors that all ranks have keep theirs (TRY-3)."""
-        outcomes = []
+        specs = []
         for sample in range(shape_probe.SAMPLES):
             self._numbers = shape_probe.Numbers(sample, replicated)
             try:
                 with shape_probe.random_numbers(sample):
-                    outcomes.append(self._outcome(call, args, kwargs, meta_of, is_module, held))
+                    specs.append(self._output_spec(call, args, kwargs, meta_of, is_module, in_containers))
             finally:
                 self._numbers = None
-        return outcomes
+        return specs
 
-    def _outcome(
-        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, held: Sequence[int]
-    ) -> Outcome:
+    def _output_spec(
+        self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int]
+    ) -> OutputSpec:
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
         self._attributes, self._changes_attributes = [], False
@@ -291,7 +292,7 @@ class Outcomes:
         if attributes:
             result = (result, tuple(value for _, _, value in self._attributes))
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        shape, outputs, effects = described_result(result, watch, places)
+        shape, outputs, effects = describe_result(result, watch, places)
         mutated = tuple(
             place
             for place, leaf in enumerate(leaves)
@@ -302,18 +303,18 @@ class Outcomes:
             *(place for place, leaf in enumerate(leaves) if counter.is_saved(leaf)),
             *(-1 - place for place, output in enumerate(outputs) if counter.is_saved(output)),
         )
-        unread = counter.untouched({place: leaves[place] for place in held}, outputs)
+        unread = counter.untouched({place: leaves[place] for place in in_containers}, outputs)
         for each in (*leaves, *outputs):
             counter.outside(each)
-        metas = tuple(map(Meta.of, outputs))
+        metas = tuple(map(TensorMeta.of, outputs))
         aliases = tuple(places.get(id(output)) for output in outputs)
         storages = _shared_storages(counter, leaves, outputs)
-        return Outcome(
+        return OutputSpec(
             shape,
             metas,
             mutated,
             aliases,
-            counter.price(),
+            counter.cost(),
             storages,
             attributes,
             frozenset(counter.draws | host.draws),
@@ -324,7 +325,7 @@ class Outcomes:
             unversioned=unversioned,
         )
 
-    def fake(self, meta: Meta, leaf: bool = False) -> torch.Tensor:
+    def fake(self, meta: TensorMeta, leaf: bool = False) -> torch.Tensor:
         """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
         with self._mode, torch.enable_grad():
             tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
@@ -340,7 +341,7 @@ class Outcomes:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
-                raise UnknownOutcomeError("its code is TorchScript's")
+                raise UnknownOutputError("its code is TorchScript's")
             # A tensor that has several names is one tensor here, too.
             made: dict[int, torch.Tensor] = {}
             tensors = {}
@@ -351,8 +352,8 @@ class Outcomes:
                         made[id(tensor)] = self._counter.parameter(self._state(tensor))
                     full = f"{path}.{name}" if path else name
                     tensors[full if caller is module else f"module.{full}"] = made[id(tensor)]
-            stand_in = self.fake if self._numbers is None else self._numbers.tensor
-            with preserved_attributes(module, stand_in) as attributes:
+            make_fake = self.fake if self._numbers is None else self._numbers.tensor
+            with preserved_attributes(module, make_fake) as attributes:
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
                 self._look_at_attributes(module, attributes)
                 return result
@@ -360,8 +361,8 @@ class Outcomes:
         return call
 
     def _state(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a parameter or a buffer."""
-        meta = Meta.of(tensor)
+        """The fake tensor of a parameter or buffer."""
+        meta = TensorMeta.of(tensor)
         if self._numbers is None:
             return self.fake(meta, leaf=True)
         return self._numbers.state(meta, isinstance(tensor, nn.Parameter))
@@ -398,7 +399,7 @@ class _Caller(nn.Module):
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, neither a leaf nor a view: it may be changed in place."""
+    """The same memory as neither a leaf nor a view, so that it may be written in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -438,7 +439,7 @@ class preserved_attributes:  # noqa: N801 - a context
         fake: Makes a fake tensor of a description; attributes that hold remote tensors hold fake ones inside.
     """
 
-    def __init__(self, module: nn.Module, fake: Callable[[Meta], torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, fake: Callable[[TensorMeta], torch.Tensor]) -> None:
         self._modules = list(module.named_modules())
         self._fake = fake
 
@@ -454,7 +455,7 @@ class preserved_attributes:  # noqa: N801 - a context
             for name, value in before.items():
                 if name not in _MODULE_INTERNALS and type(value) not in pytree.ATOMS and _has_remote(value):
                     module.__dict__[name] = pytree.transform(
-                        value, lambda leaf: self._fake(Meta.of(leaf)) if type(leaf) is Handle else leaf
+                        value, lambda leaf: self._fake(TensorMeta.of(leaf)) if type(leaf) is RemoteTensor else leaf
                     )
         self._at_call = [dict(module.__dict__) for _, module in self._modules]
         return self
@@ -484,7 +485,7 @@ class preserved_attributes:  # noqa: N801 - a context
 
 
 def _has_remote(value: Any) -> bool:
-    if type(value) is Handle:
+    if type(value) is RemoteTensor:
         return True
     if type(value) in (list, tuple):
         return any(map(_has_remote, value))
@@ -499,7 +500,7 @@ def _same_items(a: Any, b: Any) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _alike(one: Outcome, other: Outcome) -> bool:
+def _alike(one: OutputSpec, other: OutputSpec) -> bool:
     """Whether two calls gave the same, but for numbers that are no tensors' and what they cost."""
     first, second = (
         (each.metas, each.mutated, each.aliases, each.effects, each.storages, each.attributes) for each in (one, other)

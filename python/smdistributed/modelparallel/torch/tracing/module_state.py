@@ -1,13 +1,13 @@
 """Attributes of modules that a step body changes, such as ``training``: each task runs with those of its call.
 
-The body runs before the tasks do. So every change of an attribute is noted as it is made, a task refers to the snapshot of
-its call, and the executor sets the attributes to that snapshot before it runs the task.
+The body runs before the tasks. So each change of an attribute is recorded when it happens, a task refers to the
+snapshot of its call, and the executor restores that snapshot before it runs the task.
 
-- MST-1: a snapshot has only the attributes that differ from their values at the start of the step. Equal snapshots
-  are one object, on each rank, so tasks compare them by identity.
+- MST-1: a snapshot holds only the attributes that differ from their values at the start of the step. Equal snapshots
+  are one object on each rank, so tasks compare them by identity.
 - MST-2: while the body runs and after the step, attributes have the values that the body gave them.
-- MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs it holds the
-  remote tensor; when tasks run, it is as they left it.
+- MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs, it
+  holds the remote tensor; after the task, the task's value.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def changing(self, owner: Any, name: str, path: str | None = None) -> Iterator[None]:
-        """Around a change of an attribute by the body."""
+        """A context for a change of an attribute by the body."""
         before = _value(owner, name)
         yield
         self._note(owner, name, path or self._paths[id(owner)], before, _value(owner, name))
@@ -148,7 +148,7 @@ class ModuleState:
     # Outputs in attributes (MST-3).
 
     def put(self, owner: Any, name: str, tensors: Any) -> None:
-        """Has the body see remote tensors in an attribute, until :meth:`hide`."""
+        """Shows remote tensors in an attribute to the body, until :meth:`hide`."""
         key = (id(owner), name)
         before = self._outputs[key][1] if key in self._outputs else _value(owner, name)
         self._outputs[key] = (owner, before, tensors)
@@ -156,7 +156,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Around tasks that run while the body is still at work: attributes have no remote tensors."""
+        """A context for tasks that run before the body has ended: attributes hold no remote tensors."""
         self._hide()
         try:
             yield
@@ -190,7 +190,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Around tasks: afterwards the attributes have the values that the body gave them (MST-2)."""
+        """A context for tasks; afterwards the attributes have the values that the body gave them (MST-2)."""
         try:
             yield
         finally:

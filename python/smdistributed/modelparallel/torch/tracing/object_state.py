@@ -1,11 +1,12 @@
-"""Objects that a module's call reads and changes: caches of keys and values, dataclasses, lists, dictionaries.
+"""Objects that a module's call reads and changes: key-value caches, dataclasses, lists, dictionaries.
 
-A task runs later than its call, on one rank. So it has a copy of each object as the object was at the call (OBJ-1). What the
-call leaves in its copies is an output of the task, and is put into the caller's objects when the call is recorded (OBJ-2). Tensors
-in objects that the call never reads are not inputs of the task (OBJ-3).
+- OBJ-1: a task runs later than its call, on one rank, so it has a copy of each object as it was at the call.
+- OBJ-2: what the call leaves in its copies is an output of the task, and is written to the caller's objects when the
+  call is recorded.
+- OBJ-3: tensors in objects that the call never reads are not inputs of the task.
 
-Followed are lists, dictionaries and instances of Python classes, to any depth, also where they refer to each other. Modules,
-classes, functions and what else can be called stay what they are.
+Lists, dictionaries and instances of Python classes are followed to any depth, cycles included. Modules, classes,
+functions and other callables are passed as they are.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 
 class State:
-    """What a container holds: its items and its attributes, without what is in those."""
+    """The content of a container: its items and attributes, not their contents."""
 
     __slots__ = ("attributes", "items")
 
@@ -203,7 +204,7 @@ class Copier:
             return self._other(value, kind)
         new = [] if kind is list else {} if kind is dict else _empty(value)
         self.know(value, new)
-        # A list or a dictionary of ours is filled without a detour.
+        # Plain lists and dictionaries are filled directly.
         if kind is list:
             new.extend(self.copy(item) for item in value)
         elif kind is dict:
@@ -258,7 +259,7 @@ def snapshot(
 
 
 class Effects:
-    """What a call left in the containers that it was given, by their numbers, and what it returned.
+    """The state that a call left in its containers, by their numbers, and its result.
 
     Attributes:
         result: What the call returned.
@@ -290,7 +291,7 @@ class Effects:
         return Effects(result, {number: copier.copy(state) for number, state in self.states.items()})
 
     def apply(self, containers: list[Any], results: list[Any], tensors: list[Any]) -> Any:
-        """Of a template: puts the states into the caller's containers, and returns the result (OBJ-2).
+        """Of a template: writes the states to the caller's containers, and returns the result (OBJ-2).
 
         Args:
             containers: Those that the call was made with.

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, TensorMeta
 
 
-class Unread(torch.Tensor):
+class UnreadTensor(torch.Tensor):
     """A tensor in a container that a module got and never read when its outputs were found (OBJ-3)."""
 
     _smp_leaf = True
     task: str
 
     @staticmethod
-    def __new__(cls, meta: Meta, task: str) -> Unread:
+    def __new__(cls, meta: TensorMeta, task: str) -> UnreadTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=False
         )
@@ -26,14 +26,14 @@ class Unread(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
-        return f"Unread({Meta.of(self)})"
+        return f"UnreadTensor({TensorMeta.of(self)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        task = next((arg.task for arg in args if isinstance(arg, Unread)), "a module")
+        task = next((arg.task for arg in args if isinstance(arg, UnreadTensor)), "a module")
         raise SMPUsageError(
             f"`{task}` read a tensor of a list or an object that it did not read in an equal call before: what a module reads "
             "may depend on the shapes and the types of its arguments, and on nothing else"
@@ -41,4 +41,6 @@ class Unread(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise SMPUsageError(f"`{func}` of a tensor that was taken for one that nothing reads")
+        raise SMPUsageError(
+            f"`{func}` reads a tensor that no equal call has read before, so this rank does not have it"
+        )

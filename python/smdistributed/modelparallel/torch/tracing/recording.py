@@ -1,20 +1,22 @@
-"""What one microbatch passes: the body of the step runs on every rank, and leaves a list of tasks.
+"""Recording of one microbatch: the body of the step runs on every rank and leaves a list of tasks.
 
-- REC-1: a value is *located* (on one partition, a :class:`Handle` everywhere) or *replicated* (an ordinary tensor with the
-  same numbers on all ranks of a pipeline). What is made of replicated values only is computed at once, everywhere.
-- REC-2: a call of a module that is wholly on one partition is one task there. Any other operation with a located
-  operand is a task where its operand is; a module that is spread runs its own forward on every rank.
-- REC-3: a value never changes. What changes in place makes a new value, and the handle goes on to that. So do the handles
-  of all other views of the same storage.
-- REC-5: a replicated tensor that a task holds never changes: before the body writes to its storage, tasks get a copy.
+- REC-1: a value is *located* (on one partition, a :class:`RemoteTensor` on all ranks) or *replicated* (an ordinary
+  tensor with the same values on all ranks of a pipeline). Operations on replicated values only are computed at once, on
+  all ranks.
+- REC-2: a call of a module that is wholly on one partition is one task there. Another operation with a located operand
+  is a task on the operand's partition. A module that is spread over partitions runs its own forward on every rank.
+- REC-3: a value never changes. A write in place makes a new value, and the remote tensor refers to it from then on, as
+  do the remote tensors of all other views of the storage.
+- REC-4: ranks record the same tasks, because Python sees the same on all of them. Numbers that the body asks for
+  (``.item()``, ``if loss > x``) are computed where they are and broadcast.
+- REC-5: a replicated tensor in a task's arguments never changes: before the body writes to its storage, tasks get a
+  copy.
 - REC-6: a tensor that cannot be followed (of another microbatch, or a view whose storage changed on another partition)
   raises when it is used.
-- REC-7: an operation that reads the number of a replicated tensor, such as a size that was computed with tensors, is recorded with
-  that number: what comes out follows from it, and signatures do not have the numbers of tensors.
-- REC-8: a buffer of a spread module that its forward sets to a tensor of the same form gets the numbers of that in place. A buffer that it
-  sets to a cast of itself stays, and each microbatch makes the cast.
-- REC-4: ranks record the same tasks, since all that Python sees is the same on all of them: numbers that the body
-  asks for (``.item()``, ``if loss > x``) are computed where they are and told to everybody.
+- REC-7: an operation that reads the value of a replicated tensor, such as a size that was computed with tensors, is
+  recorded with that number, because signatures do not contain values of tensors.
+- REC-8: where the forward of a spread module replaces a buffer by a tensor of the same shape and dtype, the buffer is
+  written in place. Where it replaces a buffer by a cast of itself, the buffer stays and each microbatch casts it.
 """
 
 from __future__ import annotations
@@ -35,13 +37,20 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.tracing import masks
-from smdistributed.modelparallel.torch.tracing.copy_on_write import HeldTensors, StorageRange
+from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors, StorageRange
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome, ReadsNumbersError, UnknownOutcomeError
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
-from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, GraphNode, Handle, Lost, Meta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import (
+    METADATA,
+    GraphNode,
+    InvalidatedValue,
+    RemoteTensor,
+    TensorMeta,
+    version_of,
+)
 from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
-from smdistributed.modelparallel.torch.tracing.retained_tensors import KeptTensors
+from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
 from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value, WithAttributes
@@ -101,40 +110,48 @@ active = Active()
 
 
 class Recording(TorchFunctionMode):
-    """The tasks of one microbatch; a context around the body."""
+    """The tasks of one microbatch; the body runs inside this context."""
 
-    def __init__(self, pipeline: Pipeline, earlier: Sequence[Recording] = (), before: list[Call] | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        earlier: Sequence[Recording] = (),
+        before: list[Call] | None = None,
+        detach_outputs: bool = True,
+    ) -> None:
         super().__init__()
+        #: Whether what the body returns leaves autograd's graph.
+        self.detach_outputs = detach_outputs
         self.pipeline, self.microbatch = pipeline, len(earlier)
-        #: Those of the microbatches before it in the same step.
+        #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
-        #: Replicated tensors in tasks, of all microbatches of the step.
-        self.held = earlier[0].held if earlier else HeldTensors()
+        #: Replicated tensors that tasks of this step refer to.
+        self.copy_on_write = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
         self.storages = SharedStorages(self)
-        self.kept = KeptTensors(self)
+        self.retained = RetainedTensors(self)
         self.order = StateOrder()
-        #: By the number of the task: what it draws (RNG-3).
+        #: By the number of the task, the generators that it draws from (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
-        #: Tasks before this one have run, because the body asked for numbers.
-        self.done = 0
+        #: The number of tasks that have run already, because the body read a value.
+        self.num_executed = 0
         self.base_level = 0
         self.digest = 0
-        self.seeds: list[tuple[Value, Any]] = []
+        self.backward_roots: list[tuple[Value, Any]] = []
         self.fetched: dict[int, torch.Tensor] = {}
-        #: What of it has run, once something has.
-        self.begun: Microbatch | None = None
+        #: Its executed part, if some of it has run already.
+        self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
-        #: Of replicated tensors, what tasks write to.
+        #: Ranges of replicated storages that tasks write to.
         self._stale: list[StorageRange] = []
         self._count = 0
         self._levels = 0
-        #: Buffers that the body has replaced by casts of them: their modules, names, and they.
+        #: Buffers that the body has replaced by casts of them: module, name, buffer.
         self._cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-        #: What was called, for the microbatches after this one.
+        #: The calls, for the replay by the next microbatch.
         self.calls: list[Call] = []
         self._replay = Replay(before, self.located, self) if before else None
 
@@ -177,24 +194,29 @@ class Recording(TorchFunctionMode):
         return self._operation(func, args, kwargs)
 
     def has_located(self, arguments: Any) -> bool:
-        """Whether there is a located tensor among these."""
+        """Whether the arguments contain a located tensor."""
         return any(isinstance(leaf, torch.Tensor) and self.is_located(leaf) for leaf in pytree.tensors_of(arguments))
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a function that PyTorch does not offer to function modes."""
+        """Records a call of a function that PyTorch does not pass to function modes."""
         return self._operation(func, args, kwargs)
 
-    def _handle(self, value: Value) -> Handle:
-        handle = Handle(value, self)
-        self.kept.watch(handle)
-        return handle
+    def _remote_tensor(self, value: Value) -> RemoteTensor:
+        remote = RemoteTensor(value, self)
+        self.retained.watch(remote)
+        return remote
 
     def is_located(self, tensor: Any) -> bool:
-        return type(tensor) is Handle or id(tensor) in self.located
+        return type(tensor) is RemoteTensor or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _DETACHES and type(args[0]) is Handle and args[0].recording is not self and args[0].requires_grad:
-            return self._handle(self.kept.take(args[0], detached=True))
+        if (
+            func in _DETACHES
+            and type(args[0]) is RemoteTensor
+            and args[0].recording is not self
+            and args[0].requires_grad
+        ):
+            return self._remote_tensor(self.retained.take(args[0], detached=True))
         if func in masks.SELECTIONS:
             selection = masks.with_indices(self, func, args, kwargs)
             if selection is not None:
@@ -203,20 +225,23 @@ class Recording(TorchFunctionMode):
             kwargs = masks.with_output_size(self, args, kwargs)
         number_readers = self.pipeline.number_readers
         if number_readers and number_readers.get(func):
-            args, kwargs = pytree.transform((args, kwargs), self._number)
+            args, kwargs = pytree.transform((args, kwargs), self._as_integer)
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
             task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
             if task is not None and self.storages.writes_alike(task, tensors):
-                return self._again(call, task, tensors)
+                return self._replay_call(call, task, tensors)
         encoder = Encoder(self.located, self)
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
             key = None if encoder.unknown else encoder.key()
             return self.pipeline.constants.call(
-                func, key, encoder.leaves, lambda: self.held.call(func, args, kwargs, encoder.leaves, self.microbatch)
+                func,
+                key,
+                encoder.leaves,
+                lambda: self.copy_on_write.call(func, args, kwargs, encoder.leaves, self.microbatch),
             )
         if func in _STORAGE_WRITES:
             raise SMPUsageError(
@@ -225,7 +250,7 @@ class Recording(TorchFunctionMode):
             )
         if func in _READS:
             self.pipeline.fallbacks.note(
-                "read", f"`{func.__name__}` at {call_site()}", _where(encoder.inputs), "the body asks for it"
+                "read", f"`{func.__name__}` at {call_site()}", _partition_of(encoder.inputs), "the body asks for it"
             )
             real = pytree.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
@@ -238,7 +263,7 @@ class Recording(TorchFunctionMode):
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
-                f"`{name}` of a tensor on partition {_where(encoder.inputs)} with a `torch.Generator` of the body: draw into a tensor of the body, such "
+                f"`{name}` of a tensor on partition {_partition_of(encoder.inputs)} with a `torch.Generator` of the body: draw into a tensor of the body, such "
                 "as `torch.rand(x.shape, generator=generator)`, or use the default generator"
             )
         if name in ("__get__", "__set__"):
@@ -248,7 +273,7 @@ class Recording(TorchFunctionMode):
             result = self._function(name, func, new_args, new_kwargs, encoder)
         except ReadsNumbersError:
             return self._with_numbers(func, args, kwargs)
-        if func is torch.Tensor.requires_grad_ and type(args[0]) is Handle:
+        if func is torch.Tensor.requires_grad_ and type(args[0]) is RemoteTensor:
             # The same numbers, and the tensor that the body holds says so.
             args[0].value = result.value
             with torch._C.DisableTorchFunctionSubclass():
@@ -256,7 +281,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that reads numbers of replicated tensors (REC-7)."""
+        """Records an operation that reads values of replicated tensors (REC-7)."""
         self.pipeline.number_readers[func] = True
         try:
             return self._operation(func, args, kwargs)
@@ -265,12 +290,12 @@ class Recording(TorchFunctionMode):
             self.pipeline.number_readers[func] = False
             return self._operation(func, args, kwargs)
 
-    def _number(self, leaf: Any) -> Any:
+    def _as_integer(self, leaf: Any) -> Any:
         """An integer instead of a replicated tensor that holds one (REC-7)."""
         return int(leaf) if not self.is_located(leaf) and _is_integer(leaf) else leaf
 
     def call_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a function that is one task, where its operands are."""
+        """Records a function call as one task, where its operands are."""
         encoder = Encoder(self.located, self)
         return self._function(name, func, encoder.encode(args), encoder.encode(kwargs), encoder)
 
@@ -281,7 +306,7 @@ class Recording(TorchFunctionMode):
     def call_module(
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
-        """A call of a module that is wholly on one partition; ``call`` is what is done there instead, if given."""
+        """Records a call of a module that is wholly on one partition; ``call`` runs there instead of it, if given."""
         self.pipeline.module_state.note_contents()
         what = call or module
         if self._replay is not None:
@@ -290,15 +315,15 @@ class Recording(TorchFunctionMode):
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
             again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
             if again is not None and self.storages.writes_alike(again, tensors):
-                return self._again(known, again, tensors, containers)
+                return self._replay_call(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
         new_args, new_kwargs = encoder.encode_call(args, kwargs)
         task = Task(path or type(module).__name__, what, new_args, new_kwargs, encoder.inputs)
-        task.module, task.follows = module, bool(encoder.containers)
+        task.module, task.has_containers = module, bool(encoder.containers)
         key = (id(module), module.training, self.pipeline.version, call is None)
         return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
 
-    def _again(self, call: Call, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
+    def _replay_call(self, call: Call, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
         """A call that the microbatch before has made (RPL-1)."""
         assert self._replay is not None
         self._replay.place += 1
@@ -307,88 +332,90 @@ class Recording(TorchFunctionMode):
             self.tasks += call.before
         self.tasks.append(task)
         self.order.note(task)
-        self.digest, self._levels, self._count = call.after
-        if not call.plain:
-            self.held.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
-        outcome = task.outcome
-        if outcome.draws:
-            self._draw(task, outcome.draws)
-        if outcome.is_simple:
-            return self._handle(task.outputs[0])
+        self.digest, self._levels, self._count = call.state_after
+        if not call.is_plain:
+            self.copy_on_write.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
+        spec = task.output_spec
+        if spec.draws:
+            self._draw(task, spec.draws)
+        if spec.is_single_output:
+            return self._remote_tensor(task.outputs[0])
         return self._values(task, tensors, containers)
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
         """A call that the microbatch before has not made, nor any after it (RPL-2)."""
         self._replay = None
-        call.since = self.digest
+        call.digest_before = self.digest
         first = len(self.tasks)
         result = self._add(task, encoder, key, rank)
-        call.settle(task, self.tasks[first:-1], (self.digest, self._levels, self._count))
+        call.complete(task, self.tasks[first:-1], (self.digest, self._levels, self._count))
         self.calls.append(call)
         return result
 
     def _add(self, task: Task, encoder: Encoder, what: Any, rank: int | None) -> Any:
         task.context = self._context()
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
-        outcomes = self.pipeline.outcomes
-        outcome = outcomes.known(key)
+        specs = self.pipeline.output_specs
+        spec = specs.known(key)
         reason = ""
-        if outcome is None:
+        if spec is None:
             active.recording = None
             try:
-                call = outcomes.module(task.module, task.call) if task.module is not None else task.call
+                call = specs.module(task.module, task.call) if task.module is not None else task.call
                 is_module = task.module is not None
                 has_numbers = encoder.may_read and any(map(_is_integer, encoder.leaves))
-                outcome = outcomes.of(call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.held, has_numbers)
-                outcomes.keep(key, outcome)
-            except UnknownOutcomeError as error:
+                spec = specs.of(
+                    call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.in_containers, has_numbers
+                )
+                specs.keep(key, spec)
+            except UnknownOutputError as error:
                 reason = str(error)
             finally:
                 active.recording = self
-        if outcome is not None and outcome.attributes and not isinstance(task.call, WithAttributes):
-            task.call = WithAttributes(task.call, task.module, outcome.attributes)
-        if outcome is not None and outcome.unread:
-            leave_out(task, outcome.unread)
-        self._place(task, encoder, outcome, rank)
-        if outcome is None:
+        if spec is not None and spec.attributes and not isinstance(task.call, WithAttributes):
+            task.call = WithAttributes(task.call, task.module, spec.attributes)
+        if spec is not None and spec.unread:
+            leave_out(task, spec.unread)
+        self._place(task, encoder, spec, rank)
+        if spec is None:
             name = task.name if task.module is not None else f"{task.name} at {call_site()}"
             self.pipeline.fallbacks.note("run", name, task.rank, reason)
         self.tasks.append(task)
-        if outcome is None or outcome.draws:
-            self._draw(task, None if outcome is None else outcome.draws)
-        self.held.add(task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch)
-        if outcome is None:
-            # Nobody can tell what comes out but the one who does it: now, and he tells the others.
+        if spec is None or spec.draws:
+            self._draw(task, None if spec is None else spec.draws)
+        self.copy_on_write.add(
+            task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch
+        )
+        if spec is None:
+            # Only the owner can find the outputs: it runs the task now and tells the others.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
-            outcome = self._run_now(task, encoder)
+            spec = self._run_now(task, encoder)
             if not numbers_matter:
-                outcomes.keep(key, outcome)
-        return self._results(task, encoder, outcome)
+                specs.keep(key, spec)
+        return self._results(task, encoder, spec)
 
     def _draw(self, task: Task, kinds: Collection[str] | None) -> None:
-        found = self.pipeline.randomness.draws(kinds, task.rank)
+        found = self.pipeline.rng_state.draws(kinds, task.rank)
         if found:
             self.draws[len(self.tasks) - 1] = found
 
-    def _place(self, task: Task, encoder: Encoder, outcome: Outcome | None, rank: int | None) -> None:
+    def _place(self, task: Task, encoder: Encoder, spec: OutputSpec | None, rank: int | None) -> None:
         inputs = task.inputs
         if rank is None:
-            changed = [encoder.leaves[place] for place in outcome.mutated] if outcome is not None else []
+            changed = [encoder.leaves[place] for place in spec.mutated] if spec is not None else []
             located = [leaf for leaf in changed if isinstance(leaf, Value)]
-            rank = located[0].rank if located else _where(inputs)
+            rank = located[0].rank if located else _partition_of(inputs)
         task.rank = rank
         if any(value.rank != rank and value.parameter is not None for value in inputs):
             self._send_parameters(task, rank)
         level = self.base_level
-        written = (
-            self.storages.written(outcome, encoder.leaves, rank) if outcome is not None and outcome.mutated else {}
-        )
+        written = self.storages.written(spec, encoder.leaves, rank) if spec is not None and spec.mutated else {}
         for base in written:
-            self.kept.check_write(base)
+            self.retained.check_write(base)
         for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
         writes_state = any(base.parameter is not None for base in written)
-        task.level = level = self.order.level(task, level, writes_state, outcome)
+        task.level = level = self.order.level(task, level, writes_state, spec)
         self._levels = max(self._levels, level)
 
     def _send_parameters(self, task: Task, rank: int) -> None:
@@ -399,7 +426,7 @@ class Recording(TorchFunctionMode):
             if value.rank != rank and value.parameter is not None and id(value) not in sent:
                 read = Task("parameter", _itself, (value,), {}, [value])
                 read.rank, read.context = value.rank, Context(True, ())
-                read.outcome = Outcome(pytree.Slot(0), (value.meta,), (), (0,))
+                read.output_spec = OutputSpec(pytree.Slot(0), (value.meta,), (), (0,))
                 sent[id(value)] = self.add_source(read, ("parameter", value.parameter))
         task.replace_leaves(lambda leaf: sent.get(id(leaf), leaf))
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
@@ -408,7 +435,7 @@ class Recording(TorchFunctionMode):
         """Adds a task that takes no values of this microbatch and makes one; ``key`` identifies it on all ranks."""
         task.level = self.order.level(task, self.base_level, False, None)
         self._levels = max(self._levels, task.level)
-        value = self.new_value(task.rank, task.level, task.outcome.metas[0])
+        value = self.new_value(task.rank, task.level, task.output_spec.metas[0])
         task.outputs = [value]
         task.signature = key
         task.digest = digest_of((*key, value.index))
@@ -416,27 +443,27 @@ class Recording(TorchFunctionMode):
         self.tasks.append(task)
         return value
 
-    def new_value(self, rank: int, level: int, meta: Meta) -> Value:
+    def new_value(self, rank: int, level: int, meta: TensorMeta) -> Value:
         value = Value(self._count, rank, level, meta)
         self._count += 1
         return value
 
-    def _run_now(self, task: Task, encoder: Encoder) -> Outcome:
-        """Runs all tasks so far, this one included, whose outcome nobody knows yet."""
+    def _run_now(self, task: Task, encoder: Encoder) -> OutputSpec:
+        """Runs all tasks so far, including this one, whose output spec is unknown."""
         task.signature = task.digest = digest_of((task.name, task.rank, encoder.stable()))
         self.digest = _chain(self.digest, task.digest)
         number = len(self.tasks) - 1
-        outcome = self.pipeline.run_unknown(self, task)
-        if outcome.draws:
-            self.pipeline.randomness.has_drawn(self.draws[number], outcome.draws, task.rank)
-        self._finish(task, encoder, outcome)
+        spec = self.pipeline.run_unknown(self, task)
+        if spec.draws:
+            self.pipeline.rng_state.has_drawn(self.draws[number], spec.draws, task.rank)
+        self._finish(task, encoder, spec)
         self.pipeline.adopt(self, task)
-        return outcome
+        return spec
 
-    def _finish(self, task: Task, encoder: Encoder, outcome: Outcome) -> None:
-        task.outcome = outcome
-        task.outputs = [self.new_value(task.rank, task.level, meta) for meta in outcome.metas]
-        for value, shared in zip(task.outputs, outcome.storages, strict=False):
+    def _finish(self, task: Task, encoder: Encoder, spec: OutputSpec) -> None:
+        task.output_spec = spec
+        task.outputs = [self.new_value(task.rank, task.level, meta) for meta in spec.metas]
+        for value, shared in zip(task.outputs, spec.storages, strict=False):
             if shared is None or shared.place is None:
                 continue
             place = shared.place
@@ -444,19 +471,19 @@ class Recording(TorchFunctionMode):
             if isinstance(other, Value):
                 value.base, value.offset = other.storage, other.offset + shared.offset
                 value.versioned = other.versioned and task.call != _DATA
-        if outcome.mutated:
+        if spec.mutated:
             self.storages.check_unversioned(task, encoder.leaves)
             self.storages.add_writes(task, encoder.leaves)
 
-    def _results(self, task: Task, encoder: Encoder, outcome: Outcome) -> Any:
-        if task.outcome is None:
-            self._finish(task, encoder, outcome)
+    def _results(self, task: Task, encoder: Encoder, spec: OutputSpec) -> Any:
+        if task.output_spec is None:
+            self._finish(task, encoder, spec)
             key = task.signature = (
                 task.name,
                 task.rank,
                 encoder.stable(),
-                outcome.metas[: outcome.results],
-                outcome.mutated,
+                spec.metas[: spec.results],
+                spec.mutated,
                 task.context.key(),
             )
             inputs = tuple(value.parameter or value.index for value in task.inputs)
@@ -466,24 +493,24 @@ class Recording(TorchFunctionMode):
 
     def _values(self, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
         """What the body gets of a task that was called with these tensors, some of them in these containers."""
-        outcome = task.outcome
+        spec = task.output_spec
         if task.writes:
             self.storages.follow_writes(task, tensors)
         results: list[torch.Tensor] = []
-        for place, value in zip(outcome.aliases, task.outputs, strict=False):
-            changed = place is not None and place in outcome.mutated
-            results.append(tensors[place] if changed else self._handle(value))
-        for result, shared in zip(results, outcome.storages, strict=False):
+        for place, value in zip(spec.aliases, task.outputs, strict=False):
+            changed = place is not None and place in spec.mutated
+            results.append(tensors[place] if changed else self._remote_tensor(value))
+        for result, shared in zip(results, spec.storages, strict=False):
             if shared is not None:
                 self.storages.add_view(result, shared, tensors, results)
-        if outcome.effects:
-            found = outcome.template.apply(list(containers), results, tensors)
+        if spec.effects:
+            found = spec.template.apply(list(containers), results, tensors)
         else:
-            found = pytree.filled(outcome.template, results)
-        if not outcome.attributes:
+            found = pytree.filled(spec.template, results)
+        if not spec.attributes:
             return found
         result, values = found
-        for (path, name), value in zip(outcome.attributes, values, strict=True):
+        for (path, name), value in zip(spec.attributes, values, strict=True):
             owner = task.module.get_submodule(path) if path else task.module
             self.pipeline.module_state.put(owner, name, value)
         return result
@@ -497,18 +524,18 @@ class Recording(TorchFunctionMode):
         buffer = module._buffers[name]
         assert buffer is not None
         known, new = (
-            each.value if type(each) is Handle else self.located[id(each)] for each in (buffer, tensor)
+            each.value if type(each) is RemoteTensor else self.located[id(each)] for each in (buffer, tensor)
         )  # fmt: skip
         is_same_memory = new.storage is known.storage and new.offset == known.offset
         if is_same_memory and new.meta == known.meta:
             return
-        maker = next((task for task in reversed(self.tasks) if new in task.outputs), None)
-        if maker is not None and maker.call in _CASTS and maker.inputs == [known]:
+        producer = next((task for task in reversed(self.tasks) if new in task.outputs), None)
+        if producer is not None and producer.call in _CASTS and producer.inputs == [known]:
             self._cast_buffers.append((module, name, buffer))
             module._buffers[name] = tensor
             return
         path = f"{self.pipeline.paths[id(module)]}.{name}".removeprefix(".")
-        if type(buffer) is Handle or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
+        if type(buffer) is RemoteTensor or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
             raise SMPUsageError(
                 f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, by {new.meta}: "
                 "give the buffer this form before the first step"
@@ -520,9 +547,9 @@ class Recording(TorchFunctionMode):
             )
         self.operation(torch.Tensor.copy_, (buffer, tensor), {})
 
-    def move(self, tensor: torch.Tensor, value: Value | Lost) -> None:
-        """From now on, a tensor of the body is another value."""
-        if type(tensor) is Handle:
+    def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
+        """Makes a tensor of the body refer to another value."""
+        if type(tensor) is RemoteTensor:
             tensor.value = value  # type: ignore[assignment]
             return
         if id(tensor) not in self.located:
@@ -530,7 +557,7 @@ class Recording(TorchFunctionMode):
         self._kept.append(tensor)
         self.located[id(tensor)] = value
 
-    def check_fresh(self, tensor: torch.Tensor) -> None:
+    def check_not_stale(self, tensor: torch.Tensor) -> None:
         """Checks that no task writes to the storage of a replicated tensor.
 
         Raises:
@@ -546,7 +573,7 @@ class Recording(TorchFunctionMode):
         return Context.current(self.pipeline.module_state.current)
 
     def _version_of(self, tensor: torch.Tensor) -> int:
-        """How often a replicated tensor has changed. The first rank answers: what it was passed has been sent to the others.
+        """Returns the version of a replicated tensor on the first rank, from which the others may differ.
 
         Raises:
             SMPUsageError: it is on a partition.
@@ -556,7 +583,7 @@ class Recording(TorchFunctionMode):
                 "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
                 "has returned"
             )
-        return self.pipeline.of_first(self, version_of(tensor))
+        return self.pipeline.from_first_rank(self, version_of(tensor))
 
     def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
         """The body freezes or unfreezes a parameter."""
@@ -575,11 +602,11 @@ class Recording(TorchFunctionMode):
             SMPUsageError: the answer is not there yet.
         """
         if func == _IS_LEAF:
-            return not tensor.value.meta.requires_grad if type(tensor) is Handle else None
-        if func == _GRADIENT and not self.held.has_backward:
+            return not tensor.value.meta.requires_grad if type(tensor) is RemoteTensor else None
+        if func == _GRADIENT and not self.copy_on_write.has_backward:
             return None
         if func == _GRADIENT_FUNCTION:
-            return GraphNode() if type(tensor) is Handle and tensor.value.meta.requires_grad else None
+            return GraphNode() if type(tensor) is RemoteTensor and tensor.value.meta.requires_grad else None
         raise SMPUsageError(
             f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, and gradients are "
             "there, when the function has returned"
@@ -593,7 +620,7 @@ class Recording(TorchFunctionMode):
         gradients = [None] * len(tensors) if gradients is None else gradients
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
         for tensor, gradient in zip(tensors, gradients, strict=True):
-            if not isinstance(tensor, Handle) or not tensor.value.meta.requires_grad:
+            if not isinstance(tensor, RemoteTensor) or not tensor.value.meta.requires_grad:
                 raise SMPUsageError(
                     "`model.backward` of a tensor that does not depend on a parameter of the model"
                     + ("" if torch.is_grad_enabled() else ": gradients are off here")
@@ -602,18 +629,18 @@ class Recording(TorchFunctionMode):
                 raise SMPUsageError(
                     f"`model.backward` of {tensor.value.meta}: without `grad_tensors` it takes one number, such as a loss"
                 )
-            if isinstance(gradient, Handle):
-                gradient = self.fetch(self.own(gradient))
-            self.own(tensor)
-            self.seeds.append((tensor.value, gradient))
+            if isinstance(gradient, RemoteTensor):
+                gradient = self.fetch(self.value_of(gradient))
+            self.value_of(tensor)
+            self.backward_roots.append((tensor.value, gradient))
             self.backward_modules = self.pipeline.module_state.current
-            self.held.has_backward = True
+            self.copy_on_write.has_backward = True
             self.digest = _chain(self.digest, digest_of(("backward", tensor.value.index)))
 
-    def returned(self, handle: Handle, detach: bool) -> Value:
-        """The value of a handle that the body returns."""
-        value = self.own(handle) if handle.recording is self else self.kept.take(handle, detached=detach)
-        self.kept.returns(value)
+    def returned(self, remote: RemoteTensor, detach: bool) -> Value:
+        """The value of a remote tensor that the body returns."""
+        value = self.value_of(remote) if remote.recording is self else self.retained.take(remote, detached=detach)
+        self.retained.returns(value)
         return value
 
     def fetch(self, value: Value) -> torch.Tensor:
@@ -625,39 +652,39 @@ class Recording(TorchFunctionMode):
         return self.fetched[value.index]
 
     def _fetch_leaf(self, leaf: Any) -> Any:
-        if type(leaf) is Handle:
-            return self.fetch(self.own(leaf))
+        if type(leaf) is RemoteTensor:
+            return self.fetch(self.value_of(leaf))
         value = self.located.get(id(leaf))
         return leaf if value is None else self.fetch(value)
 
-    def own(self, handle: Handle) -> Value:
-        """The value of a handle.
+    def value_of(self, remote: RemoteTensor) -> Value:
+        """The value of a remote tensor.
 
         Raises:
             SMPUsageError: it belongs to another microbatch and has a graph there, or cannot be followed any more.
         """
-        if handle.recording is not self:
-            return self.kept.take(handle)
-        if type(handle.value) is Lost:
-            raise SMPUsageError(handle.value.reason)
-        return handle.value
+        if remote.recording is not self:
+            return self.retained.take(remote)
+        if type(remote.value) is InvalidatedValue:
+            raise SMPUsageError(remote.value.reason)
+        return remote.value
 
     def close_level(self) -> None:
         """Tasks from now on come after all so far."""
-        self.done = len(self.tasks)
+        self.num_executed = len(self.tasks)
         self._replay = None
         self.base_level = self._levels + 1
         self._levels = self.base_level
         # What follows makes stages of its own: plans, and the other replicas, must see that.
-        self.digest = _chain(self.digest, digest_of(("asked", self.done)))
+        self.digest = _chain(self.digest, digest_of(("asked", self.num_executed)))
 
 
-def _meta_of_leaf(leaf: Any) -> Meta:
-    return leaf.meta if isinstance(leaf, Value) else Meta.of(leaf)
+def _meta_of_leaf(leaf: Any) -> TensorMeta:
+    return leaf.meta if isinstance(leaf, Value) else TensorMeta.of(leaf)
 
 
 def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    """As the method; a tensor that no backward reaches has no gradient that the hook could see."""
+    """Registers a hook; a tensor that no backward reaches has no gradient that the hook could see."""
     return tensor.register_hook(hook) if tensor.requires_grad else None
 
 
@@ -675,7 +702,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _where(inputs: list[Value]) -> int:
+def _partition_of(inputs: list[Value]) -> int:
     """Where an operation runs: where the value that comes last is, so that the fewest have to wait; but a parameter
     that is larger than all the others is not moved."""
     values = [value for value in inputs if value.parameter is None]

@@ -1,7 +1,7 @@
-"""Tensors that are not here: values of a recorded step, and parameters of other partitions.
+"""Tensors without memory: values of a recorded step, and parameters of other partitions.
 
-They are tensor subclasses with shape, type and device, and without memory. Python code that asks for these gets them;
-whatever would need the numbers goes through the recording.
+They are tensor subclasses with shape, dtype and device. Python code may ask for these; an operation that needs the
+values is recorded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tracing.tasks import Value
 
 
-class Meta(NamedTuple):
-    """All of a tensor but its numbers."""
+class TensorMeta(NamedTuple):
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,13 +26,13 @@ class Meta(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Meta:
-        """That of a strided tensor."""
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Returns the metadata of a strided tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
     def bytes(self) -> int:
-        """Of its numbers."""
+        """The size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0 if tensor.is_inference() else int(tensor._version)
 
 
-class Lost:
-    """Stands for the value of a tensor that cannot be followed any further; whoever uses the tensor gets ``reason``."""
+class InvalidatedValue:
+    """The value of a tensor that cannot be followed; a use of the tensor raises ``reason``."""
 
     _smp_leaf = True
     __slots__ = ("reason",)
@@ -82,7 +82,7 @@ class Lost:
 
 
 class GraphNode:
-    """The ``grad_fn`` of a tensor on a partition: there will be one, and it cannot be looked into."""
+    """The ``grad_fn`` of a tensor on a partition, which cannot be inspected before the step has run."""
 
     def __getattr__(self, name: str) -> Any:
         raise SMPUsageError(
@@ -91,7 +91,7 @@ class GraphNode:
         )
 
 
-class Handle(torch.Tensor):
+class RemoteTensor(torch.Tensor):
     """A value of the step that is being recorded; see ``tracing/recording.py``.
 
     Attributes:
@@ -103,7 +103,7 @@ class Handle(torch.Tensor):
     recording: Any
 
     @staticmethod
-    def __new__(cls, value: Value, recording: Any = None) -> Handle:
+    def __new__(cls, value: Value, recording: Any = None) -> RemoteTensor:
         meta = value.meta
         if meta.requires_grad and torch.is_inference_mode_enabled():
             # There PyTorch makes no tensors that require gradients.
@@ -129,9 +129,9 @@ class Handle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
-        if isinstance(self.value, Lost):
-            return "Handle(lost)"
-        return f"Handle({self.value.meta}, partition={self.value.rank})"
+        if isinstance(self.value, InvalidatedValue):
+            return "RemoteTensor(invalidated)"
+        return f"RemoteTensor({self.value.meta}, partition={self.value.rank})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,15 +149,15 @@ class Handle(torch.Tensor):
         raise SMPUsageError(f"`{func}` was called past PyTorch's functions, on a tensor that is on another partition")
 
 
-class Absent(torch.Tensor):
-    """A parameter or buffer of another partition: it takes no memory here."""
+class MetaParameter(torch.Tensor):
+    """A parameter or buffer of another partition, without memory."""
 
     #: Its name in the model, and its partition.
     path: str
     partition: int
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor, path: str, partition: int, device: torch.device) -> Absent:
+    def __new__(cls, tensor: torch.Tensor, path: str, partition: int, device: torch.device) -> MetaParameter:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.shape,
@@ -173,14 +173,14 @@ class Absent(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
-        return f"Absent({self.path!r}, {Meta.of(self)}, partition={self.partition})"
+        return f"MetaParameter({self.path!r}, {TensorMeta.of(self)}, partition={self.partition})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        absent = next((arg for arg in args if isinstance(arg, Absent)), None)
+        absent = next((arg for arg in args if isinstance(arg, MetaParameter)), None)
         name = f"`{absent.path}` is on partition {absent.partition}" if absent is not None else "it is elsewhere"
         raise SMPUsageError(
             f"`{getattr(func, '__name__', func)}` of a parameter that this rank does not hold: {name}; see "

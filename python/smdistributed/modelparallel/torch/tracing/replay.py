@@ -1,9 +1,9 @@
-"""Microbatches that do what one before them did: they take its tasks over, instead of recording them again.
+"""Replay: a microbatch that makes the calls of the one before it reuses its tasks instead of recording them.
 
-- RPL-1: a call is taken over if the same is called, with the same values at the same places, in the same context. The
-  numbers of replicated tensors are no part of that: a task that has some gets those of its own microbatch.
-- RPL-2: so were all calls before it, so that values are the same objects, and all that leaves no call, such as a
-  backward: the digest tells. From the first other call on, a microbatch is recorded.
+- RPL-1: a call is reused if it has the same function, the same values at the same places and the same context. Values
+  of replicated tensors may differ: a task that has some gets those of its own microbatch.
+- RPL-2: all calls before it must have been reused as well. The digest tells this, including what leaves no call, such
+  as a backward. From the first other call on, the microbatch is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.encoder import leave_out
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tracing.recording import Recording
@@ -26,60 +26,60 @@ if TYPE_CHECKING:
 
 
 class Replicated:
-    """The place of a replicated tensor in what a call was called with."""
+    """The place of a replicated tensor among a call's arguments."""
 
     _smp_leaf = True
     __slots__ = ("meta",)
 
-    def __init__(self, meta: Meta) -> None:
+    def __init__(self, meta: TensorMeta) -> None:
         self.meta = meta
 
 
 class Call:
-    """What one call of the body left.
+    """A recorded call of the body.
 
     Attributes:
         what: What was called; of a module, also whether it was training.
         args, kwargs: With values and :class:`Replicated` instead of tensors.
         task: Its task, without replicated tensors.
         before: Tasks in front of it that it brought along.
-        since: The recording's digest before it.
-        after: Of the recording, what its digest, its levels and its number of values were then.
-        plain: Whether there are no replicated tensors.
+        digest_before: The recording's digest before it.
+        state_after: Of the recording, what its digest, its levels and its number of values were then.
+        is_plain: Whether there are no replicated tensors.
     """
 
-    __slots__ = ("after", "args", "before", "kwargs", "plain", "since", "task", "training", "what")
+    __slots__ = ("args", "before", "digest_before", "is_plain", "kwargs", "state_after", "task", "training", "what")
 
     def __init__(self, what: Any, training: bool, task: Task, args: Any, kwargs: Any) -> None:
         self.what, self.training = what, training
-        self.plain = True
+        self.is_plain = True
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
-                self.plain = False
-                return Replicated(Meta.of(item))
+                self.is_plain = False
+                return Replicated(TensorMeta.of(item))
             return item
 
-        if task.follows:
+        if task.has_containers:
             self.args, self.kwargs = object_state.snapshot(args, kwargs, leaf)
         else:
             self.args, self.kwargs = pytree.transform(args, leaf), pytree.transform(kwargs, leaf)
         self.task = task
         self.before: list[Task] = []
-        self.since = 0
-        self.after: tuple[int, int, int] = (0, 0, 0)
+        self.digest_before = 0
+        self.state_after: tuple[int, int, int] = (0, 0, 0)
 
-    def settle(self, task: Task, before: list[Task], after: tuple[int, int, int]) -> None:
-        """Takes note of what became of it."""
-        self.before, self.after = before, after
-        if not self.plain:
+    def complete(self, task: Task, before: list[Task], after: tuple[int, int, int]) -> None:
+        """Completes it after its task is recorded."""
+        self.before, self.state_after = before, after
+        if not self.is_plain:
             # The numbers of this microbatch are not kept for the next one.
             self.task = copy.copy(task)
             self.task.args, self.task.kwargs = self.args, self.kwargs
 
 
 class Replay:
-    """The calls of a microbatch before, as far as they are made again.
+    """The calls of the microbatch before, as far as they are repeated.
 
     Args:
         calls: They.
@@ -91,7 +91,7 @@ class Replay:
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
-        #: Of the call of a module, containers that were met; and for the identity of each, what it was in the known call.
+        #: Containers in the arguments of a module call; and by identity, their counterparts in the known call.
         self._containers: list[Any] | None = None
         self._pairs: dict[int, Any] = {}
         #: The identities of these containers of the known call.
@@ -104,7 +104,7 @@ class Replay:
         args: Any,
         kwargs: Any,
         tensors: list[torch.Tensor],
-        since: int,
+        digest_before: int,
         containers: list[Any] | None = None,
     ) -> Call | None:
         """The next call, if it was this one, after the same; then ``tensors`` gets those that it is called with, and
@@ -112,7 +112,7 @@ class Replay:
         if self.place >= len(self._calls):
             return None
         call = self._calls[self.place]
-        if call.since != since:
+        if call.digest_before != digest_before:
             return None
         if call.what is not what and not _same_partial(call.what, what):
             return None
@@ -133,9 +133,9 @@ class Replay:
 
     def _same(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
         kind = type(value)
-        if kind is Handle:
+        if kind is RemoteTensor:
             tensors.append(value)
-            # Microbatches that are alike share their values, not their handles.
+            # Microbatches that are alike share their values, not their remote tensors.
             return value.value is known and value.recording is self._recording
         if self._containers is not None and kind not in pytree.ATOMS and object_state.is_container(kind):
             return self._same_container(known, value, tensors)
@@ -167,8 +167,8 @@ class Replay:
             located = self._located.get(id(value))
             if located is not None:
                 return located is known
-            self._recording.check_fresh(value)
-            return type(known) is Replicated and value.layout == torch.strided and known.meta == Meta.of(value)
+            self._recording.check_not_stale(value)
+            return type(known) is Replicated and value.layout == torch.strided and known.meta == TensorMeta.of(value)
         return known is value and callable(value)
 
     def _same_container(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
@@ -201,21 +201,21 @@ class Replay:
         known = call.task
         if not known.context.same(context):
             return None
-        if call.plain:
+        if call.is_plain:
             return known
         if call.before:
             return None
         task = copy.copy(known)
-        if not known.follows:
+        if not known.has_containers:
             task.args, task.kwargs = pytree.transform((args, kwargs or {}), self._leaf)
             return task
         task.args, task.kwargs = object_state.snapshot(args, kwargs, self._leaf)
-        if task.outcome.unread:
-            leave_out(task, task.outcome.unread)
+        if task.output_spec.unread:
+            leave_out(task, task.output_spec.unread)
         return task
 
     def _leaf(self, tensor: Any) -> Any:
-        return tensor.value if type(tensor) is Handle else self._located.get(id(tensor), tensor)
+        return tensor.value if type(tensor) is RemoteTensor else self._located.get(id(tensor), tensor)
 
 
 def _same_partial(known: Any, what: Any) -> bool:

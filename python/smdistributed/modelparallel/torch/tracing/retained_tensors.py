@@ -1,9 +1,9 @@
-"""Tensors that the body keeps for a later microbatch or a later step, such as a memory or a running loss.
+"""Tensors that the body keeps for a later microbatch or step, such as a memory or a running loss.
 
-- KEEP-1: a later microbatch takes a copy of the numbers, without a graph: what is kept requires no gradient, or is detached first. The
-  copy is made on the partition of the tensor, by a task of the later microbatch; nothing is sent.
-- KEEP-2: a microbatch that takes what an earlier one of the same step keeps runs after that one.
-- KEEP-3: a copy that stands for a tensor whose storage the body has elsewhere as well must not be changed in place.
+- KEEP-1: a later microbatch uses a detached copy: the tensor must not require a gradient, or must be detached first.
+  The copy is made on the tensor's partition by a task of the later microbatch; nothing is sent.
+- KEEP-2: a microbatch that uses a tensor of an earlier one of the same step runs after that one.
+- KEEP-3: a copy must not be written in place if the body also refers to the original storage in another way.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPError, SMPUsageError
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
+from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tracing.recording import Recording
 
 
-class KeptTensor:
+class RetainedTensor:
     """The numbers of a value, on its partition, once its task has run."""
 
     __slots__ = ("tensor",)
@@ -43,8 +43,8 @@ class KeptTensor:
         return self.tensor.clone()
 
 
-class KeptTensors:
-    """Those of one recording: what later microbatches take of it, and what it takes of earlier ones.
+class RetainedTensors:
+    """The tensors that one recording keeps for later ones, and its copies of those of earlier ones.
 
     Attributes:
         by_value: What is kept of it, by the index of the value.
@@ -53,9 +53,9 @@ class KeptTensors:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self.by_value: dict[int, KeptTensor] = {}
+        self.by_value: dict[int, RetainedTensor] = {}
         self.needs_earlier = False
-        self._handles: list[weakref.ref[Handle]] = []
+        self._remote_tensors: list[weakref.ref[RemoteTensor]] = []
         #: Values that stand here for values of other recordings.
         self._taken: dict[tuple[Recording, int], Value] = {}
         #: Storages of which the caller or another recording has a copy.
@@ -63,45 +63,45 @@ class KeptTensors:
         #: Storages of copies that must not change (KEEP-3).
         self._frozen: set[Value] = set()
 
-    def watch(self, handle: Handle) -> None:
-        """The body gets a handle, and may keep it."""
-        self._handles.append(weakref.ref(handle))
+    def watch(self, remote: RemoteTensor) -> None:
+        """The body gets a remote tensor, and may keep it."""
+        self._remote_tensors.append(weakref.ref(remote))
 
     def keep_living(self) -> None:
-        """The bodies of the step have ended: what they still refer to may be used in a later step."""
-        for reference in self._handles:
-            handle = reference()
-            if handle is not None and handle.recording is self._recording and type(handle.value) is Value:
-                self._keep(handle.value)
-        # A handle that lives on must not keep the recordings of earlier microbatches and steps.
-        self._handles.clear()
+        """Ends the bodies of the step: tensors that they still refer to may be used in a later step."""
+        for reference in self._remote_tensors:
+            remote = reference()
+            if remote is not None and remote.recording is self._recording and type(remote.value) is Value:
+                self._keep(remote.value)
+        # A remote tensor that lives on must not keep the recordings of earlier microbatches and steps.
+        self._remote_tensors.clear()
         self._taken.clear()
         self._recording.earlier = ()
 
     def returns(self, value: Value) -> None:
-        """The caller gets a value as it is now."""
+        """Records that the caller gets a value as it is now."""
         self._copied.add(value.storage)
 
-    def _keep(self, value: Value) -> KeptTensor:
-        kept = self.by_value.get(value.index)
-        if kept is None:
-            kept = self.by_value[value.index] = KeptTensor()
-            if self._recording.begun is not None:
-                kept.tensor = self._recording.begun.made(value.index)
-        return kept
+    def _keep(self, value: Value) -> RetainedTensor:
+        retained = self.by_value.get(value.index)
+        if retained is None:
+            retained = self.by_value[value.index] = RetainedTensor()
+            if self._recording.executed is not None:
+                retained.tensor = self._recording.executed.computed(value.index)
+        return retained
 
-    def take(self, handle: Handle, detached: bool = False) -> Value:
-        """The value that stands for a handle of another recording (KEEP-1).
+    def take(self, remote: RemoteTensor, detached: bool = False) -> Value:
+        """The value that stands for a remote tensor of another recording (KEEP-1).
 
         Raises:
             SMPUsageError: it has a graph, or is not there any more.
         """
-        recording, other, value = self._recording, handle.recording, handle.value
-        if type(value) is Lost:
+        recording, other, value = self._recording, remote.recording, remote.value
+        if type(value) is InvalidatedValue:
             raise SMPUsageError(value.reason)
         is_same_step = other in recording.earlier
         needs_graph = value.meta.requires_grad and torch.is_grad_enabled() and not detached
-        is_there = is_same_step or (other.pipeline is recording.pipeline and value.index in other.kept.by_value)
+        is_there = is_same_step or (other.pipeline is recording.pipeline and value.index in other.retained.by_value)
         if needs_graph or not is_there:
             raise SMPUsageError(_reason(recording, other))
         taken = self._taken.get((other, value.index))
@@ -109,11 +109,11 @@ class KeptTensors:
             self._frozen.add(taken)
         else:
             taken = self._taken[other, value.index] = self._copy(other, value, is_same_step)
-            if value.meta.requires_grad or other.kept._is_shared(handle, value.storage):
+            if value.meta.requires_grad or other.retained._is_shared(remote, value.storage):
                 self._frozen.add(taken)
         if not value.meta.requires_grad:
-            handle.value, handle.recording = taken, recording
-            self.watch(handle)
+            remote.value, remote.recording = taken, recording
+            self.watch(remote)
         return taken
 
     def _copy(self, other: Recording, value: Value, is_same_step: bool) -> Value:
@@ -125,20 +125,20 @@ class KeptTensors:
                 "from the function instead and combine the microbatches' values in its `StepOutput`",
                 stacklevel=2,
             )
-        kept = other.kept._keep(value) if is_same_step else other.kept.by_value[value.index]
+        retained = other.retained._keep(value) if is_same_step else other.retained.by_value[value.index]
         meta = value.meta
         with torch._C.DisableTorchFunction():
             stride = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone().stride()
         meta = meta._replace(stride=stride, requires_grad=False)
-        task = Task("kept", kept.read, (), {}, [])
+        task = Task("retained", retained.read, (), {}, [])
         task.rank, task.context = value.rank, Context(True, ())
-        task.outcome = Outcome(pytree.Slot(0), (meta,), (), (None,))
+        task.output_spec = OutputSpec(pytree.Slot(0), (meta,), (), (None,))
         distance = recording.microbatch - other.microbatch if is_same_step else -other.microbatch
-        return recording.add_source(task, ("kept", is_same_step, distance, value.index, meta))
+        return recording.add_source(task, ("retained", is_same_step, distance, value.index, meta))
 
-    def _is_shared(self, handle: Handle, storage: Value) -> bool:
-        """Whether the body can reach the storage of a handle by something else; from now on there is a copy of it."""
-        is_shared = storage in self._copied or self._recording.storages.has_others(handle, storage)
+    def _is_shared(self, remote: RemoteTensor, storage: Value) -> bool:
+        """Whether the body can reach the storage of a remote tensor by something else; from now on there is a copy of it."""
+        is_shared = storage in self._copied or self._recording.storages.has_others(remote, storage)
         self._copied.add(storage)
         return is_shared
 

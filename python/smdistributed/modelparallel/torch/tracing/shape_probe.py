@@ -1,12 +1,13 @@
-"""Calls with made-up numbers, to find out what comes out of modules that fake tensors cannot go through.
+"""Shape probing: calls with random values, for modules that fake tensors cannot go through.
 
-Routing in a mixture of experts looks at numbers, and what comes out has the same shape whatever they are. So every rank calls the
-module a few times with random numbers, without its parameters: where all calls return the same structure, shapes and types, that is
-the answer (TRY-1). It is checked whenever the task runs (``running.check``). All ranks draw the same numbers (TRY-2).
-
-Some calls accept no made-up numbers, such as a CTC loss, whose lengths have to add up. They are tried again with the numbers of the
-replicated tensors among their arguments, which all ranks have; then only the shape of a scalar is believed, since the replicated
-tensors of the next microbatch have other numbers (TRY-3).
+- TRY-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every rank
+  calls such a module several times with random values and without its parameters. If all calls return the same
+  structure, shapes and dtypes, that is the output spec. It is checked when the task runs
+  (``runtime/task_execution.py``).
+- TRY-2: all ranks draw the same values.
+- TRY-3: some calls accept no random values, such as a CTC loss, whose lengths must add up. They are tried again with
+  the values of the replicated tensors among their arguments. Then only a scalar result is accepted, because the
+  replicated tensors of the next microbatch have other values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 #: Calls that must agree.
 SAMPLES = 3
@@ -38,19 +39,19 @@ class Numbers:
         self._generator = torch.Generator().manual_seed(_SEED + sample)
         self._pools: dict[tuple[torch.dtype, torch.device, bool], torch.Tensor] = {}
 
-    def of(self, leaf: Any, meta: Meta) -> torch.Tensor:
-        """What stands for an argument."""
+    def of(self, leaf: Any, meta: TensorMeta) -> torch.Tensor:
+        """Returns the random tensor for an argument."""
         if self._replicated and type(leaf) is torch.Tensor:
             return leaf.detach().clone().requires_grad_(meta.requires_grad)
         return self.tensor(meta)
 
-    def tensor(self, meta: Meta) -> torch.Tensor:
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """One with memory of its own, which may be changed in place even if it requires a gradient."""
         with torch.enable_grad():
             tensor = self._placed(self._drawn(_extent(meta), meta.dtype), meta)
             return tensor.clone() if meta.requires_grad else tensor
 
-    def state(self, meta: Meta, parameter: bool) -> torch.Tensor:
+    def state(self, meta: TensorMeta, parameter: bool) -> torch.Tensor:
         """A parameter or a buffer."""
         key = (meta.dtype, meta.device, parameter)
         pool, extent = self._pools.get(key), _extent(meta)
@@ -73,11 +74,11 @@ class Numbers:
         # Whatever integers stand for, 0 is one of them.
         return torch.zeros(count, dtype=dtype)
 
-    def _placed(self, memory: torch.Tensor, meta: Meta) -> torch.Tensor:
+    def _placed(self, memory: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return memory.to(meta.device).as_strided(meta.shape, meta.stride).detach().requires_grad_(meta.requires_grad)
 
 
-def _extent(meta: Meta) -> int:
+def _extent(meta: TensorMeta) -> int:
     """Elements of the memory that a tensor of this form lies in."""
     if 0 in meta.shape:
         return 0
@@ -86,7 +87,7 @@ def _extent(meta: Meta) -> int:
 
 @contextlib.contextmanager
 def random_numbers(sample: int) -> Iterator[None]:
-    """What is drawn inside follows from ``sample``, and is drawn again outside."""
+    """A context whose random numbers follow from ``sample``; generators are restored afterwards."""
     states = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

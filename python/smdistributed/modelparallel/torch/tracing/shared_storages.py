@@ -1,8 +1,8 @@
-"""Tensors of a step body that share a storage: what is written to one of them is written to all.
+"""Tensors of a step body that share a storage: a write to one of them is visible in all.
 
-A value of the recording never changes. So a task that writes to a storage makes a new value of every tensor of that storage which
-the body still holds, and the handles of these tensors go on to the new values. The values of one generation between two
-writes have one base; the executor has them share a storage, as PyTorch does.
+A value never changes (REC-3). So a task that writes to a storage makes a new value of every tensor of that storage that
+the body still refers to, and their remote tensors refer to the new values. Values between two writes have one base, and
+the executor gives them one storage.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.modelparallel.torch.tracing.copy_on_write import unversioned_write
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome, SharedStorage
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Handle, Lost, Meta
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, SharedStorage
+from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, TensorMeta
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, Write
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class SharedStorages:
-    """Those of one recording."""
+    """The shared storages of one recording."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        #: Handles of values that share a storage, by the value that stands for the storage.
-        self._views: dict[Value, list[weakref.ref[Handle]]] = {}
+        #: Remote tensors of values that share a storage, by the value that stands for the storage.
+        self._views: dict[Value, list[weakref.ref[RemoteTensor]]] = {}
         #: Replicated tensors of which located values are views, by the value that stands for the storage.
         self._replicated_bases: dict[Value, torch.Tensor] = {}
 
@@ -39,7 +39,7 @@ class SharedStorages:
         taken = {value.index for value in task.inputs}
 
         def new(source: Value | torch.Tensor, place: int | None = None) -> Value:
-            meta = source.meta if isinstance(source, Value) else Meta.of(source)
+            meta = source.meta if isinstance(source, Value) else TensorMeta.of(source)
             if trains and not meta.requires_grad:
                 meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
             value = self._recording.new_value(task.rank, task.level, meta)
@@ -51,10 +51,10 @@ class SharedStorages:
                 task.inputs.append(source)
             return value
 
-        for place in task.outcome.mutated:
+        for place in task.output_spec.mutated:
             if not isinstance(leaves[place], Value):
                 new(leaves[place], place)
-        for base, values in self.written(task.outcome, leaves, task.rank).items():
+        for base, values in self.written(task.output_spec, leaves, task.rank).items():
             if base.rank != task.rank:
                 new(values[0])
                 continue
@@ -74,11 +74,11 @@ class SharedStorages:
         Raises:
             SMPUsageError: it does.
         """
-        for place in task.outcome.mutated:
+        for place in task.output_spec.mutated:
             leaf = leaves[place]
             if not isinstance(leaf, Value):
-                self._recording.held.check_unversioned(self._recording.microbatch, leaf, task.name)
-            elif (place in task.outcome.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
+                self._recording.copy_on_write.check_unversioned(self._recording.microbatch, leaf, task.name)
+            elif (place in task.output_spec.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
                 saver = self._saver(leaf.storage, task)
                 if saver is not None:
                     raise unversioned_write(task.name, saver)
@@ -97,35 +97,38 @@ class SharedStorages:
                     savers.setdefault(result.storage, savers[source.storage])
         return savers.get(storage)
 
-    def written(self, outcome: Outcome, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:
+    def written(self, spec: OutputSpec, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:
         """Values that change when a call on ``rank`` writes in place, by their bases; ``leaves`` are its arguments.
 
         Of a storage of another partition that is the argument alone: other views of it cannot be followed.
         """
         found: dict[Value, list[Value]] = {}
-        for place in outcome.mutated:
+        for place in spec.mutated:
             leaf = leaves[place]
             if not isinstance(leaf, Value) or leaf.storage in found:
                 continue
             base = leaf.storage
             values = [leaf]
             if base.rank == rank:
-                values += [base, *(handle.value for handle in self._handles_of(base) if handle.value.rank == rank)]
+                values += [
+                    base,
+                    *(remote.value for remote in self._remote_tensors_of(base) if remote.value.rank == rank),
+                ]
             found[base] = list(dict.fromkeys(values))
         return found
 
-    def has_others(self, handle: Handle, storage: Value) -> bool:
-        """Whether the body has something else than this handle in a storage."""
-        others = [each for each in self._handles_of(storage) if each is not handle]
+    def has_others(self, remote: RemoteTensor, storage: Value) -> bool:
+        """Whether the body has something else than this remote tensor in a storage."""
+        others = [each for each in self._remote_tensors_of(storage) if each is not remote]
         return bool(others) or storage in self._replicated_bases or storage.parameter is not None
 
-    def _handles_of(self, base: Value) -> list[Handle]:
-        """Living handles of values that share a storage with others."""
-        found: dict[int, Handle] = {}
+    def _remote_tensors_of(self, base: Value) -> list[RemoteTensor]:
+        """Living remote tensors of values that share a storage with others."""
+        found: dict[int, RemoteTensor] = {}
         for reference in self._views.get(base, ()):
-            handle = reference()
-            if handle is not None and type(handle.value) is Value and handle.value.storage is base:
-                found[id(handle)] = handle
+            remote = reference()
+            if remote is not None and type(remote.value) is Value and remote.value.storage is base:
+                found[id(remote)] = remote
         return list(found.values())
 
     def writes_alike(self, task: Task, tensors: list[torch.Tensor]) -> bool:
@@ -133,57 +136,58 @@ class SharedStorages:
         if not task.writes:
             return True
         leaves = [
-            tensor.value if type(tensor) is Handle else self._recording.located.get(id(tensor)) for tensor in tensors
+            tensor.value if type(tensor) is RemoteTensor else self._recording.located.get(id(tensor))
+            for tensor in tensors
         ]
         known = {write.source for write in task.writes}
-        written = self.written(task.outcome, leaves, task.rank)
+        written = self.written(task.output_spec, leaves, task.rank)
         return all(value in known for values in written.values() for value in values)
 
     def add_view(
         self, result: torch.Tensor, shared: SharedStorage, tensors: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
-        """Takes note that a handle shares its storage."""
-        if type(result) is not Handle or shared.place is None:
+        """Records that a remote tensor shares its storage."""
+        if type(result) is not RemoteTensor or shared.place is None:
             return
         other = results[-1 - shared.place] if shared.place < 0 else tensors[shared.place]
         base = result.value.storage
         if not self._recording.is_located(other):
             self._replicated_bases[base] = other
-            self._recording.held.add_view(result, other)
+            self._recording.copy_on_write.add_view(result, other)
             return
-        handles = self._views.setdefault(base, [])
-        handles.append(weakref.ref(result))
-        if type(other) is Handle and other.value.storage is base:
-            handles.append(weakref.ref(other))
+        remotes = self._views.setdefault(base, [])
+        remotes.append(weakref.ref(result))
+        if type(other) is RemoteTensor and other.value.storage is base:
+            remotes.append(weakref.ref(other))
 
     def follow_writes(self, task: Task, tensors: list[torch.Tensor]) -> None:
-        """Has the body's tensors go on to the values after the writes of a task."""
+        """Moves the body's tensors to the values after the writes of a task."""
         after = {write.source: write.result for write in task.writes}
         where = f"`{task.name}` on partition {task.rank}"
-        for place in task.outcome.mutated:
+        for place in task.output_spec.mutated:
             tensor = tensors[place]
-            old = tensor.value if type(tensor) is Handle else self._recording.located.get(id(tensor))
+            old = tensor.value if type(tensor) is RemoteTensor else self._recording.located.get(id(tensor))
             if old is None:
-                self._recording.move(tensor, after[place])
-                self._recording.held.lose_views(tensor, f"{where} changed that in place")
+                self._recording.rebind(tensor, after[place])
+                self._recording.copy_on_write.lose_views(tensor, f"{where} changed that in place")
                 continue
             base = old.storage
-            views = self._handles_of(base)
+            views = self._remote_tensors_of(base)
             replicated = self._replicated_bases.pop(base, None)
             if replicated is not None:
-                self._recording.move(replicated, Lost(
+                self._recording.rebind(replicated, InvalidatedValue(
                     f"{where} changed a tensor in place through a view that a module had returned: pass a copy to the module, "
                     "or use what it returned"
                 ))  # fmt: skip
             if old in after:
-                self._recording.move(tensor, after[old])
+                self._recording.rebind(tensor, after[old])
             for view in views:
                 if view is not tensor:
-                    lost = Lost(
+                    lost = InvalidatedValue(
                         f"{where} changed the storage of this view in place, which lies on partition {base.rank}: take the view "
                         "again from what was changed, or change a copy"
                     )
                     view.value = after.get(view.value, lost)  # type: ignore[assignment]
             if views and base in after:
-                living = [weakref.ref(view) for view in (*views, tensor) if type(view) is Handle]
+                living = [weakref.ref(view) for view in (*views, tensor) if type(view) is RemoteTensor]
                 self._views.setdefault(after[base].storage, []).extend(living)

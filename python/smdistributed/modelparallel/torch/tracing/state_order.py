@@ -1,11 +1,13 @@
 """The order of tasks that read and write the same state of a partition: parameters, buffers, attributes of a module.
 
-Stages run by their levels, which follow from the values that tasks pass each other. State passes no values, so a task that
-writes it gets a level that keeps it after the calls before it, and before the calls after it.
+Stages are ordered by level, which follows from the values that tasks pass. State passes no values, so a task that
+writes it gets a level that keeps it after earlier calls and before later ones.
 
-- ORD-1: a task of the body that writes to a parameter or buffer comes after all tasks of its partition before it, and before all after it.
-- ORD-2: a call of a module that changes its own state comes after the calls before it, and before the calls after it, of all modules
-  that share a part with it; so do operations of the body that take a parameter or buffer of such a part.
+- ORD-1: a task of the body that writes to a parameter or buffer comes after all earlier tasks of its partition, and
+  before all later ones.
+- ORD-2: a call of a module that changes its own state comes after all earlier calls, and before all later calls, of
+  modules that share a submodule with it. So do operations of the body that use a parameter or buffer of such a
+  submodule.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 _parts: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
 class StateOrder:
-    """That of one recording.
+    """The order of one recording.
 
     Attributes:
         changes_state: Whether some task changes parameters, buffers or attributes.
@@ -39,7 +41,7 @@ class StateOrder:
         #: Tasks that are not in `_read` yet: it is needed only where a call changes state.
         self._new: list[Task] = []
 
-    def level(self, task: Task, level: int, writes_parameter: bool, outcome: Outcome | None) -> int:
+    def level(self, task: Task, level: int, writes_parameter: bool, spec: OutputSpec | None) -> int:
         """The level of a task whose inputs allow ``level``."""
         rank = task.rank
         level = max(level, self._written.get(rank, 0))
@@ -48,7 +50,7 @@ class StateOrder:
             level = self._written[rank] = max(level, self._highest.get(rank, 0))
         if self._changed:
             level = max(level, _highest(self._changed, touched_modules(task)))
-        if task.module is not None and outcome is not None and outcome.changes_state:
+        if task.module is not None and spec is not None and spec.changes_state:
             self.changes_state = True
             self._fold()
             modules = touched_modules(task)
@@ -60,14 +62,14 @@ class StateOrder:
         return level
 
     def note(self, task: Task) -> None:
-        """Takes note of a task whose level is known."""
+        """Records a task whose level is known."""
         rank, level = task.rank, task.level
         if level > self._highest.get(rank, 0):
             self._highest[rank] = level
         self._new.append(task)
-        if task.outcome is None:
+        if task.output_spec is None:
             return
-        if task.outcome.changes_state and task.module is not None:
+        if task.output_spec.changes_state and task.module is not None:
             self.changes_state = True
             self._changed.update(dict.fromkeys(touched_modules(task), level))
         if task.writes and writes_parameter(task):

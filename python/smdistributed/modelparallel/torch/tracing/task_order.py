@@ -1,10 +1,11 @@
-"""Ranks whose bodies make the same calls in different orders, as a loop over a set of strings does: each Python process puts such a
-set in an order of its own.
+"""Reordering of tasks where ranks make the same calls in different orders.
 
-- SAME-1: ranks that recorded the same tasks with the same inputs take over the order of the first rank, and number the values in it. So
-  plans and messages are the same on all ranks.
-- SAME-2: a task that draws random numbers, writes in place, changes its module, or ran while the body was recorded stays between
-  the same tasks. Only what lies between two such tasks changes places.
+A loop over a set of strings does so, because each Python process hashes strings differently.
+
+- SAME-1: ranks that recorded the same tasks with the same inputs adopt the order of the first rank, and number the
+  values in it. So plans and messages are the same on all ranks.
+- SAME-2: a task that draws random numbers, writes in place, changes its module, or ran while the body was recorded
+  keeps its place. Only tasks between two such tasks are reordered.
 """
 
 from __future__ import annotations
@@ -40,35 +41,33 @@ def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int,
         ]
 
     # Equal calls may serve different ones: what takes their outputs tells them apart, and so do then their inputs.
-    makers: list[int] = []
+    producers: list[int] = []
     for task in tasks:
-        makers.append(digest_of((pipeline.digest(task.signature, task.level), inputs(task, makers))))
+        producers.append(digest_of((pipeline.digest(task.signature, task.level), inputs(task, producers))))
     uses: list[list[Any]] = [[] for _ in tasks]
-    for place, (value, _) in enumerate(recording.seeds):
+    for place, (value, _) in enumerate(recording.backward_roots):
         if value in made_by:
             uses[made_by[value][0]].append((made_by[value][1], -1, place))
-    takers = list(makers)
+    with_consumers = list(producers)
     for number in range(len(tasks) - 1, -1, -1):
-        takers[number] = digest_of((makers[number], sorted(uses[number])))
+        with_consumers[number] = digest_of((producers[number], sorted(uses[number])))
         for place, value in enumerate(tasks[number].inputs):
             if value in made_by:
-                uses[made_by[value][0]].append((made_by[value][1], place, takers[number]))
+                uses[made_by[value][0]].append((made_by[value][1], place, with_consumers[number]))
     digests: list[int] = []
     for number, task in enumerate(tasks):
-        digests.append(digest_of((takers[number], inputs(task, digests))))
+        digests.append(digest_of((with_consumers[number], inputs(task, digests))))
     # What later microbatches and steps take of this one, they know by its number.
-    is_taken_from = bool(recording.kept.by_value)
-    keeps = [is_taken_from or number < recording.done or _keeps_its_place(task) for number, task in enumerate(tasks)]
+    is_taken_from = bool(recording.retained.by_value)
+    keeps = [
+        is_taken_from or number < recording.num_executed or _keeps_its_place(task) for number, task in enumerate(tasks)
+    ]
     return list(zip(digests, keeps, strict=True))
 
 
 def _keeps_its_place(task: Task) -> bool:
-    outcome = task.outcome
-    return (
-        outcome is None
-        or bool(outcome.draws or outcome.mutated or outcome.attributes or outcome.effects)
-        or outcome.changes_state
-    )
+    spec = task.output_spec
+    return spec is None or bool(spec.draws or spec.mutated or spec.attributes or spec.effects) or spec.changes_state
 
 
 def places(own: Sequence[tuple[int, bool]], first: Sequence[tuple[int, bool]]) -> list[int] | None:
@@ -110,7 +109,7 @@ def reorder(recording: Recording, order: Sequence[int]) -> None:
         for number, value in enumerate(values):
             value.index = number
         for task in recording.tasks:
-            task.simple = None
+            task.flat = None
 
 
 def digest(pipeline: Pipeline, recording: Recording) -> int:
@@ -119,4 +118,4 @@ def digest(pipeline: Pipeline, recording: Recording) -> int:
         pipeline.digest(task.signature, tuple(value.parameter or value.index for value in task.inputs))
         for task in recording.tasks
     )
-    return digest_of((tasks, recording.done, tuple(value.index for value, _ in recording.seeds)))
+    return digest_of((tasks, recording.num_executed, tuple(value.index for value, _ in recording.backward_roots)))

@@ -10,16 +10,16 @@ from torch import nn
 
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.metadata import Outcome
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED, AttributeSnapshot
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.runtime.task_execution import Simple
+    from smdistributed.modelparallel.torch.runtime.task_execution import FlatTask
 
 
 class Value:
-    """A tensor that some task makes, or a parameter.
+    """A tensor that a task produces, or a parameter.
 
     Attributes:
         index: Its number in the recording; -1 for a parameter.
@@ -38,7 +38,13 @@ class Value:
     __slots__ = ("base", "home", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
 
     def __init__(
-        self, index: int, rank: int, level: int, meta: Meta, parameter: str | None = None, owner: int | None = None
+        self,
+        index: int,
+        rank: int,
+        level: int,
+        meta: TensorMeta,
+        parameter: str | None = None,
+        owner: int | None = None,
     ) -> None:
         self.index, self.rank, self.level, self.meta, self.parameter = index, rank, level, meta, parameter
         self.owner = owner
@@ -103,7 +109,7 @@ class Context:
 
 
 class Write(NamedTuple):
-    """A tensor that a task changes in place, or that shares the storage of one.
+    """A tensor that a task writes in place, or that shares the storage of one.
 
     Attributes:
         source: The value before; of a replicated tensor, its place among the leaves of the arguments.
@@ -115,25 +121,25 @@ class Write(NamedTuple):
 
 
 class Task:
-    """What is to be computed on one partition.
+    """A computation on one partition.
 
     Attributes:
         name: For messages: the module's path or the function's name.
         call: What is called.
         module: Of a task that is a call of a module, that.
-        args, kwargs: With values instead of handles.
+        args, kwargs: With values instead of remote tensors.
         inputs: Values among them, in the order of the structure; then other values of a storage that the task writes to.
         outputs: Values that come out, then those after the writes.
         writes: What the task changes in place; of each storage its base first.
-        outcome: What comes out, ``None`` until it is known.
-        follows: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
+        output_spec: What comes out, ``None`` until it is known.
+        has_containers: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
         digest: The same on ranks that record the same.
         signature: What is called, without its inputs; the same on ranks that record the same.
     """
 
     __slots__ = (
-        "args", "call", "context", "digest", "follows", "inputs", "kwargs", "level", "module", "name", "outcome", "outputs", "rank",
-        "signature", "simple", "writes",
+        "args", "call", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module", "name", "output_spec", "outputs",
+        "rank", "signature", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -141,17 +147,17 @@ class Task:
         self.rank = self.level = self.digest = 0
         self.signature: Any = None
         self.module: nn.Module | None = None
-        self.follows = False
+        self.has_containers = False
         self.outputs: list[Value] = []
         self.writes: list[Write] = []
-        self.outcome: Outcome | None = None
+        self.output_spec: OutputSpec | None = None
         #: How the executor runs it, once it has looked.
-        self.simple: Simple | Literal[False] | None = None
+        self.flat: FlatTask | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
 
     def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:
         """Puts ``leaf(item)`` in the place of each value and each tensor of the arguments, in their order."""
-        if self.follows:
+        if self.has_containers:
             self.args, self.kwargs = object_state.snapshot(self.args, self.kwargs, leaf)
         else:
             self.args, self.kwargs = pytree.transform((self.args, self.kwargs), leaf)
@@ -164,7 +170,7 @@ class Task:
             found.append(leaf)
             return leaf
 
-        if self.follows:
+        if self.has_containers:
             object_state.snapshot(self.args, self.kwargs, note)
         else:
             pytree.transform((self.args, self.kwargs), note)
@@ -172,10 +178,10 @@ class Task:
 
     def saved(self) -> list[Any]:
         """Values and replicated tensors that autograd saves for the backward of the task."""
-        if self.outcome is None or not self.outcome.saved:
+        if self.output_spec is None or not self.output_spec.saved:
             return []
         leaves = self.leaves()
-        return [self.outputs[-1 - place] if place < 0 else leaves[place] for place in self.outcome.saved]
+        return [self.outputs[-1 - place] if place < 0 else leaves[place] for place in self.output_spec.saved]
 
     def __str__(self) -> str:
         takes = ", ".join(f"{value.parameter or '%' + str(value.index)}: {value.meta}" for value in self.inputs)

@@ -120,5 +120,5 @@ def _by_hand(weights, data):
 def test_gradients_are_right_wherever_they_are_made(used_before):
     for inside in run_ranks(lent, 2, used_before, launcher=Forked("tensorflow"), env=_ENV, timeout=180):
         # Where there are GPUs, TensorFlow's own CPU devices stay.
-        can_lend = not used_before and not os.path.exists("/proc/driver/nvidia/version")
-        assert max(inside) == (4 if can_lend else 0), inside
+        can_place = not used_before and not os.path.exists("/proc/driver/nvidia/version")
+        assert max(inside) == (4 if can_place else 0), inside

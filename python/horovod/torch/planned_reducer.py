@@ -1,4 +1,4 @@
-"""Rounds of an optimizer: its dense gradients reduced by plan, in buckets that fill during backward, wherever all ranks
+"""Rounds of an optimizer: its dense gradients are reduced by plan, in buckets that fill during backward, wherever all ranks
 have the same plan. The core says what a round is (``reducer/ballot.rs``); what is not planned goes by name.
 """
 
@@ -18,7 +18,7 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 
-# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the verdict.
+# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the vote's result.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _STANDS_BY_NAME, _WITHOUT, _MAKING = range(3)
 UNKNOWN = -1
@@ -27,7 +27,7 @@ PLANNED, BY_NAME, MAKE, FORGET = range(4)
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
-class Rounds:
+class PlannedReducer:
     """A round begins with the first gradient that is complete, and ends in ``synchronize``.
 
     Args:
@@ -49,7 +49,7 @@ class Rounds:
         #: Parameters whose gradients have turned out to be sparse: they go by name.
         self.sparse: set[torch.Tensor] = set()
         #: What came of the last round's vote.
-        self.verdict = BY_NAME
+        self.vote_result = BY_NAME
         self._can_plan = True
         # A plan that changes with every round is not worth a reducer.
         self._is_settled = False
@@ -180,8 +180,8 @@ class Rounds:
             HorovodInternalError: The reduction failed.
         """
         try:
-            self.verdict = BY_NAME if self._ballot is None else self._ballot.verdict()
-            if self.verdict == PLANNED:
+            self.vote_result = BY_NAME if self._ballot is None else self._ballot.verdict()
+            if self.vote_result == PLANNED:
                 late = self._reducer.missing()
                 for index in late:
                     gradient_of(self._planned[index])
@@ -190,7 +190,7 @@ class Rounds:
                 self._is_open = False
                 return []
             taken = list(self._taken)
-            if self.verdict == MAKE:
+            if self.vote_result == MAKE:
                 self._make()
             else:
                 # Whoever has a reducer keeps gradients till the verdict; without one they go at once.

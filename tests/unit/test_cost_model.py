@@ -9,8 +9,8 @@ from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel.torch import activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.partition import cost_model  # noqa: E402
-from smdistributed.modelparallel.torch.tracing.metadata import Outcomes  # noqa: E402
-from smdistributed.modelparallel.torch.tracing.remote_tensor import Meta  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta  # noqa: E402
 
 
 class _Block(nn.Module):
@@ -26,8 +26,8 @@ class _Block(nn.Module):
 
 
 def _price(call, module):
-    outcomes, taken = Outcomes(), torch.ones(32, 64, requires_grad=True)
-    return outcomes.of(outcomes.module(module, call or module), (taken,), {}, Meta.of).price
+    specs, taken = OutputSpecs(), torch.ones(32, 64, requires_grad=True)
+    return specs.of(specs.module(module, call or module), (taken,), {}, TensorMeta.of).cost
 
 
 @pytest.mark.parametrize("way", ["set", "called"])

@@ -1,0 +1,141 @@
+"""Data parallelism of a partitioned model: what the ranks that hold the same partition do together in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.join import TRAINING, Join
+from smdistributed.modelparallel.torch.partition import materialize
+from smdistributed.modelparallel.torch.runtime.executor import Microbatch
+from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
+from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.state import state
+from smdistributed.modelparallel.torch.tracing.recording import Recording
+from smdistributed.modelparallel.torch.tracing.tasks import Value
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+
+
+class Replicas:
+    """Averages gradients over the replicas of this rank's partition, and keeps their buffers equal.
+
+    Args:
+        group: The ranks that hold the same partition; ``None`` if nothing is reduced.
+        bucket_cap_mb: The size of a gradient bucket in MiB.
+        overlapping: Whether buckets are reduced while backward continues.
+        passes: Gradients are reduced in every such step with a backward.
+        average: Whether gradients are averaged over the microbatches, instead of summed.
+        broadcast_buffers: Whether buffers follow those of the first replica before each step.
+
+    Attributes:
+        join_context: The ``model.join()`` context that is open, if there is one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        bucket_cap_mb: float,
+        overlapping: bool,
+        passes: int,
+        average: bool,
+        broadcast_buffers: bool,
+    ) -> None:
+        self._group, self._overlapping = group, overlapping
+        self._average, self._broadcast_buffers = average, broadcast_buffers
+        self._reducer = None if group is None else GradientReducer(group, bucket_cap_mb, overlapping, passes)
+        self.join_context: Join | None = None
+
+    @property
+    def are_reduced(self) -> bool:
+        """Whether there are other replicas, whose gradients count."""
+        return self._reducer is not None
+
+    def gradient_scale(self, microbatches: int) -> float:
+        """The factor of each microbatch's gradients. A communication hook averages over microbatches itself."""
+        has_hook = self._reducer is not None and self._reducer.hook is not None
+        return 1.0 / microbatches if self._average and not has_hook else 1.0
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Registers the only communication hook; see ``DistributedModel.register_comm_hook``."""
+        if self._reducer is None or not self._overlapping:
+            raise SMPUsageError(
+                "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and `overlapping_allreduce=True`"
+            )
+        if self._reducer.hook is not None:
+            raise SMPUsageError("a communication hook was registered before")
+        self._reducer.hook = (state, hook)
+
+    def sync_buffers(self, model: DistributedModel) -> None:
+        """Begins a step: buffers follow those of the first replica that has a batch."""
+        training = TRAINING * model.training
+        self.sync_buffers_from(model, [1 + training] if self.join_context is None else self.join_context.round(True))
+
+    def sync_buffers_from(self, model: DistributedModel, active: Sequence[int]) -> None:
+        """Copies the buffers of the first active replica, if that one trains; ``active`` is what ``Join.round`` returns."""
+        first = next(place for place, flag in enumerate(active) if flag)
+        if self._broadcast_buffers and self._group is not None and model.is_partitioned and active[first] & TRAINING:
+            source = state.groups.members["dp"][first]
+            materialize.broadcast(list(model.local_buffers()), self._group, source)
+
+    def copy_state_from(self, model: DistributedModel, active: Sequence[int]) -> None:
+        """Copies the parameters and buffers of the first active replica."""
+        if any(active) and model.is_partitioned and self._group is not None:
+            source = state.groups.members["dp"][next(place for place, flag in enumerate(active) if flag)]
+            materialize.broadcast([*model.local_parameters(), *model.local_buffers()], self._group, source)
+
+    def must_reduce(self, has_backward: bool) -> bool:
+        """Whether gradients are reduced in this step. Inside of ``model.join()`` the replicas ask each other."""
+        return has_backward if self.join_context is None else any(self.join_context.round(has_backward))
+
+    def join_shadow(self, model: DistributedModel) -> None:
+        """Takes part in the reduction of the other replicas' gradients without any of its own."""
+        assert self._reducer is not None
+        self._reducer.join_shadow(model.local_named_parameters())
+
+    def reduce(self, model: DistributedModel) -> None:
+        """Reduces all gradients, after a step with one partition."""
+        assert self._reducer is not None
+        self._reducer.reduce(model.local_named_parameters())
+
+    def run_pipeline(
+        self,
+        model: DistributedModel,
+        pipeline: Pipeline,
+        recordings: Sequence[Recording],
+        returned: Sequence[Sequence[Value]],
+        scale: float,
+        has_backward: bool,
+    ) -> list[Microbatch]:
+        """Executes the recorded microbatches, and reduces gradients as their last backward leaves each stage."""
+        reducer = self._reducer
+        if reducer is None or not self.must_reduce(has_backward):
+            return pipeline.run(recordings, returned, scale, lambda stage, graph: None)
+        reducer.begin(pipeline, recordings, model.local_named_parameters())
+        try:
+            microbatches = pipeline.run(recordings, returned, scale, reducer.on_stage_done)
+            reducer.finish()
+        except BaseException:
+            reducer.cancel()
+            raise
+        return microbatches
+
+    def watch_late_backward(self, model: DistributedModel, tensor: torch.Tensor) -> None:
+        """Refuses a later backward of a tensor that leaves a step with its graph: its gradients would not be reduced."""
+        if self._reducer is None or not model.training or tensor.grad_fn is None:
+            return
+
+        def refuse(gradient: torch.Tensor) -> None:
+            del gradient
+            if model.step_run is None:
+                raise SMPUsageError(
+                    "backward of what a `smp.step` function returned, after that function has ended: its gradients would not be "
+                    "reduced over the replicas; call `model.backward` inside of the function"
+                )
+
+        tensor.register_hook(refuse)

@@ -1,0 +1,171 @@
+"""One call of a ``smp.step`` function: its microbatches are recorded, executed, and their outputs collected."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.runtime.gradients import GradientSnapshot, warn_of_sums
+from smdistributed.modelparallel.torch.tracing.interception import intercepted
+from smdistributed.modelparallel.torch.tracing.recording import Recording
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
+from smdistributed.modelparallel.torch.tracing.tasks import Value
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+
+#: The positional and keyword arguments of the body for one microbatch.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StepRun:
+    """The state that the body, the model and the pipeline share while a step function runs.
+
+    Args:
+        model: The wrapped model.
+        step: The step function; the calls of its last microbatch are kept under it, for replay.
+        body: The decorated function.
+        microbatches: How many there are.
+        detach: Whether what the body returns leaves autograd's graph.
+
+    Attributes:
+        has_backward: Whether ``model.backward`` has been called.
+        scale: The factor of each microbatch's gradients.
+        recording: The recording of the microbatch whose body runs now, if it is recorded.
+    """
+
+    def __init__(
+        self, model: DistributedModel, step: Hashable, body: Callable[..., Any], microbatches: int, detach: bool
+    ) -> None:
+        self._model, self._step, self._body, self._detach = model, step, body, detach
+        self.has_backward = False
+        self.scale = model.replicas.gradient_scale(microbatches)
+        self.recording: Recording | None = None
+        self._recordings: list[Recording] = []
+        self._begin_recording: Callable[[], None] | None = None
+
+    def model_was_partitioned(self) -> None:
+        """The model has been partitioned inside of the body's first call: from here on it is recorded."""
+        begin, self._begin_recording = self._begin_recording, None
+        assert begin is not None
+        begin()
+
+    def run_alone(self, calls: Sequence[Call]) -> list[Any]:
+        """Runs the body for each microbatch, with one partition; returns what it returned each time."""
+        model, replicas = self._model, self._model.replicas
+        before = GradientSnapshot(model.local_parameters()) if replicas.are_reduced else None
+        replicas.sync_buffers(model)
+        outputs = []
+        for args, kwargs in calls:
+            with contextlib.nullcontext() if model.offloader is None else model.offloader.collecting():
+                output = self._body(*args, **kwargs)
+            if self._detach:
+                output = pytree.transform(output, torch.Tensor.detach)
+            else:
+                for tensor in pytree.tensors_of(output):
+                    replicas.watch_late_backward(model, tensor)
+            outputs.append(output)
+        if before is None:
+            return outputs
+        if not self.has_backward and before.has_changed(model.local_parameters()):
+            # `loss.backward()`, or gradients that the body has set.
+            self.has_backward = True
+            if self.scale != 1.0:
+                warn_of_sums()
+        if replicas.must_reduce(self.has_backward):
+            replicas.reduce(model)
+        return outputs
+
+    def run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
+        """Records the body for each microbatch and executes the tasks on all partitions; returns what it returned each time."""
+        model, recordings = self._model, self._recordings
+        model.replicas.sync_buffers(model)
+        outputs = []
+        returned: list[list[Value]] = []
+        # Classes are patched once for all microbatches: each patch invalidates Python's method cache.
+        with contextlib.ExitStack() as calls_are_recorded, model.rng_state.shared():
+            for args, kwargs in calls:
+                output, values = self._record(args, kwargs, calls_are_recorded)
+                outputs.append(output)
+                returned.append(values)
+        pipeline = model.pipeline
+        if pipeline is not None:
+            pipeline.module_state.end_of_bodies()
+        if pipeline is None or len(recordings) != len(calls):
+            # The body has not called the model; in a join, the other replicas ask for a round all the same.
+            model.replicas.must_reduce(self.has_backward)
+            return outputs
+        for values in returned:
+            _refuse_parameters(values)
+        microbatches = model.replicas.run_pipeline(model, pipeline, recordings, returned, self.scale, self.has_backward)
+        tensors = pipeline.results(microbatches, self._detach)
+        return [
+            _with_tensors(output, values, found, self._detach)
+            for output, values, found in zip(outputs, returned, tensors, strict=True)
+        ]
+
+    def _record(self, args: Any, kwargs: Any, calls_are_recorded: contextlib.ExitStack) -> tuple[Any, list[Value]]:
+        """What the body of a microbatch returned, and the values of the remote tensors in it."""
+        model, recordings = self._model, self._recordings
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> None:
+                pipeline = model.pipeline
+                assert pipeline is not None
+                if not recordings:
+                    pipeline.refresh()
+                    pipeline.module_state.begin()
+                    calls_are_recorded.enter_context(intercepted(pipeline))
+                recording = self.recording = Recording(
+                    pipeline, recordings, pipeline.calls.get(self._step), self._detach
+                )
+                recordings.append(recording)
+                stack.callback(self._end_recording)
+                stack.enter_context(recording)
+
+            if model.pipeline is None:
+                model.partition_manually()
+            if model.pipeline is None:
+                # The first call of the model partitions it, by a trace with its arguments.
+                self._begin_recording = begin
+            else:
+                begin()
+            output = self._body(*args, **kwargs)
+            if model.pipeline is not None:
+                model.pipeline.module_state.check_contents()
+            values = []
+            if recordings:
+                values = [
+                    recordings[-1].returned(leaf, self._detach)
+                    for leaf in pytree.tensors_of(output)
+                    if type(leaf) is RemoteTensor
+                ]
+        if model.pipeline is not None and recordings:
+            model.pipeline.calls[self._step] = recordings[-1].calls if recordings[-1].executed is None else []
+        return output, values
+
+    def _end_recording(self) -> None:
+        self.recording = None
+
+
+def _refuse_parameters(values: Sequence[Value]) -> None:
+    for value in values:
+        if value.parameter is not None:
+            raise SMPUsageError(f"a `smp.step` function returned the parameter `{value.parameter}` itself")
+
+
+def _with_tensors(output: Any, values: Sequence[Value], found: Mapping[int, torch.Tensor], detach: bool) -> Any:
+    """``output`` with the tensors of ``found`` in the place of remote tensors."""
+    left = iter(values)
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is RemoteTensor:
+            return found[next(left).index]
+        return tensor.detach() if detach else tensor
+
+    return pytree.transform(output, leaf)
