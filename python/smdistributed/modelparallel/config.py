@@ -58,7 +58,8 @@ class Config(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            # Not by `self._values`: an object without it, which `copy` and `pickle` may ask for names, would come here again.
+            # Not by `self._values`: an object without it, which `copy` and `pickle` may ask for names, would come here
+            # again.
             return self.__dict__["_values"][name]
         except KeyError:
             raise AttributeError(f"the configuration has no key `{name}`") from None

@@ -88,7 +88,8 @@ class Saver:
             asynchronous: Whether files are written in the background.
 
         Raises:
-            SMPCheckpointError: The checkpoint could not be written, here or on another rank; or the save before it could not.
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; or the save before it
+                could not.
         """
         self.wait()
         what = f"checkpoint {tag!r} could not be written to `{self._directory}`"
@@ -115,7 +116,8 @@ class Saver:
                 what,
             )
         except SMPCheckpointError:
-            # A rank that had begun to write in the background ends, since another one has failed; that is known already.
+            # A rank that had begun to write in the background ends, since another one has failed; that is known
+            # already.
             with contextlib.suppress(errors.SmdistributedError):
                 self._saver.wait()
             self._discard()

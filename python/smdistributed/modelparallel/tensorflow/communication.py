@@ -83,7 +83,8 @@ def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
     """Reads a checkpoint; all ranks call it.
 
     Raises:
-        SMPCheckpointError: Some rank could not read it; the same on all ranks. Where none could, each raises what TensorFlow raises.
+        SMPCheckpointError: Some rank could not read it; the same on all ranks. Where none could, each raises what
+            TensorFlow raises.
     """
     failed: list[Exception] = []
 

@@ -34,7 +34,8 @@ _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
 
 
 def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
-    """AutoGraph leaves ``function`` alone, as it does Keras' own; what that calls of a script it converts where Keras' would have it so."""
+    """AutoGraph leaves ``function`` alone, as it does Keras' own; what that calls of a script it converts where Keras'
+    would have it so."""
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
@@ -50,7 +51,8 @@ class KerasLoops:
     """Keras' training loops for a distributed model; comes before Keras' model among the bases of a class."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras'. All ranks call it, those of a pipeline with data of one length: batches are those of the pipeline's first rank.
+        """As Keras'. All ranks call it, those of a pipeline with data of one length: batches are those of the
+        pipeline's first rank.
 
         Raises:
             SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
@@ -187,7 +189,8 @@ class _Steps:
         self.train = StepFunction(_as_keras(self._train), rows, {}, options, uneven=True)
         self.test = StepFunction(_as_keras(self._test), rows, {}, options, uneven=True)
         self.predict = StepFunction(_as_keras(self._predict), [], {}, options, uneven=True)
-        # For training and for evaluation: metrics that Keras updates where it computes losses, and whether it weighs a batch by its rows.
+        # For training and for evaluation: metrics that Keras updates where it computes losses, and whether it weighs a
+        # batch by its rows.
         self._trackers: dict[bool, list[tuple[Any, bool]]] = {}
 
     def track(self, values: Sequence[tf.Tensor], x: Any, training: bool) -> None:
@@ -235,7 +238,8 @@ class _Steps:
 
 
 def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tuple[Any, list[Any]]:
-    """The loss, and what metrics are to be updated by instead of in each microbatch: metric, value, whether it is weighed by rows."""
+    """The loss, and what metrics are to be updated by instead of in each microbatch: metric, value, whether it is
+    weighed by rows."""
     metric_updates: list[Any] = []
     mean = tf.keras.metrics.Mean
     plain = mean.update_state

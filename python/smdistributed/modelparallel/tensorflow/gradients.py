@@ -37,9 +37,9 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
 
 
 def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracker: GradientTracker) -> bool:
-    """Whether a part of what a body returns is the gradients of the model: a list or tuple that begins with one for each of its
-    trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``. Those of variables outside of the
-    model may follow."""
+    """Whether a part of what a body returns is the gradients of the model: a list or tuple that begins with one for
+    each of its trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``. Those
+    of variables outside of the model may follow."""
     if type(values) not in (list, tuple) or len(values) < len(variables):
         return False
     found = zip(values, variables)  # noqa: B905 - more may follow
@@ -54,14 +54,14 @@ def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracke
 def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The means over the replicas of the model, in the graph of a step: each starts on its way when it is there.
 
-    What a reducer does with gradients has no end if its ranks give it different ones, so they are compared when the step
-    begins, while the pipeline runs.
+    What a reducer does with gradients has no end if its ranks give it different ones, so they are compared when the
+    step begins, while the pipeline runs.
 
     Args:
         sums: This rank's gradients, ``None`` among them or not; slices become dense.
         variables: What they are gradients of.
-        everywhere: A microbatch's gradient and its variable, those of all partitions; none if a body computes gradients and does not
-            return them, which another replica may do.
+        everywhere: A microbatch's gradient and its variable, those of all partitions; none if a body computes gradients
+            and does not return them, which another replica may do.
     """
     groups = state.groups
     lines = [
@@ -77,7 +77,8 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
-    """As ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions. All ranks call it, outside of steps.
+    """As ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions. All ranks call it, outside of
+    steps.
 
     Args:
         gradients: This rank's, ``None`` among them or not. What all partitions have counts once.

@@ -13,7 +13,8 @@ class TensorFlowGroups(Groups[int]):
     """The groups of a TensorFlow job; a group is its number in the core.
 
     Attributes:
-        channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see ``runtime/channels.py``.
+        channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see
+            ``runtime/channels.py``.
         report_thread: What tells the pipeline of a step that this rank could not trace; see ``runtime/agreement.py``.
     """
 

@@ -40,7 +40,8 @@ class LossTerms:
         self._left: list[tf.Tensor | None] = []
 
     def add(self, value: tf.Tensor, reduction: str | None, left: tf.Tensor | None) -> tf.Tensor:
-        """A loss as it is to be added to others; ``left`` is the part of its elements that it is a mean over, if not over all."""
+        """A loss as it is to be added to others; ``left`` is the part of its elements that it is a mean over, if not
+        over all."""
         if value.shape.rank != 0:
             return value
         if reduction == "sum":
@@ -104,7 +105,8 @@ def of_microbatch(share: tf.Tensor) -> Iterator[LossTerms]:
 
 
 def _install() -> None:
-    """Puts ours around what reduces losses in the Keras packages that this process has imported; does nothing the second time."""
+    """Puts ours around what reduces losses in the Keras packages that this process has imported; does nothing the
+    second time."""
     if "keras" in sys.modules:
         _adapt_keras()
     if "tf_keras" in sys.modules:

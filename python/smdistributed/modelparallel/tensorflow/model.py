@@ -35,9 +35,9 @@ interception.install()
 class DistributedModel(KerasLoops, _Model):
     """A Keras model to subclass. The first call in a ``smp.step`` function partitions its layers over the ranks.
 
-    Until then, all variables are here, those of Keras' layers without memory until they are read. Afterwards ``variables``,
-    ``trainable_variables`` and so on are those of this rank's partition, and those that every rank has; inside of a step's body
-    they are all variables of the model.
+    Until then, all variables are here, those of Keras' layers without memory until they are read. Afterwards
+    ``variables``, ``trainable_variables`` and so on are those of this rank's partition, and those that every rank has;
+    inside of a step's body they are all variables of the model.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DistributedModel:

@@ -23,8 +23,8 @@ from smdistributed.modelparallel.tensorflow.partition import optimizer_variables
 from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients, which they do when
-#: these are applied.
+#: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients,
+#: which they do when these are applied.
 _KERAS = ("keras.", "tf_keras.")
 _WHOSE: dict[str, tuple[str, ...]] = {
     "get_gradients": (*_KERAS, "horovod.", "smdistributed."),
@@ -37,8 +37,8 @@ _updating: set[int] = set()
 
 
 def install() -> None:
-    """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived of
-    their optimizers; leaves alone what has it."""
+    """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived
+    of their optimizers; leaves alone what has it."""
     ema.install()
     for package in ("keras", "tf_keras"):
         module = getattr(sys.modules.get(package), "optimizers", None)
@@ -199,11 +199,13 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
     """A context for an optimizer's update of ``variables``, of which some may be on other partitions.
 
     Yields:
-        Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update here.
+        Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update
+        here.
 
     Raises:
         SMPUnsupportedError: the optimizer would not do what it does in one process.
-        SMPUsageError: it is called in a step, or a gradient that a step has returned is another variable's or not accumulated.
+        SMPUsageError: it is called in a step, or a gradient that a step has returned is another variable's or not
+            accumulated.
         ValueError: there are no gradients, here or on other partitions; the same on all ranks.
     """
     if any(isinstance(gradient, StepOutput) for gradient in gradients):
@@ -275,15 +277,16 @@ def _check(optimizer: Any) -> None:
 
 
 def _is_on_all(gradient: Any) -> bool:
-    """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some variables, not of all."""
+    """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some
+    variables, not of all."""
     partitions = state.model._smp_assignment.variables
     origins = set() if gradient is None else origins_of(gradient)
     return any(origin.partition is None and origin.variable in partitions for origin in origins)
 
 
 def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Refuses a gradient of another variable: lists that a script has put together may have those of all partitions in one and those of
-    this one in the other."""
+    """Refuses a gradient of another variable: lists that a script has put together may have those of all partitions in
+    one and those of this one in the other."""
     for gradient, variable in zip(gradients, variables, strict=True):
         of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
         if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:

@@ -97,8 +97,8 @@ class StepOutput(MicrobatchOutputs[Value]):
         return tf.stack(self.outputs)
 
     def accumulate(self, method: str = "variable", var: tf.Variable | None = None) -> Value:
-        """Their mean, as :meth:`reduce_mean`. Inside of a ``tf.function``, a gradient's memory is free again when it has been
-        added to those of the microbatches before, but for ``"add_n"``, which waits for all of them.
+        """Their mean, as :meth:`reduce_mean`. Inside of a ``tf.function``, a gradient's memory is free again when it
+        has been added to those of the microbatches before, but for ``"add_n"``, which waits for all of them.
 
         Args:
             method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``.

@@ -22,8 +22,8 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool, uneve
         uneven: Whether the first pieces may have a row more than the others.
 
     Raises:
-        SMPValidationError: A tensor cannot be split into equal pieces. Where only the running step shows that, TensorFlow
-            raises ``InvalidArgumentError``.
+        SMPValidationError: A tensor cannot be split into equal pieces. Where only the running step shows that,
+            TensorFlow raises ``InvalidArgumentError``.
     """
 
     def split_tensor(item: Any, item_name: str) -> list[Any] | None:

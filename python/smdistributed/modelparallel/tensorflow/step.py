@@ -63,8 +63,8 @@ class StepFunction:
         non_split_inputs: Names of parameters that every microbatch gets whole.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
         options: Arguments of ``tf.function``.
-        uneven: Whether it takes a batch that the microbatches do not divide, and of a batch with fewer rows than microbatches
-            makes one for each row. Only for a body that weighs what it returns by rows.
+        uneven: Whether it takes a batch that the microbatches do not divide, and of a batch with fewer rows than
+            microbatches makes one for each row. Only for a body that weighs what it returns by rows.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class StepFunction:
                 return function(*args, **kwargs)
             except Exception:
                 if not self._has_built:
-                    # TensorFlow takes a function whose first trace made variables and failed for one that has been traced.
+                    # TensorFlow takes a function whose first trace made variables and failed for one that has been
+                    # traced.
                     self._function = self._make()
                 raise
 
@@ -212,8 +213,8 @@ class StepFunction:
     def _step_outputs(
         self, traced: Trace, assignment: placement.PartitionAssignment, size: int, reduces: bool
     ) -> tuple[list[Any], list[list[tf.Tensor]]]:
-        """For each rank what the step returns there, in its structure, and the tensors in it; ``reduces`` tells whether replicas reduce
-        gradients."""
+        """For each rank what the step returns there, in its structure, and the tensors in it; ``reduces`` tells whether
+        replicas reduce gradients."""
         before, state.trace = state.trace, traced
         try:
             variables = list(state.model.trainable_variables) if state.model is not None else []
@@ -376,10 +377,10 @@ def step(
 ) -> Any:
     """Makes a function one that runs over microbatches and partitions: ``@smp.step`` or ``@smp.step(..)``.
 
-    It is a ``tf.function``, traced as one and callable from eager code and from other ``tf.function``. Inside, the model is
-    called, and gradients are computed by ``optimizer.get_gradients``, ``optimizer.compute_gradients``, ``tf.gradients`` or
-    a ``tf.GradientTape``. Tensors that it returns become :class:`StepOutput` on every rank. A list or tuple with a
-    gradient for each of ``model.trainable_variables`` becomes one with those of this rank's variables.
+    It is a ``tf.function``, traced as one and callable from eager code and from other ``tf.function``. Inside, the
+    model is called, and gradients are computed by ``optimizer.get_gradients``, ``optimizer.compute_gradients``,
+    ``tf.gradients`` or a ``tf.GradientTape``. Tensors that it returns become :class:`StepOutput` on every rank. A list
+    or tuple with a gradient for each of ``model.trainable_variables`` becomes one with those of this rank's variables.
 
     Args:
         function: The body.

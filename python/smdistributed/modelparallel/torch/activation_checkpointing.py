@@ -79,9 +79,10 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
 def torch_checkpoints() -> Iterator[None]:
     """PyTorch's own checkpointing in a step, as models' ``gradient_checkpointing_enable()`` has it.
 
-    In a module that is wholly on one partition it is a part of the task. Its reentrant form would run a backward inside of the
-    pipeline's backward, past the weights' gradients that the pipeline computes beside it, so the other form runs instead: gradients
-    are the same. In the body, and in a module that is spread, what it calls becomes tasks, which keep their activations.
+    In a module that is wholly on one partition it is a part of the task. Its reentrant form would run a backward inside
+    of the pipeline's backward, past the weights' gradients that the pipeline computes beside it, so the other form runs
+    instead: gradients are the same. In the body, and in a module that is spread, what it calls becomes tasks, which
+    keep their activations.
     """
     module = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -240,7 +241,8 @@ def set_activation_checkpointing(
 class _CheckpointedForward:
     """The ``forward`` of a module that :func:`set_activation_checkpointing` has marked.
 
-    An object that refers to its module, and no closure over it: in a copy of the model, by ``copy.deepcopy`` or pickle, it refers to
+    An object that refers to its module, and no closure over it: in a copy of the model, by ``copy.deepcopy`` or pickle,
+        it refers to
     the copy.
 
     Args:
@@ -268,7 +270,8 @@ class _CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's ``forward`` without checkpointing, for ``inspect.signature`` as well. One object: recordings compare it."""
+        """The module's ``forward`` without checkpointing, for ``inspect.signature`` as well. One object: recordings
+        compare it."""
         if self._bound is None:
             kind = type(self.module)
             self._bound = self.original or inspect.getattr_static(kind, "forward").__get__(self.module, kind)

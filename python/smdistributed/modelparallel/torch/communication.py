@@ -27,8 +27,8 @@ _T = TypeVar("_T")
 _CONTENT, _TAKEN = 1, 2
 
 
-#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its gradient. Plain
-#: data, so that a state of tensors needs no name (:mod:`smdistributed._common.unpickling`).
+#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its
+#: gradient. Plain data, so that a state of tensors needs no name (:mod:`smdistributed._common.unpickling`).
 _Key = tuple[int, tuple[int, ...], str, str, bool | None]
 #: Types by their names.
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

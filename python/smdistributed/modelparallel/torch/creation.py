@@ -24,7 +24,8 @@ def model_creation(
     """Modules that are created inside take no memory until the model is divided.
 
     Args:
-        tensor_parallelism: Whether modules are marked for tensor parallelism; without effect, as ``tensor_parallel_degree`` is 1.
+        tensor_parallelism: Whether modules are marked for tensor parallelism; without effect, as
+            ``tensor_parallel_degree`` is 1.
         dtype: Of parameters; PyTorch's default by default.
         **tensor_parallel_config: For tensor parallelism; without effect.
     """

@@ -294,8 +294,8 @@ class DistributedModel(nn.Module):
     def register_post_step_hook(self, hook: Callable[..., Any]) -> Removable:
         """Run ``hook(model, optimizer)`` once, when the next call of a ``smp.step`` function has ended.
 
-        The model is divided by then and has its gradients, so the hook can load the state of the optimizer before the first
-        ``optimizer.step()``.
+        The model is divided by then and has its gradients, so the hook can load the state of the optimizer before the
+        first ``optimizer.step()``.
 
         Args:
             hook: A function of as many of the two arguments as it takes.
@@ -423,8 +423,8 @@ class DistributedModel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> None:
-        """Takes a whole state or this rank's part of one; before the division, when the model is divided. All ranks of one replica
-        call it.
+        """Takes a whole state or this rank's part of one; before the division, when the model is divided. All ranks of
+        one replica call it.
 
         Args:
             state_dict: Of :meth:`state_dict` or :meth:`local_state_dict`, or of the model outside of this library.
@@ -432,7 +432,8 @@ class DistributedModel(nn.Module):
             same_partition_load: Whether a part is known to be of the same division.
 
         Raises:
-            SMPCheckpointError: The state does not fit, on any rank of the replica; the same on all of them, when all has been tried.
+            SMPCheckpointError: The state does not fit, on any rank of the replica; the same on all of them, when all
+                has been tried.
         """
         found = dict(state_dict)
         self.when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))
@@ -480,15 +481,15 @@ class DistributedModel(nn.Module):
         }
 
     def join(self) -> Join:
-        """A context for replicas with different numbers of batches: around all steps, on all ranks. Who has no batch left
-        takes part in the reductions of the others with zeros, and has their parameters in the end."""
+        """A context for replicas with different numbers of batches: around all steps, on all ranks. Who has no batch
+        left takes part in the reductions of the others with zeros, and has their parameters in the end."""
         if not state.cfg.ddp:
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
         return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """From now on, replicas reduce gradients by ``hook(state, bucket)``, whose future has the reduced buffer. It also
-        averages them: over replicas, and over microbatches.
+        """From now on, replicas reduce gradients by ``hook(state, bucket)``, whose future has the reduced buffer. It
+        also averages them: over replicas, and over microbatches.
 
         Raises:
             SMPUsageError: there is nothing to reduce, or gradients are not reduced as they get ready.

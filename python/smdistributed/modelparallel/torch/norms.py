@@ -28,8 +28,8 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParamete
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, for the norm of all gradients of the model; each parameter counts once. All
-    ranks of a pipeline call it.
+    """As ``torch.nn.utils.clip_grad_norm_``, for the norm of all gradients of the model; each parameter counts once.
+    All ranks of a pipeline call it.
 
     Args:
         parameters: The model's; those of other partitions may be among them.

@@ -26,17 +26,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: The optimizer.
-        static_loss_scale: The loss scale of the configuration's ``fp16``. Scales have no effect without ``fp16``, and a warning
-            says so once.
+        static_loss_scale: The loss scale of the configuration's ``fp16``. Scales have no effect without ``fp16``, and a
+            warning says so once.
         dynamic_loss_scale: Whether that scale is found during training.
         dynamic_loss_args: How it is found: ``init_scale``, ``scale_window`` and others.
-        **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or what ``dynamic_loss_args`` may hold.
+        **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or what ``dynamic_loss_args`` may
+            hold.
 
     Attributes:
         optimizer: The wrapped one.
         overflow: Whether the last step was skipped; of FP16.
         fp16_groups: Of FP16.
-        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` found last; scripts of the original print it.
+        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` found last; scripts of the original
+            print it.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class ModuleManager:
     """What Hugging Face's Trainer asks about modules that tensor parallelism has replaced: there are none.
 
     Attributes:
-        translate_functions: For each family of such modules two functions, which translate a whole state of a model to the names
-            of its own modules, and back.
+        translate_functions: For each family of such modules two functions, which translate a whole state of a model to
+            the names of its own modules, and back.
     """
 
     def __init__(self) -> None:

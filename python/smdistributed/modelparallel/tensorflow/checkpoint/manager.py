@@ -28,10 +28,12 @@ class CheckpointManager(tf.train.CheckpointManager):
         max_to_keep: How many are kept; ``None`` for all.
         checkpoint_name: What their names begin with.
         format: ``"tensorflow"``, or ``"sharded"`` for folders of safetensors in which replicas share the work.
-        keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with shards.
+        keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with
+            shards.
 
     Raises:
-        SMPValidationError: there is no such format, it does not go with another argument, or ``checkpoint_name`` leads out of ``directory``.
+        SMPValidationError: there is no such format, it does not go with another argument, or ``checkpoint_name`` leads
+            out of ``directory``.
     """
 
     def __init__(
@@ -158,7 +160,8 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 
 def _check_name(name: str, form: str) -> None:
-    """Refuses names of checkpoints that would lie outside of their folder; in TensorFlow's form they may lie in folders inside of it."""
+    """Refuses names of checkpoints that would lie outside of their folder; in TensorFlow's form they may lie in folders
+    inside of it."""
     parts = [name] if form == "sharded" else name.split("/")
     try:
         for part in parts:

@@ -300,7 +300,8 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
 
     Raises:
         SMPUsageError: the model has not been divided yet.
-        SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of it is.
+        SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of
+            it is.
     """
     check_partitioned(checkpoint)
     entries: list[tuple[str, str, Any, int | None, Any]] = []
@@ -334,8 +335,8 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
 def _samples(
     checkpoint: tf.train.Checkpoint, entries: Iterable[tuple[str, str, Any, int | None, Any]]
 ) -> dict[str, np.ndarray]:
-    """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators of random numbers, which
-    may be a rank's own, and of what is the model's."""
+    """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators
+    of random numbers, which may be a rank's own, and of what is the model's."""
     variables: list[Any] = []
     for each in _objects(checkpoint):
         if isinstance(each, tf.random.Generator):
@@ -387,7 +388,8 @@ def _check_known(checkpoint: tf.train.Checkpoint) -> None:
 
 
 def _check_whole(handles: set[int]) -> None:
-    """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that are in a list."""
+    """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that
+    are in a list."""
     assert state.model is not None, "it was divided"
     with state.model._smp_all_variables():
         for variable in state.model.weights:

@@ -15,8 +15,8 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class StagingFolder:
-    """A hidden folder beside a checkpoint, in which all of it is written before it gets its name: a full disk leaves an older
-    checkpoint of the same name as it is. The first rank makes it.
+    """A hidden folder beside a checkpoint, in which all of it is written before it gets its name: a full disk leaves an
+    older checkpoint of the same name as it is. The first rank makes it.
 
     Args:
         file_prefix: The checkpoint's path.

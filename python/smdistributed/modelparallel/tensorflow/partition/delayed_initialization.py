@@ -118,7 +118,8 @@ def handle_of(variable: Any) -> Any:
 
 
 def delay(variable: Any) -> None:
-    """Frees the memory of a variable that has just been made, if it is to wait and all of its numbers are one, as in optimizers."""
+    """Frees the memory of a variable that has just been made, if it is to wait and all of its numbers are one, as in
+    optimizers."""
     inner = underlying(variable)
     if not _is_wanted() or type(inner) is not resource_variable_ops.ResourceVariable or not inner.shape.num_elements():
         return
@@ -168,7 +169,8 @@ def _is_described() -> bool:
         graph = graph.outer_graph
     if state.trace is not None and graph is state.trace.graph:
         return True
-    # A function of the script may have the same name; while it is traced, its graph has an automatic control dependencies manager.
+    # A function of the script may have the same name; while it is traced, its graph has an automatic control
+    # dependencies manager.
     return graph.experimental_acd_manager is None and bool(_SCRATCH.fullmatch(getattr(graph, "name", "")))
 
 

@@ -156,8 +156,8 @@ def _settle(optimizer: Any) -> None:
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Variables of an optimizer, each with that of the model which it is for: Keras' optimizers keep them in lists that have an
-    entry for each variable that they were built for, the older ones in slots."""
+    """Variables of an optimizer, each with that of the model which it is for: Keras' optimizers keep them in lists that
+    have an entry for each variable that they were built for, the older ones in slots."""
     variables = state.optimizers[optimizer]
     if hasattr(optimizer, "get_slot_names"):
         for name, variable in itertools.product(optimizer.get_slot_names(), variables):

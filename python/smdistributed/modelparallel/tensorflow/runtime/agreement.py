@@ -57,8 +57,8 @@ def compare(
         scope: The step that none of them runs then.
     """
     digest = _digest(lines)
-    # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first message
-    # may run already until the next one, which compares first, takes it.
+    # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first
+    # message may run already until the next one, which compares first, takes it.
     with tf.device(_HOST):
         everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
         is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))

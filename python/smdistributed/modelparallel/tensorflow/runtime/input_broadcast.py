@@ -32,8 +32,8 @@ _SECONDS = 1.0
 
 @contextlib.contextmanager
 def batch_loop(activity: str) -> Iterator[None]:
-    """Around all batches of ``activity``, which the ranks of a pipeline end together. If this one ends by an error of its own, such as a callback's,
-    the others hear of it with their next batch (AGR-2).
+    """Around all batches of ``activity``, which the ranks of a pipeline end together. If this one ends by an error of
+    its own, such as a callback's, the others hear of it with their next batch (AGR-2).
 
     Raises:
         SMPMismatchError: others have more batches.
@@ -62,8 +62,9 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
         take: Makes this rank's; raises ``StopIteration`` or ``OutOfRangeError`` where there is none.
 
     Raises:
-        SMPMismatchError: ranks do something else, one has no more batches, or could not make one, or they are built otherwise; the same
-            on all ranks. Where all have none, and on the rank that could not make one, what ``take`` raises.
+        SMPMismatchError: ranks do something else, one has no more batches, or could not make one, or they are built
+            otherwise; the same on all ranks. Where all have none, and on the rank that could not make one, what
+            ``take`` raises.
     """
     groups = state.groups
     if groups.pp_group is None:

@@ -86,8 +86,8 @@ def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, 
 
 
 def _without_graph(function: Any) -> Any:
-    """A function of the trace as the runtime knows it. The graph that Python has of a branch or a loop would keep that of the trace, whose
-    tensors it takes, as long as the step is there."""
+    """A function of the trace as the runtime knows it. The graph that Python has of a branch or a loop would keep that
+    of the trace, whose tensors it takes, as long as the step is there."""
     if not isinstance(function, AtomicFunction):
         return function
     return AtomicFunction(
@@ -103,8 +103,8 @@ class Program:
         segment_graph: This rank's part of it.
         given: For each microbatch, what stands for the inputs of the trace.
         groups: The pipeline.
-        to_sum: Tensors that the step returns here, whose sums over the microbatches are wanted, by name, each with the device that
-            its sum is for.
+        to_sum: Tensors that the step returns here, whose sums over the microbatches are wanted, by name, each with the
+            device that its sum is for.
         early: Names of tensors that the step returns here, each of which is wanted as soon as it is there.
 
     Attributes:
@@ -343,7 +343,8 @@ class Program:
         body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         concrete = function.get_concrete_function(*(tf.TensorSpec(each.shape, each.dtype) for each in inputs))
-        # TensorFlow would compute a call that takes constants alone when it optimizes the graph, where it does not find the function.
+        # TensorFlow would compute a call that takes constants alone when it optimizes the graph, where it does not find
+        # the function.
         options = concrete._inference_function._call_options
         concrete._inference_function._call_options = dataclasses.replace(options, is_stateful=True)
         self._functions[segment] = concrete

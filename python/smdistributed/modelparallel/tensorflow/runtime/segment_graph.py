@@ -67,8 +67,8 @@ class SegmentGraph:
         of: The segment of an operation, by its name.
         transfers: Tensors that pass between ranks, by name.
         signals: Segments that other ranks wait for.
-        messages: Names of those that anchored segments make, with their microbatches: rank after rank, in the order in which
-            each makes them.
+        messages: Names of those that anchored segments make, with their microbatches: rank after rank, in the order in
+            which each makes them.
         free: Names of operations that are computed wherever they are needed.
         wanted: What the step returns here.
         lines: What must be the same on all ranks.

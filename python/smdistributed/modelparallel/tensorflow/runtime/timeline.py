@@ -34,7 +34,8 @@ class Clock:
     def note(
         self, kind: str, stage: int, mb: int, start: Sequence[tf.Operation], after: Sequence[tf.Operation]
     ) -> list[tf.Operation]:
-        """Notes what lasted from ``start`` until ``after`` have ended; returns the operation that does, if there is one."""
+        """Notes what lasted from ``start`` until ``after`` have ended; returns the operation that does, if there is
+        one."""
         if not start:
             return []
 

@@ -89,7 +89,8 @@ class Operations:
     def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
         waits = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
-        # What the body draws before the model is called, the model's call might draw as well: ranks would draw different numbers.
+        # What the body draws before the model is called, the model's call might draw as well: ranks would draw
+        # different numbers.
         draws = self._draws(op.node_def) and (label.inside or op.name not in self._of_model)
         return Operation(
             op.name,
@@ -143,9 +144,9 @@ def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
 
 
 def waited_for(op: tf.Operation) -> list[tf.Operation]:
-    """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed late;
-    segments do that better. But what has none may stand for others that have: ``tf.group`` by what it waits for, and the
-    copy of a result, which is what assertions, branches and loops hand out, by what it copies."""
+    """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed
+    late; segments do that better. But what has none may stand for others that have: ``tf.group`` by what it waits for,
+    and the copy of a result, which is what assertions, branches and loops hand out, by what it copies."""
     found, pending, seen = [], list(op.control_inputs), set()
     while pending:
         other = pending.pop()

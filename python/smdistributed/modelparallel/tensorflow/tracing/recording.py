@@ -90,8 +90,8 @@ class Trace:
         self.labels[op.name] = self._label
 
     def ordered(self) -> list[tf.Operation]:
-        """All operations, each after those whose results it takes. The order in which they were made is another one: the
-        gradient of a loop gives the loop more inputs."""
+        """All operations, each after those whose results it takes. The order in which they were made is another one:
+        the gradient of a loop gives the loop more inputs."""
         found: dict[str, tf.Operation] = {}
         for root in self.graph.get_operations():
             pending = [root]

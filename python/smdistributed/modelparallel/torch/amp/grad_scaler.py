@@ -15,8 +15,8 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scale losses as ``torch.cuda.amp.GradScaler`` does; all partitions skip a step in which one found a gradient that is
-    not finite.
+    """Scale losses as ``torch.cuda.amp.GradScaler`` does; all partitions skip a step in which one found a gradient that
+    is not finite.
 
     Args:
         init_scale: The first scale.
@@ -27,7 +27,8 @@ class GradScaler(torch.amp.GradScaler):
         device: ``"cuda"`` or ``"cpu"``; by default the device of the partitions.
 
     Raises:
-        TypeError: ``init_scale`` is no number, as where the device comes first, which is ``torch.amp.GradScaler``'s order.
+        TypeError: ``init_scale`` is no number, as where the device comes first, which is ``torch.amp.GradScaler``'s
+            order.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ class CheckpointManager:
         path: a folder that all ranks see.
         keep: how many checkpoints are kept, the newest; ``None``: all.
         asynchronous: whether ``save`` returns when the state has been copied, and the rest is done meanwhile.
-        durable: whether a checkpoint is on the disk before it counts as complete. Without, it survives the death of every process,
-            but not of the machine.
+        durable: whether a checkpoint is on the disk before it counts as complete. Without, it survives the death of
+            every process, but not of the machine.
         threads: files that this rank writes at once; by default its share of the cores.
         timeout_seconds: how long a rank waits for others.
 
@@ -101,8 +101,8 @@ class CheckpointManager:
             tag: the checkpoint's name; by default from the step.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. Or the save before it could not;
-                or what has the checkpoint's name is not a checkpoint of this format.
+            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. Or the save
+                before it could not; or what has the checkpoint's name is not a checkpoint of this format.
         """
         model = _model()
         if not model.is_partitioned:
@@ -159,8 +159,8 @@ class CheckpointManager:
 
     def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
         """
-        Loads model and optimizer, reading what this rank holds. Before the model is divided, they are loaded when it is, and it is
-        divided as it was when it was saved, if there are as many partitions.
+        Loads model and optimizer, reading what this rank holds. Before the model is divided, they are loaded when it
+        is, and it is divided as it was when it was saved, if there are as many partitions.
 
         Args:
             tag: which checkpoint; by default the newest.
@@ -171,7 +171,8 @@ class CheckpointManager:
             The user content.
 
         Raises:
-            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged; the same on all ranks.
+            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged; the same on
+                all ranks.
         """
         self.wait()
         model = _model()
@@ -311,8 +312,9 @@ class CheckpointManager:
         return json.dumps({"user": user, "groups": groups})
 
     def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is copied here, and the
-        core, which would copy what the training changes, leaves it as it is: one copy of each is in host memory while it is written."""
+        """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is
+        copied here, and the core, which would copy what the training changes, leaves it as it is: one copy of each is
+        in host memory while it is written."""
         copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
             if tensor.dtype not in _ELEMENTS:
@@ -388,7 +390,8 @@ def _extras(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _block(name: str, tensor: torch.Tensor, is_owned: bool) -> shares.Block:
-    # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other sizes.
+    # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other
+    # sizes.
     is_shared = not name.startswith((_USER, _EXTRA))
     shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
     return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared, is_owned)

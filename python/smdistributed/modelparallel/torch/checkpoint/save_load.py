@@ -62,8 +62,8 @@ def load(
     f: str, map_location: Any = None, pickle_module: Any = pickle, partial: bool = True, **pickle_load_args: Any
 ) -> Any:
     """
-    ``torch.load``, of this rank's file or, with ``partial=False``, of ``f`` itself. Nothing in the file is executed, unless
-    ``weights_only=False`` is given.
+    ``torch.load``, of this rank's file or, with ``partial=False``, of ``f`` itself. Nothing in the file is executed,
+    unless ``weights_only=False`` is given.
 
     Raises:
         SMPCheckpointError: the file is missing, or holds what would have to be executed.
@@ -100,15 +100,16 @@ def save_checkpoint(
         tag: name; of a partial checkpoint ``path/{tag}_partial``, of a full one ``path/{tag}``.
         partial: a file of each rank, or one of the whole model, without the optimizer.
         model, optimizer: the wrapped ones.
-        user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads only where the caller
-            allows them; the sharded format refuses them.
+        user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads
+            only where the caller allows them; the sharded format refuses them.
         translate_if_full: accepted; models keep their own names, so there is nothing to translate.
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that.
         format: ``"torch"``, or ``"sharded"``: that of :class:`CheckpointManager`, at ``path/{tag}``.
 
     Raises:
-        SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. ``tag`` is no name, or something that is not
-            a checkpoint of the same kind, written by this library, has it: nothing is changed then.
+        SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. ``tag`` is no name,
+            or something that is not a checkpoint of the same kind, written by this library, has it: nothing is changed
+            then.
     """
     del translate_if_full
     if format not in ("torch", "sharded"):
@@ -247,8 +248,8 @@ def resume_from_checkpoint(
     """
     Loads what :func:`save_checkpoint` saved, in either format, into the wrapped model and optimizer; all ranks call it.
 
-    Before the model is divided, it is loaded when it is, and divided as the checkpoint was, if there are as many partitions.
-    With another number, each rank takes what it holds from the files of all.
+    Before the model is divided, it is loaded when it is, and divided as the checkpoint was, if there are as many
+    partitions. With another number, each rank takes what it holds from the files of all.
 
     Args:
         tag: which, with or without ``_partial``; by default the newest partial or sharded one.
@@ -258,15 +259,16 @@ def resume_from_checkpoint(
         load_sharded_optimizer_state: accepted; of sharded data parallelism, which is not there yet.
         translate_function: applied to the dict of a full checkpoint.
         load_optimizer_states: an earlier name of ``load_optimizer``.
-        safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by itself, as
-            ``torch.serialization.safe_globals`` takes them.
+        safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by
+            itself, as ``torch.serialization.safe_globals`` takes them.
         weights_only: ``False`` executes whatever the user content holds: for files that the caller trusts.
 
     Returns:
         The user content; ``{}`` if there is none.
 
     Raises:
-        SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed; the same on all ranks.
+        SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed;
+            the same on all ranks.
     """
     del load_sharded_optimizer_state
     if load_optimizer_states is not None:
@@ -385,7 +387,8 @@ def _resume_partial(
 
 
 def _has_any(folder: Path, partitions: int, tp: int) -> bool:
-    """Whether the optimizer was saved: a rank whose file alone is missing is an error, and not that of a checkpoint without an optimizer."""
+    """Whether the optimizer was saved: a rank whose file alone is missing is an error, and not that of a checkpoint
+    without an optimizer."""
     return any((folder / f"optimizer_{pp}_{tp}.pt").exists() for pp in range(partitions)) or any(
         name.startswith("optimizer_") for name in _listed(folder)
     )

@@ -62,7 +62,8 @@ def _refuse_own_ways(path: str, module: nn.Module) -> None:
 
 
 def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """Every tensor of ``state_dict`` by its name, :class:`MetaParameter` on other ranks; shared ones under each of their names."""
+    """Every tensor of ``state_dict`` by its name, :class:`MetaParameter` on other ranks; shared ones under each of
+    their names."""
     return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
 
 
@@ -106,8 +107,8 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
 
 
 class _Report(NamedTuple):
-    """How loading went on one rank: names that its part of the model wants and the state has not, and those that the state has
-    and no part wants, each before hooks saw them and after; and what else does not fit."""
+    """How loading went on one rank: names that its part of the model wants and the state has not, and those that the
+    state has and no part wants, each before hooks saw them and after; and what else does not fit."""
 
     missing_before: list[str]
     missing: list[str]
@@ -142,7 +143,8 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
 
 
 def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
-    """What hooks have left of names, on whichever rank: a module's hooks run where it is, and may know better than all others."""
+    """What hooks have left of names, on whichever rank: a module's hooks run where it is, and may know better than all
+    others."""
     excused = {name for before, after in reports for name in set(before) - set(after)}
     return sorted({name for _, after in reports for name in after} - excused)
 

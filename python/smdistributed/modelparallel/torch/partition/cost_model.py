@@ -112,7 +112,8 @@ def is_cast(func: Any) -> bool:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that may draw random numbers draws them from the default generator. Attention without dropout does not."""
+    """Whether a function that may draw random numbers draws them from the default generator. Attention without dropout
+    does not."""
     if kwargs.get("generator") is not None:
         return False
     names = [argument.name for argument in func._schema.arguments]

@@ -54,8 +54,8 @@ class ModuleCost:
 
 @dataclass
 class Trace:
-    """A model's cost tree: modules, values between them as (maker, takers, bytes), what modules cost the host that are taken
-    apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
+    """A model's cost tree: modules, values between them as (maker, takers, bytes), what modules cost the host that are
+    taken apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
 
     modules: list[ModuleCost]
     values: list[tuple[int, list[int], int]] = field(default_factory=list)
@@ -63,9 +63,9 @@ class Trace:
     ties: list[list[int]] = field(default_factory=list)
 
     def place_ties(self) -> None:
-        """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core only places
-        those that cost something. So it is without a forward, where the shared parameter counts for the first module alone, and
-        where a forward uses the parameter under one of its names only."""
+        """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core
+        only places those that cost something. So it is without a forward, where the shared parameter counts for the
+        first module alone, and where a forward uses the parameter under one of its names only."""
         has_place = {at for producer, consumers, _ in self.values for at in (producer, *consumers)} | {
             at for _, at, _ in self.tasks
         }
@@ -181,8 +181,8 @@ def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
 
 
 def _take(result: Any) -> None:
-    """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where it is
-    large, as the logits of a language model are, a softmax has its price and keeps as much again."""
+    """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where
+    it is large, as the logits of a language model are, a softmax has its price and keeps as much again."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not all(output.dim() for output in outputs):
         return
@@ -192,8 +192,9 @@ def _take(result: Any) -> None:
 
 
 def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each entry of a module's tables once, also where the module has several parents: ``functional_call`` would restore such an
-    entry to the fake tensor that it put there first. Tensors that several modules share have an entry in each of them."""
+    """Each entry of a module's tables once, also where the module has several parents: ``functional_call`` would
+    restore such an entry to the fake tensor that it put there first. Tensors that several modules share have an entry
+    in each of them."""
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
@@ -381,8 +382,8 @@ class _Recorder(TorchDispatchMode):
         return newest.producer if newest else None
 
     def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that it is one
-        task."""
+        """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that
+        it is one task."""
         leaves: list[torch.Tensor] = []
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:

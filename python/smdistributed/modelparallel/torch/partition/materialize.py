@@ -27,8 +27,8 @@ _BATCH = 32 << 20
 def settle(
     root: nn.Module, placement: Placement, partition: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and buffers of other partitions become :class:`MetaParameter`; own ones go to ``device``, and those that were
-    created without memory get theirs.
+    """Parameters and buffers of other partitions become :class:`MetaParameter`; own ones go to ``device``, and those
+    that were created without memory get theirs.
 
     Returns:
         By the identity of each parameter that was replaced, itself and what stands in its place.
@@ -270,8 +270,8 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Parameters that modules get inside take no memory until the model is divided; then each rank makes its own, by
-    ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's. Buffers and other tensors are left
-    alone, and so is what replaces such a parameter."""
+    ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's. Buffers and other tensors are
+    left alone, and so is what replaces such a parameter."""
     if not enabled:
         yield
         return

@@ -319,7 +319,8 @@ class Executor:
         return env[value.index] if value.parameter is None else self._parameters[value.parameter]
 
     def backward(self, mb: Microbatch, number: int) -> None:
-        """Runs the backward of a stage: accumulates parameter gradients, and stores those of its inputs for the producers."""
+        """Runs the backward of a stage: accumulates parameter gradients, and stores those of its inputs for the
+        producers."""
         start = _core.timeline_now()
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:

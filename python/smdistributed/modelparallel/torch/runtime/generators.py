@@ -13,7 +13,8 @@ import torch
 
 from smdistributed.modelparallel.torch.device import current_device
 
-#: Of NumPy's global generator and of Python's, behind the numbers: the place, whether there is a normal number left, and that.
+#: Of NumPy's global generator and of Python's, behind the numbers: the place, whether there is a normal number left,
+#: and that.
 _TAIL = struct.Struct("<q?d")
 
 
@@ -21,7 +22,8 @@ class Generator:
     """One generator.
 
     Attributes:
-        kind: ``cpu`` or ``cuda``, PyTorch's of that device; ``python``, of the module ``random``; ``numpy``, NumPy's global one.
+        kind: ``cpu`` or ``cuda``, PyTorch's of that device; ``python``, of the module ``random``; ``numpy``, NumPy's
+            global one.
     """
 
     kind = ""

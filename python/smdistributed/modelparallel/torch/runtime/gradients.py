@@ -176,8 +176,8 @@ class GradientReducer:
 
 
 class GradientSnapshot:
-    """The gradients at the start of a step with one partition: they tell whether its body has made or changed any, by whichever
-    call.
+    """The gradients at the start of a step with one partition: they tell whether its body has made or changed any, by
+    whichever call.
 
     Args:
         parameters: The model's.

@@ -58,8 +58,8 @@ class _Description(pickle.Pickler):
     Args:
         file: Gets the bytes.
         argument: The argument's name.
-        tensors: Gets the tensors with their numbers, by identity; the same for all arguments, so that a tensor that is in two of them
-            stays one.
+        tensors: Gets the tensors with their numbers, by identity; the same for all arguments, so that a tensor that is
+            in two of them stays one.
     """
 
     def __init__(self, file: io.BytesIO, argument: str, tensors: dict[int, tuple[int, torch.Tensor]]) -> None:

@@ -53,8 +53,9 @@ class Host(Protocol):
 class CudaHost:
     """By a stream for each direction, since a device can copy both ways at once.
 
-    The host may be many tasks ahead of the device. So what leaves is held until the computing stream has been told to wait for
-    its copy, and what comes is allocated in that stream: memory is given out again in the order of the program, as all other.
+    The host may be many tasks ahead of the device. So what leaves is held until the computing stream has been told to
+    wait for its copy, and what comes is allocated in that stream: memory is given out again in the order of the
+    program, as all other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -244,8 +245,8 @@ class ActivationPrefetcher:
 
 
 def _backwards(program: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[int, int, int, int]]:
-    """The backwards of a program in its order: stage, microbatch, how many tasks lie before it, and how many of them before its
-    forward, -1 for one that has run early. Transfers are no tasks."""
+    """The backwards of a program in its order: stage, microbatch, how many tasks lie before it, and how many of them
+    before its forward, -1 for one that has run early. Transfers are no tasks."""
     tasks = [(kind, stage, index) for kind, stage, index, _ in program if kind in "FBIW"]
     forwards = {(stage, index): at for at, (kind, stage, index) in enumerate(tasks) if kind == "F"}
     for at, (kind, stage, index) in enumerate(tasks):

@@ -89,7 +89,8 @@ class Pipeline:
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._stage_graphs: dict[Any, StageGraph] = {}
-        #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in it.
+        #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in
+        #: it.
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
         #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
@@ -236,7 +237,8 @@ class Pipeline:
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
-        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may read."""
+        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may
+        read."""
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):
@@ -292,8 +294,8 @@ class Pipeline:
         return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
-        """Compares what the ranks have recorded. Ranks that made the same calls in different orders take over that of the first one
-        (SAME-1).
+        """Compares what the ranks have recorded. Ranks that made the same calls in different orders take over that of
+        the first one (SAME-1).
 
         Raises:
             SMPMismatchError: the same on all ranks; it shows the first task that differs.
@@ -363,7 +365,8 @@ class Pipeline:
         ]
         begin = 0
         while begin < len(microbatches):
-            # Microbatches that are alike go through the pipeline together, unless each needs what the one before it left.
+            # Microbatches that are alike go through the pipeline together, unless each needs what the one before it
+            # left.
             end = begin + 1
             in_turn = microbatches[begin].runs_in_turn
             alike = (microbatches[begin].recording.digest, microbatches[begin].stage_graph.returned)

@@ -123,7 +123,8 @@ class _Stream:
         self._origins[self._generator.state()] = _Origin(origin.begin, origin.last | {rank: draw})
 
     def end(self, rank: int) -> tuple[bytes | None, Draw | bytes | None]:
-        """The body has ended: its state if it has drawn or seeded, and where the stream of ``rank`` goes on, if elsewhere."""
+        """The body has ended: its state if it has drawn or seeded, and where the stream of ``rank`` goes on, if
+        elsewhere."""
         now = self._generator.state()
         origin = self._origins.get(now)
         if origin is None:
@@ -228,7 +229,8 @@ class RngState:
                 self._streams[draw.generator.kind].add(draw, rank)
 
     def end_of_step(self) -> None:
-        """All tasks have run: the process goes on with the body's states where the body has drawn, else with its tasks'."""
+        """All tasks have run: the process goes on with the body's states where the body has drawn, else with its
+        tasks'."""
         self._own = _states(self._generators)
         self._left = {}
         for kind, (end, final) in self._ends.items():

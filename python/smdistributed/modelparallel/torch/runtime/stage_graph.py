@@ -53,8 +53,8 @@ class StageGraph:
         self.returned: list[int] = []
         #: Storages that a task writes to, by their keys (`Value.storage_key`): what others need of them is copied.
         self.written: set[int | str] = set()
-        #: Whether a module that changes its own state runs in several stages: then microbatches run one after the other, as
-        #: each reads what the one before it left.
+        #: Whether a module that changes its own state runs in several stages: then microbatches run one after the
+        #: other, as each reads what the one before it left.
         self.runs_in_turn = False
         #: Tasks that call a module which changes its own state; and by task, the modules whose state it can read.
         self._stateful: set[int] = set()
@@ -151,8 +151,8 @@ class StageGraph:
         return sorted(set(pairs))
 
     def gradients(self, producer: int, consumer: int) -> list[int]:
-        """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on which no
-        loss depends: their gradients stay `None`, as in one process."""
+        """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on
+        which no loss depends: their gradients stay `None`, as in one process."""
         return [value for value in self.stages[producer].returning[consumer] if value in self._live]
 
     def plan(

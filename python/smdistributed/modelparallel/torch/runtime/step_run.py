@@ -82,7 +82,8 @@ class StepRun:
         return outputs
 
     def run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
-        """Records the body for each microbatch and executes the tasks on all partitions; returns what it returned each time."""
+        """Records the body for each microbatch and executes the tasks on all partitions; returns what it returned each
+        time."""
         model, recordings = self._model, self._recordings
         model.replicas.sync_buffers(model)
         outputs = []

@@ -28,8 +28,8 @@ class Transfers:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Makes the channels, both ways, of pairs of ranks between which tensors will go; all ranks of the pipeline call
-        it with the same pairs. A channel is used once here, since its two ranks wait for each other then, and in a
+        """Makes the channels, both ways, of pairs of ranks between which tensors will go; all ranks of the pipeline
+        call it with the same pairs. A channel is used once here, since its two ranks wait for each other then, and in a
         program somebody else might wait for one of them."""
         if self._device.type != "cuda":
             return
@@ -45,9 +45,9 @@ class Transfers:
                 dist.recv(number, members[0], channel)
 
     def max_posted_receives(self, messages: int) -> int:
-        """How many receives may be begun before their places in the program: on devices none. A receive there is a kernel
-        that runs until its message comes, and what is launched for the first time may have to wait for such kernels,
-        while the message waits for what is launched."""
+        """How many receives may be begun before their places in the program: on devices none. A receive there is a
+        kernel that runs until its message comes, and what is launched for the first time may have to wait for such
+        kernels, while the message waits for what is launched."""
         return 0 if self._device.type == "cuda" else messages
 
     def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
@@ -60,9 +60,9 @@ class Transfers:
             return
         work = dist.isend(tensor, self._members[to], self._channel(self._place, to, tensor.device))
         if tensor.is_cuda:
-            # Messages of a channel leave in order, so the last one's handle stands for all. One that goes leaves its memory
-            # to the allocator until the device is done with it: to keep handles until this process sees that would keep
-            # the more memory the farther the host is ahead.
+            # Messages of a channel leave in order, so the last one's handle stands for all. One that goes leaves its
+            # memory to the allocator until the device is done with it: to keep handles until this process sees that
+            # would keep the more memory the farther the host is ahead.
             self._latest[to] = work
             return
         self._under_way.append((work, tensor))

@@ -1,12 +1,15 @@
-"""Numbers that the body of a step asks of tensors which are the same in each microbatch, such as masks made of positions.
+"""Numbers that the body of a step asks of tensors which are the same in each microbatch, such as masks made of
+positions.
 
-Asking a CUDA tensor for a number waits for all that its stream has to do. Bodies ask the same in each microbatch: transformers looks at
-``torch.arange`` for packed sequences, for example. Such a question is put to the device once, and the answer is remembered:
+Asking a CUDA tensor for a number waits for all that its stream has to do. Bodies ask the same in each microbatch:
+    transformers looks at
+``torch.arange`` for packed sequences, for example. Such a question is put to the device once, and the answer is
+remembered:
 
-- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of what is no tensor. It is known by that
-  function and these arguments, not by its address.
-- CON-2: it is so until its version changes, or that of a tensor with the same storage. Functions that hide writes from the version,
-  such as ``data``, make nothing constant.
+- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of what is no tensor.
+  It is known by that function and these arguments, not by its address.
+- CON-2: it is so until its version changes, or that of a tensor with the same storage. Functions that hide writes from
+  the version, such as ``data``, make nothing constant.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class CopyOnWriteTensors:
         return found
 
     def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
-        """Checks that autograd's version counter sees what a task writes to a replicated tensor, if autograd has saved its numbers.
+        """Checks that autograd's version counter sees what a task writes to a replicated tensor, if autograd has saved
+        its numbers.
 
         Raises:
             SMPUsageError: it does not.

@@ -28,7 +28,8 @@ class Encoder:
         leaves: All tensors that it met; located ones as values.
         tensors: The same as the body has them.
         unknown: Whether it met something that cannot be described.
-        containers: Of the call of a module: lists, dictionaries and objects that it may change (``tracing/object_state.py``).
+        containers: Of the call of a module: lists, dictionaries and objects that it may change
+            (``tracing/object_state.py``).
         in_containers: Places, among all tensors, of those that are in such containers.
         may_read: Whether the call is an operation that gets integers instead of tensors if it reads their numbers.
     """

@@ -1,8 +1,8 @@
 """Caches of keys and values, which models of Hugging Face make by default and which training does not use.
 
-A layer gets the cache with the keys and values of all layers before it. Over partitions these would be described, compared and carried with
-each call, and their number grows with the square of the layers. As transformers itself does with activation checkpointing, a model
-that trains makes none, unless the call asks for it (KVC-1).
+A layer gets the cache with the keys and values of all layers before it. Over partitions these would be described,
+compared and carried with each call, and their number grows with the square of the layers. As transformers itself does
+with activation checkpointing, a model that trains makes none, unless the call asks for it (KVC-1).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         kwargs: Keyword arguments of the call.
 
     Returns:
-        ``kwargs``, with ``use_cache=False`` if the module trains, would make a cache by its configuration, and is neither told to nor
-        given one. A warning says so once.
+        ``kwargs``, with ``use_cache=False`` if the module trains, would make a cache by its configuration, and is
+        neither told to nor given one. A warning says so once.
     """
     if not module.training or not getattr(getattr(module, "config", None), "use_cache", False):
         return kwargs

@@ -48,7 +48,8 @@ def with_indices(recording: Recording, func: Any, args: Any, kwargs: Mapping[str
         kwargs: Of the selection.
 
     Returns:
-        The tensor and the index of an equal ``__getitem__``; ``None`` if there is no replicated mask, or PyTorch refuses the mask.
+        The tensor and the index of an equal ``__getitem__``; ``None`` if there is no replicated mask, or PyTorch
+        refuses the mask.
     """
     if func in _MASKED_SELECT:
         return _masked_select(recording, *args, **kwargs)

@@ -41,7 +41,8 @@ class OutputSpec:
     """The outputs of a call: structure, shapes, dtypes and effects.
 
     Attributes:
-        template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such structures.
+        template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such
+            structures.
         metas: Of these tensors.
         mutated: Places, among the tensors that went in, of those that the call changes.
         aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
@@ -53,8 +54,10 @@ class OutputSpec:
         effects: Whether the call leaves something in the containers that it gets, or returns objects.
         unread: Places, among the tensors that went in, of those in containers that it never reads.
         observed: Whether this was seen with made-up numbers.
-        saved: Places of tensors that autograd saves for the backward: of one that went in, its place; of one that comes out, -1 minus its place.
-        unversioned: Of ``mutated``, the places of tensors that are changed through ``.data``, past autograd's version counter.
+        saved: Places of tensors that autograd saves for the backward: of one that went in, its place; of one that comes
+            out, -1 minus its place.
+        unversioned: Of ``mutated``, the places of tensors that are changed through ``.data``, past autograd's version
+            counter.
     """
 
     template: Any
@@ -89,8 +92,8 @@ class SharedStorage(NamedTuple):
     """An output shares the storage of another tensor of the call.
 
     Attributes:
-        place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the storage
-            of a parameter of the called module.
+        place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the
+            storage of a parameter of the called module.
         offset: In elements, from the beginning of that tensor.
     """
 
@@ -150,7 +153,8 @@ class OutputSpecs:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, OutputSpec] = {}
         self._counter = Counter()
-        #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path, name).
+        #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path,
+        #: name).
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
         #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
@@ -345,7 +349,8 @@ class OutputSpecs:
             # A tensor that has several names is one tensor here, too.
             made: dict[int, torch.Tensor] = {}
             tensors = {}
-            # Each entry of a table once: of a module with several parents, `functional_call` would restore a second name to the fake tensor.
+            # Each entry of a table once: of a module with several parents, `functional_call` would restore a second
+            # name to the fake tensor.
             for path, part in module.named_modules():
                 for _, name, tensor in own_tensors(part):
                     if id(tensor) not in made:

@@ -88,7 +88,8 @@ class ModuleState:
             self._known = {(): UNCHANGED}
 
     def note_contents(self) -> None:
-        """The body is about to call a module: what it changes in objects before the first call of a step counts for all calls."""
+        """The body is about to call a module: what it changes in objects before the first call of a step counts for all
+        calls."""
         if self._contents is not None:
             return
         found: dict[int, tuple[str, Any, Any]] = {}

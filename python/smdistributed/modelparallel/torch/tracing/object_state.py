@@ -149,7 +149,8 @@ class Origin:
 
 
 class Given:
-    """In the state that a call leaves: the tensor at this place among those that the call was given, unless it is also a result."""
+    """In the state that a call leaves: the tensor at this place among those that the call was given, unless it is also
+    a result."""
 
     _smp_leaf = True
     __slots__ = ("place",)
@@ -272,7 +273,8 @@ class Effects:
         self.result, self.states = result, dict(states)
 
     def template(self, containers: list[Any], leaf: Callable[[Any], Any], given: Mapping[int, int]) -> Effects:
-        """With ``leaf(tensor)`` instead of tensors, and without the containers that the call was given, nor what stays in them.
+        """With ``leaf(tensor)`` instead of tensors, and without the containers that the call was given, nor what stays
+        in them.
 
         Args:
             containers: The copies that the call was given.

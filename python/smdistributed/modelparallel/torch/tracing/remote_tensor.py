@@ -65,8 +65,9 @@ METADATA: frozenset[Any] = frozenset(
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """What autograd counts of writes to a tensor of this rank, 0 for those of which it counts none. For this library's own use, also while
-    a body is recorded: what the body asks for is the same on all ranks, and so goes between them."""
+    """What autograd counts of writes to a tensor of this rank, 0 for those of which it counts none. For this library's
+    own use, also while a body is recorded: what the body asks for is the same on all ranks, and so goes between them.
+    """
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else int(tensor._version)
 

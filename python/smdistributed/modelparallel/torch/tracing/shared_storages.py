@@ -68,8 +68,8 @@ class SharedStorages:
     def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
         """Checks that a task does not write through ``.data`` to what autograd has saved before.
 
-        In one process the backward would take the changed numbers. On partitions it would take them only where the operation that
-        saved the tensor runs in the same stage as the write.
+        In one process the backward would take the changed numbers. On partitions it would take them only where the
+        operation that saved the tensor runs in the same stage as the write.
 
         Raises:
             SMPUsageError: it does.

@@ -32,10 +32,12 @@ class StateOrder:
 
     def __init__(self) -> None:
         self.changes_state = False
-        #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or buffer.
+        #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or
+        #: buffer.
         self._highest: dict[int, int] = {}
         self._written: dict[int, int] = {}
-        #: By the identity of a module: the level of the last call that changes its state, and the highest of the calls that read it.
+        #: By the identity of a module: the level of the last call that changes its state, and the highest of the calls
+        #: that read it.
         self._changed: dict[int, int] = {}
         self._read: dict[int, int] = {}
         #: Tasks that are not in `_read` yet: it is needed only where a call changes state.
@@ -88,7 +90,8 @@ def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
 
 
 def touched_modules(task: Task) -> frozenset[int]:
-    """Identities of the modules whose state a task can read: the called one with all in it, and those whose parameters it takes."""
+    """Identities of the modules whose state a task can read: the called one with all in it, and those whose parameters
+    it takes."""
     found = frozenset[int]() if task.module is None else _parts_of(task.module)
     owners = [value.owner for value in task.inputs if value.owner is not None]
     return found.union(owners) if owners else found

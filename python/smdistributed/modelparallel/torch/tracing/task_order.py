@@ -78,8 +78,8 @@ def places(own: Sequence[tuple[int, bool]], first: Sequence[tuple[int, bool]]) -
         first: And of those of the first rank.
 
     Returns:
-        The numbers of this rank's tasks in the order of the first rank; ``None`` if the tasks are others, or may not change
-        places.
+        The numbers of this rank's tasks in the order of the first rank; ``None`` if the tasks are others, or may not
+        change places.
     """
     if len(own) != len(first):
         return None

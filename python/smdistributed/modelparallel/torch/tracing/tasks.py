@@ -31,7 +31,8 @@ class Value:
         base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: Of a view, its place in the storage of ``base``, in elements.
         versioned: Whether autograd's version counter sees what is written to it; it does not see it through ``.data``.
-        home: The path of the parameter or buffer whose memory it is: of such a value itself, and after writes to it in place.
+        home: The path of the parameter or buffer whose memory it is: of such a value itself, and after writes to it in
+            place.
     """
 
     _smp_leaf = True
@@ -128,7 +129,8 @@ class Task:
         call: What is called.
         module: Of a task that is a call of a module, that.
         args, kwargs: With values instead of remote tensors.
-        inputs: Values among them, in the order of the structure; then other values of a storage that the task writes to.
+        inputs: Values among them, in the order of the structure; then other values of a storage that the task writes
+            to.
         outputs: Values that come out, then those after the writes.
         writes: What the task changes in place; of each storage its base first.
         output_spec: What comes out, ``None`` until it is known.
