@@ -155,8 +155,10 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
     for name, (only, but_for) in LIMITS.items():
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor parallelism, sharded data "
-                "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds of "
+                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor "
+                f"parallelism, sharded data "
+                "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds "
+                "of "
                 "activations for TensorFlow are not there yet"
             )
 
@@ -170,7 +172,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
     if not values.get("contiguous", True):
         warnings.warn(
-            "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by `smp.partition` or "
+            "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by "
+            "`smp.partition` or "
             "a `partition_file`",
             stacklevel=4,
         )

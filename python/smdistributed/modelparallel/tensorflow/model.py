@@ -59,7 +59,8 @@ class DistributedModel(KerasLoops, _Model):
             if self._smp_is_gathered:
                 return super().__call__(*args, **kwargs)
             raise SMPUsageError(
-                "a `smp.DistributedModel` is called in the body of a `smp.step` function only, also in a `train_step` of one's own"
+                "a `smp.DistributedModel` is called in the body of a `smp.step` function only, also in a `train_step` "
+                "of one's own"
             )
         if state.model is None:
             state.model = self
@@ -235,7 +236,8 @@ class DistributedModel(KerasLoops, _Model):
     def _smp_require_all_variables(self, call: str) -> None:
         if self.is_partitioned and not self._smp_is_gathered and self._smp_remote_variables():
             raise SMPUnsupportedError(
-                f"`{call}` would write the variables of one partition: take `save_model`, `save`, `save_weights` or `export` of the "
+                f"`{call}` would write the variables of one partition: take `save_model`, `save`, `save_weights` or "
+                f"`export` of the "
                 "model, which all ranks call, or a `tf.train.Checkpoint`"
             )
 

@@ -66,7 +66,8 @@ class StepOutput(MicrobatchOutputs[Value]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; `merge()`, `reduce_mean()` "
+            f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; "
+            f"`merge()`, `reduce_mean()` "
             "and `accumulate()` make one of them"
         )
 

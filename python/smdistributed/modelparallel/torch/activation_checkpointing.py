@@ -128,7 +128,8 @@ def _warn_spread(function: Callable[..., Any]) -> None:
     if name not in _told:
         _told.add(name)
         warnings.warn(
-            f"`{name}` is checkpointed by torch.utils.checkpoint and is not wholly on one partition: it runs without checkpointing",
+            f"`{name}` is checkpointed by torch.utils.checkpoint and is not wholly on one partition: it runs without "
+            f"checkpointing",
             stacklevel=4,
         )
 
@@ -296,7 +297,8 @@ class _CheckpointedForward:
             self._has_warned = True
             path = recording.pipeline.paths.get(id(module), type(module).__name__)
             warnings.warn(
-                f"`{path}` is checkpointed and spread over partitions: each module in it is checkpointed by itself, and the "
+                f"`{path}` is checkpointed and spread over partitions: each module in it is checkpointed by itself, "
+                f"and the "
                 "activations of its own operations are kept",
                 stacklevel=3,
             )

@@ -99,7 +99,8 @@ class DistributedModel(nn.Module):
             raise SMPUsageError("there is a `smp.DistributedModel` already: a script has one")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SMPUsageError(
-                "the model is wrapped in torch's DistributedDataParallel: with `ddp: true`, `smp.DistributedModel` reduces "
+                "the model is wrapped in torch's DistributedDataParallel: with `ddp: true`, `smp.DistributedModel` "
+                "reduces "
                 "gradients itself"
             )
         if trace_device not in ("cpu", "gpu"):
@@ -342,7 +343,8 @@ class DistributedModel(nn.Module):
             raise SMPUsageError("with several partitions, `model.backward` is called inside of `smp.step` functions")
         if self.replicas.are_reduced and run is None:
             raise SMPUsageError(
-                "with replicas, `model.backward` is called inside of `smp.step` functions: outside, its gradients would not be "
+                "with replicas, `model.backward` is called inside of `smp.step` functions: outside, its gradients "
+                "would not be "
                 "reduced"
             )
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -446,7 +448,8 @@ class DistributedModel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Read first by DistributedDataParallel, both PyTorch's and this package's."""
         raise SMPUsageError(
-            "a `smp.DistributedModel` is not wrapped in DistributedDataParallel: with `ddp: true` it reduces gradients itself"
+            "a `smp.DistributedModel` is not wrapped in DistributedDataParallel: with `ddp: true` it reduces gradients "
+            "itself"
         )
 
     # Devices: where a partition is, is not the script's choice.

@@ -108,14 +108,17 @@ class _TotalNorm:
             norm = _norm_over_partitions(tensors, norm_type)
             if error_if_nonfinite and not bool(norm.isfinite()):
                 raise RuntimeError(
-                    f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it cannot be clipped"
+                    f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it "
+                    f"cannot be clipped"
                 )
             return norm.to(tensors[0].dtype if tensors else torch.get_default_dtype())
         if len(missing) == all_of_model or len(tensors) == 1:
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         raise SMPUsageError(
-            f"torch.nn.utils gets {all_of_model - len(missing)} of the {all_of_model} gradients that this partition has, and {others} other "
-            "tensors: the norm would lack what other partitions have. Call `smp.clip_grad_norm_` on all ranks, with the same parameters"
+            f"torch.nn.utils gets {all_of_model - len(missing)} of the {all_of_model} gradients that this partition "
+            f"has, and {others} other "
+            "tensors: the norm would lack what other partitions have. Call `smp.clip_grad_norm_` on all ranks, with "
+            "the same parameters"
         )
 
 

@@ -179,7 +179,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 @functools.cache
 def _warn_of_scales() -> None:
     warnings.warn(
-        "the loss scale of `smp.DistributedOptimizer` has no effect without the configuration's `fp16`: `smp.amp.GradScaler` "
+        "the loss scale of `smp.DistributedOptimizer` has no effect without the configuration's `fp16`: "
+        "`smp.amp.GradScaler` "
         "scales losses under autocast",
         stacklevel=3,
     )

@@ -132,7 +132,8 @@ def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
             for spec in saveables[name].specs if variable is not None else ():
                 if variable.shape.as_list() != shapes.get(spec.name):
                     raise ValueError(
-                        f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: `{variable.name}` has {variable.shape}"
+                        f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: "
+                        f"`{variable.name}` has {variable.shape}"
                     )
     return {
         name: each for name, each in saveables.items() if others[name] is None and id(each.op) not in _have_been_read
@@ -319,14 +320,16 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
         for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
             if has - lacks:
                 raise SMPCheckpointError(
-                    f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and not on rank {other}"
+                    f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and "
+                    f"not on rank {other}"
                 )
     # What is of no partition is written as the first one has it.
     for rank, found in enumerate(samples):
         for name, sample in found.items():
             if not _are_alike(sample, samples[0][name]):
                 raise SMPCheckpointError(
-                    f"the checkpoint `{path}` could not be written: `{name}` has other values on rank {rank} than on rank 0, and is not known "
+                    f"the checkpoint `{path}` could not be written: `{name}` has other values on rank {rank} than on "
+                    f"rank 0, and is not known "
                     "to be of one partition: only variables of the model and of its optimizers are"
                 )
     return entries
@@ -381,8 +384,10 @@ def _check_known(checkpoint: tf.train.Checkpoint) -> None:
     for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
         for variable in optimizer_variables.unknown(optimizer):
             raise SMPCheckpointError(
-                f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which nobody knows which "
-                "partition it belongs to: make it with `add_variable_from_reference`, or keep such variables in a list with one for "
+                f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which "
+                f"nobody knows which "
+                "partition it belongs to: make it with `add_variable_from_reference`, or keep such variables in a list "
+                "with one for "
                 "each of the model's"
             )
 
@@ -395,7 +400,8 @@ def _check_whole(handles: set[int]) -> None:
         for variable in state.model.weights:
             if id(handle_of(variable)) not in handles:
                 raise SMPCheckpointError(
-                    f"`{getattr(variable, 'path', variable.name)}` is a variable of the model that `tf.train.Checkpoint` does not find: give "
+                    f"`{getattr(variable, 'path', variable.name)}` is a variable of the model that "
+                    f"`tf.train.Checkpoint` does not find: give "
                     "its layer an attribute of its own, or save the optimizer, too"
                 )
 

@@ -136,6 +136,7 @@ def _compare(stories: Sequence[str]) -> None:
     for place, other in enumerate(stories):
         if other != stories[0]:
             raise SMPMismatchError(
-                f"the ranks of this pipeline are at different places: on partition 0 {stories[0]}, and on partition {place} {other}; all of "
+                f"the ranks of this pipeline are at different places: on partition 0 {stories[0]}, and on partition "
+                f"{place} {other}; all of "
                 "them make the same calls with data of the same length"
             )

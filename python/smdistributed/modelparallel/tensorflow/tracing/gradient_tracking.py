@@ -133,8 +133,10 @@ class GradientTracker:
         if of_replicas and value.shape.rank != 0:
             names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
             raise SMPUsageError(
-                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from gradients of several "
-                f"variables: replicas cannot tell whether it is the gradient of {names}, of which they need the mean; return gradients "
+                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from "
+                f"gradients of several "
+                f"variables: replicas cannot tell whether it is the gradient of {names}, of which they need the mean; "
+                f"return gradients "
                 "as a list with one for each of `model.trainable_variables`, and other values in another shape"
             )
         return None
@@ -146,8 +148,10 @@ class GradientTracker:
         names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
         if names:
             raise SMPUsageError(
-                f"a `smp.step` function returns `{_tensor(value).name}`, {value.dtype.name}{value.shape}, which is made of the gradient of "
-                f"{' and '.join(names[:3])} in another form: replicas would not average it; return gradients in the shapes of their "
+                f"a `smp.step` function returns `{_tensor(value).name}`, {value.dtype.name}{value.shape}, which is "
+                f"made of the gradient of "
+                f"{' and '.join(names[:3])} in another form: replicas would not average it; return gradients in the "
+                f"shapes of their "
                 "variables, and change them outside of the step"
             )
 

@@ -168,7 +168,8 @@ class Trace:
         label = self._label
         if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
             raise SMPPartitionError(
-                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the context goes "
+                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the context "
+                f"goes "
                 "around it"
             )
         with self._labelled(Label(label.inside, label.unit, label.call, index)):
@@ -261,7 +262,8 @@ def trace_calls(
         for ours, theirs in itertools.zip_longest(first, _lines(other), fillvalue="nothing"):
             if ours != theirs:
                 raise SMPUsageError(
-                    f"a `smp.step` function computes `{theirs}` with microbatch {number} and `{ours}` with the first one: what an "
+                    f"a `smp.step` function computes `{theirs}` with microbatch {number} and `{ours}` with the first "
+                    f"one: what an "
                     "argument's `smp_slice` returns differs in tensors that are made of tensors, and in nothing else"
                 )
     for taken in zip(*(each.graph.captures for each in others), strict=True):
@@ -318,7 +320,8 @@ def _lines(found: Trace) -> list[str]:
 def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
     """As a ``tf.function`` refuses them: each trace would have variables of its own."""
     raise ValueError(
-        f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced again: as in a "
+        f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced "
+        f"again: as in a "
         "`tf.function`, variables are made in the first call only, or outside"
     )
 

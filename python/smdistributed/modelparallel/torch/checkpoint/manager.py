@@ -224,7 +224,8 @@ class CheckpointManager:
         extra = sorted(name.removeprefix(_MODEL) for name in found if name.startswith(_MODEL) and name not in known)
         if strict and (missing or extra):
             raise SMPCheckpointError(
-                f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the model "
+                f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the "
+                f"model "
                 f"{state_dicts._some(extra)}"
             )
         targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
@@ -245,7 +246,8 @@ class CheckpointManager:
         local = state_dicts.local_optimizer(model, optimizer)
         if len(groups) != len(local["param_groups"]):
             raise SMPCheckpointError(
-                f"checkpoint `{reader.tag}` has {len(groups)} groups of parameters, and the optimizer {len(local['param_groups'])}"
+                f"checkpoint `{reader.tag}` has {len(groups)} groups of parameters, and the optimizer "
+                f"{len(local['param_groups'])}"
             )
         mine = {name for group in local["param_groups"] for name in group["params"]}
         wanted = {}
@@ -280,7 +282,8 @@ class CheckpointManager:
             tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
             if list(tensor.shape) != list(shape):
                 raise SMPCheckpointError(
-                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(tensor.shape)} in the model"
+                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(tensor.shape)} in the "
+                    f"model"
                 )
             tensors[name] = tensor
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != dtype:
@@ -370,7 +373,8 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
                 yield name + ending, torch.tensor(value, dtype=dtype)
             elif value is not None:
                 raise SMPCheckpointError(
-                    f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and numbers"
+                    f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and "
+                    f"numbers"
                 )
 
 

@@ -248,7 +248,8 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
     def are_counted() -> bool:
         if len(whole["param_groups"]) != len(inner.param_groups):
             raise SMPCheckpointError(
-                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer {len(inner.param_groups)}"
+                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer "
+                f"{len(inner.param_groups)}"
             )
         ids = [each for group in whole["param_groups"] for each in group["params"]]
         return bool(ids) and isinstance(ids[0], int)
@@ -275,7 +276,8 @@ def _load_optimizer(
         sizes = [len(group["params"]) for group in found["param_groups"]]
         if sizes != [len(group["params"]) for group in counted]:
             raise SMPCheckpointError(
-                f"the state's groups have {sizes} parameters, and the optimizer's {[len(group['params']) for group in counted]}"
+                f"the state's groups have {sizes} parameters, and the optimizer's "
+                f"{[len(group['params']) for group in counted]}"
             )
         names = dict(zip(ids, (name for group in counted for name in group["params"]), strict=True))
     entries = {names[key]: content for key, content in found["state"].items()}

@@ -146,7 +146,8 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
             and (tensor._version == versions[id(tensor)] if id(tensor) in versions else _has_nan(tensor))
         ):
             raise SMPPartitionError(
-                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and has no initial "
+                f"`{fresh[id(tensor)]}` was created without memory, as under `smp.delay_param_initialization`, and has "
+                f"no initial "
                 "values: neither `reset_parameters` of its module nor `_init_weights` of the model sets them"
             )
 

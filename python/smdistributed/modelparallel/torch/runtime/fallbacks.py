@@ -48,12 +48,14 @@ class Fallbacks:
         """
         if kind == "read":
             text = (
-                f"the body of the step asks for numbers: {what}. Each microbatch waits there for all that it has called so far, so "
+                f"the body of the step asks for numbers: {what}. Each microbatch waits there for all that it has "
+                f"called so far, so "
                 "the pipeline runs empty; return the tensor from the body instead, and look at it after the step"
             )
         else:
             text = (
-                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here on all ranks, "
+                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here on "
+                f"all ranks, "
                 "which wait for its outputs"
             )
         if self._strict:

@@ -250,7 +250,8 @@ def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
         if text is not None:
             ranks = [rank for rank, story in enumerate(stories) if key in story]
             failures.append(
-                f"the argument `{key.argument}` has a `{key.kind}` on partition 0, which is not sent ({text}), and none on "
+                f"the argument `{key.argument}` has a `{key.kind}` on partition 0, which is not sent ({text}), and "
+                f"none on "
                 f"partition {ranks[0]}"
             )
         elif key in missing:
@@ -433,7 +434,8 @@ def _warn_of_own_tensors(own: Mapping[_Own, Any]) -> None:
         _warned.add(key.kind)
         warnings.warn(
             f"the argument `{key.argument}` of a `smp.step` function holds a `{key.kind}` with tensors, which is not "
-            "broadcast: each rank uses its own. Only lists, tuples, dictionaries, dataclasses and classes with `smp_slice` are taken from the "
+            "broadcast: each rank uses its own. Only lists, tuples, dictionaries, dataclasses and classes with "
+            "`smp_slice` are taken from the "
             "pipeline's first rank",
             stacklevel=2,
         )

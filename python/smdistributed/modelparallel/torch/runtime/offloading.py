@@ -182,7 +182,8 @@ def make_offloader(wanted: bool, device: torch.device, horizon: int) -> Offloade
         return None
     if device.type != "cuda":
         warnings.warn(
-            "`offload_activations` moves activations from devices to the host: on CPUs they are there already, and stay",
+            "`offload_activations` moves activations from devices to the host: on CPUs they are there already, and "
+            "stay",
             stacklevel=2,
         )
         return None

@@ -65,7 +65,8 @@ class Replicas:
         """Registers the only communication hook; see ``DistributedModel.register_comm_hook``."""
         if self._reducer is None or not self._overlapping:
             raise SMPUsageError(
-                "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and `overlapping_allreduce=True`"
+                "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and "
+                "`overlapping_allreduce=True`"
             )
         if self._reducer.hook is not None:
             raise SMPUsageError("a communication hook was registered before")
@@ -135,7 +136,8 @@ class Replicas:
             del gradient
             if model.step_run is None:
                 raise SMPUsageError(
-                    "backward of what a `smp.step` function returned, after that function has ended: its gradients would not be "
+                    "backward of what a `smp.step` function returned, after that function has ended: its gradients "
+                    "would not be "
                     "reduced over the replicas; call `model.backward` inside of the function"
                 )
 

@@ -54,7 +54,8 @@ class Draw:
         if isinstance(begin, Draw):
             if begin.end is None:
                 raise SMPUnsupportedError(
-                    "the body restores the random state that a task left, and that state is not known here: the task runs later, or "
+                    "the body restores the random state that a task left, and that state is not known here: the task "
+                    "runs later, or "
                     "ran before it was asked for; set a seed instead"
                 )
             begin = begin.end

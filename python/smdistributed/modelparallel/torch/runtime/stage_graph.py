@@ -136,7 +136,8 @@ class StageGraph:
                 if is_split and not self.runs_in_turn:
                     self.runs_in_turn = True
                     warnings.warn(
-                        f"`{self._tasks[task]}` changes parameters, buffers or attributes that its partition uses before and "
+                        f"`{self._tasks[task]}` changes parameters, buffers or attributes that its partition uses "
+                        f"before and "
                         "after another one computes: microbatches run one after the other, in the order of the body",
                         stacklevel=2,
                     )

@@ -106,7 +106,8 @@ class CopyOnWriteTensors:
         result = func(*args, **kwargs)
         if versions != [version_of(tensor) for tensor in held]:
             raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` changed a tensor in place that a module was called with before, inside "
+                f"`{getattr(func, '__name__', func)}` changed a tensor in place that a module was called with before, "
+                f"inside "
                 "of a `smp.step` function: change a copy"
             )
         return result
@@ -172,7 +173,8 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:
     """The error of a write that autograd's version counter does not see."""
     return SMPUsageError(
-        f"`{name}` writes in place through `.data` to a tensor that autograd has saved for the backward of `{saver.name}`: its gradient "
+        f"`{name}` writes in place through `.data` to a tensor that autograd has saved for the backward of "
+        f"`{saver.name}`: its gradient "
         "would be wrong; write to a copy"
     )
 

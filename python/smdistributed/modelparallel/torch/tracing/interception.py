@@ -134,7 +134,8 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline, hooks: _Hooks) -
             and id(self) in paths
         ):
             raise SMPUsageError(
-                f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs and "
+                f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs "
+                f"and "
                 "outputs: register the hooks on modules that are on one partition"
             )
         if rank is None and recording is not None:
@@ -184,7 +185,8 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
         tables = (self._parameters, self._buffers, self._modules)
         if any(name in table for table in tables) or (value and isinstance(value[0], nn.Module | nn.Parameter)):
             raise SMPUsageError(
-                f"`{pipeline.paths.get(id(self), type(self).__name__)}.{name}` is a parameter, a buffer or a module: set it before "
+                f"`{pipeline.paths.get(id(self), type(self).__name__)}.{name}` is a parameter, a buffer or a module: "
+                f"set it before "
                 "the `smp.step` function is called"
             )
         with state.changing(self, name):

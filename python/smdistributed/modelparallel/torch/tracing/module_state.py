@@ -114,7 +114,8 @@ class ModuleState:
         for where, value, content in self._contents or ():
             if _differs(content, _content(value, 3)):
                 raise SMPUsageError(
-                    f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read after "
+                    f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read "
+                    f"after "
                     "that: change it before the first call of the step, or assign a changed copy to the attribute"
                 )
 

@@ -245,7 +245,8 @@ class Recording(TorchFunctionMode):
             )
         if func in _STORAGE_WRITES:
             raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a `smp.step` function, "
+                f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a "
+                f"`smp.step` function, "
                 "assign the new tensor instead"
             )
         if func in _READS:
@@ -256,14 +257,16 @@ class Recording(TorchFunctionMode):
             return func(*real[0], **real[1])
         if func in _BACKWARDS:
             raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` instead"
+                f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` "
+                f"instead"
             )
         if func is torch.Tensor.register_hook:
             func = _register_hook
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
-                f"`{name}` of a tensor on partition {_partition_of(encoder.inputs)} with a `torch.Generator` of the body: draw into a tensor of the body, such "
+                f"`{name}` of a tensor on partition {_partition_of(encoder.inputs)} with a `torch.Generator` of the "
+                f"body: draw into a tensor of the body, such "
                 "as `torch.rand(x.shape, generator=generator)`, or use the default generator"
             )
         if name in ("__get__", "__set__"):
@@ -537,12 +540,14 @@ class Recording(TorchFunctionMode):
         path = f"{self.pipeline.paths[id(module)]}.{name}".removeprefix(".")
         if type(buffer) is RemoteTensor or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
             raise SMPUsageError(
-                f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, by {new.meta}: "
+                f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, "
+                f"by {new.meta}: "
                 "give the buffer this form before the first step"
             )
         if new.meta.requires_grad:
             raise SMPUsageError(
-                f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a graph, which the next "
+                f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a "
+                f"graph, which the next "
                 "microbatch cannot go back through: assign `tensor.detach()`"
             )
         self.operation(torch.Tensor.copy_, (buffer, tensor), {})
@@ -565,7 +570,8 @@ class Recording(TorchFunctionMode):
         """
         if self._stale and any(stale.overlaps(tensor) for stale in self._stale):
             raise SMPUsageError(
-                "this tensor shares its storage with another one that was changed in place with numbers of a partition: use "
+                "this tensor shares its storage with another one that was changed in place with numbers of a "
+                "partition: use "
                 "the tensor that was changed, or change a copy"
             )
 
@@ -580,7 +586,8 @@ class Recording(TorchFunctionMode):
         """
         if self.is_located(tensor):
             raise SMPUsageError(
-                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs when the function "
+                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs "
+                "when the function "
                 "has returned"
             )
         return self.pipeline.from_first_rank(self, version_of(tensor))
@@ -608,7 +615,8 @@ class Recording(TorchFunctionMode):
         if func == _GRADIENT_FUNCTION:
             return GraphNode() if type(tensor) is RemoteTensor and tensor.value.meta.requires_grad else None
         raise SMPUsageError(
-            f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, and gradients are "
+            f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, "
+            f"and gradients are "
             "there, when the function has returned"
         )
 
@@ -627,7 +635,8 @@ class Recording(TorchFunctionMode):
                 )
             if gradient is None and torch.Size(tensor.value.meta.shape).numel() != 1:
                 raise SMPUsageError(
-                    f"`model.backward` of {tensor.value.meta}: without `grad_tensors` it takes one number, such as a loss"
+                    f"`model.backward` of {tensor.value.meta}: without `grad_tensors` it takes one number, such as a "
+                    f"loss"
                 )
             if isinstance(gradient, RemoteTensor):
                 gradient = self.fetch(self.value_of(gradient))

@@ -87,7 +87,8 @@ class GraphNode:
 
     def __getattr__(self, name: str) -> Any:
         raise SMPUsageError(
-            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when the function has "
+            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when the "
+            f"function has "
             "returned"
         )
 
@@ -125,7 +126,8 @@ class RemoteTensor(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """PyTorch does not offer this method to function modes."""
         raise SMPUsageError(
-            "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new tensor instead"
+            "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new "
+            "tensor instead"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -140,8 +142,10 @@ class RemoteTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise SMPUsageError(
-            f"`{getattr(func, '__name__', func)}` of a tensor that was made inside of a `smp.step` function, after that "
-            "function has ended: return the tensor from the function, and take it from the `StepOutput`; if the function has set it as an attribute "
+            f"`{getattr(func, '__name__', func)}` of a tensor that was made inside of a `smp.step` function, after "
+            f"that "
+            "function has ended: return the tensor from the function, and take it from the `StepOutput`; if the "
+            "function has set it as an attribute "
             "of a module, pass it to the module instead"
         )
 

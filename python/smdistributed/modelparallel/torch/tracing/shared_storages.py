@@ -176,7 +176,8 @@ class SharedStorages:
             replicated = self._replicated_bases.pop(base, None)
             if replicated is not None:
                 self._recording.rebind(replicated, InvalidatedValue(
-                    f"{where} changed a tensor in place through a view that a module had returned: pass a copy to the module, "
+                    f"{where} changed a tensor in place through a view that a module had returned: pass a copy to the "
+                    f"module, "
                     "or use what it returned"
                 ))  # fmt: skip
             if old in after:
@@ -184,7 +185,8 @@ class SharedStorages:
             for view in views:
                 if view is not tensor:
                     lost = InvalidatedValue(
-                        f"{where} changed the storage of this view in place, which lies on partition {base.rank}: take the view "
+                        f"{where} changed the storage of this view in place, which lies on partition {base.rank}: take "
+                        f"the view "
                         "again from what was changed, or change a copy"
                     )
                     view.value = after.get(view.value, lost)  # type: ignore[assignment]
