@@ -67,6 +67,8 @@ from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     get_rdp_process_group,
     get_tp_process_group,
     get_world_process_group,
+)
+from smdistributed.modelparallel.torch.job import (  # noqa: E402
     init,
     is_initialized,
     is_tracing,
