@@ -25,7 +25,7 @@ class _Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _price(call, module):
+def _cost(call, module):
     specs, taken = OutputSpecs(), torch.ones(32, 64, requires_grad=True)
     return specs.of(specs.module(module, call or module), (taken,), {}, TensorMeta.of).cost
 
@@ -33,11 +33,11 @@ def _price(call, module):
 @pytest.mark.parametrize("way", ["set", "called"])
 def test_what_is_computed_again_is_not_kept_but_what_waits_is(way):
     module = _Block(64, False)
-    plain = _price(None, module)
+    plain = _cost(None, module)
     if way == "set":
-        again = _price(None, _Block(64, True))
+        again = _cost(None, _Block(64, True))
     else:
-        again = _price(lambda *args: activation_checkpointing._run(module, True, *args), module)
+        again = _cost(lambda *args: activation_checkpointing._run(module, True, *args), module)
     row = 32 * 64 * 4
     # Of the norm two numbers a row and what the first layer takes, of relu what the second one takes.
     assert plain.kept_bytes == 2 * 32 * 4 + row + 4 * row
@@ -62,14 +62,14 @@ class _Grouped(nn.Module):
 
 
 def test_attention_of_grouped_queries_has_a_price():
-    price = _price(None, _Grouped())
-    assert price.forward > _price(None, nn.Linear(64, 64)).forward
+    cost = _cost(None, _Grouped())
+    assert cost.forward > _cost(None, nn.Linear(64, 64)).forward
 
 
 def test_an_operation_whose_formula_fails_has_a_price(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError("shapes that the formula does not expect")
 
-    known = _price(None, nn.Linear(64, 64))
+    known = _cost(None, nn.Linear(64, 64))
     monkeypatch.setitem(cost_model._FLOPS, torch.ops.aten.addmm, fails)
-    assert _price(None, nn.Linear(64, 64)) == known
+    assert _cost(None, nn.Linear(64, 64)) == known

@@ -95,7 +95,7 @@ def is_known_object(module: str, found: Any) -> bool:
     return False
 
 
-def stand_in(module: str, name: str) -> Callable[..., Any] | None:
+def replacement(module: str, name: str) -> Callable[..., Any] | None:
     """What is called instead of a function that would unpickle by itself, or call what it is given."""
     return {
         ("torch.storage", "_load_from_bytes"): _storage,

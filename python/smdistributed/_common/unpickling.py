@@ -170,9 +170,9 @@ class _Careful(pickle._Unpickler):  # type: ignore[misc]
         full = f"{module}.{name}"
         if full in _added:
             return _added[full], _Trust.CALL
-        stand_in = safe_names.stand_in(module, name)
-        if stand_in is not None:
-            return stand_in, _Trust.CALL
+        replacement = safe_names.replacement(module, name)
+        if replacement is not None:
+            return replacement, _Trust.CALL
         if safe_names.is_argument(module, name):
             return super().find_class(module, name), _Trust.NAME
         if safe_names.is_known(module, name):

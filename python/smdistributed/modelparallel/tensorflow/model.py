@@ -150,7 +150,7 @@ class DistributedModel(KerasLoops, _Model):
     def _smp_partition(self, assignment: PartitionAssignment) -> None:
         """Applies a partition: frees the variables of other ranks. Hooks come next."""
         self.__dict__.update(_smp_assignment=assignment, _smp_slots=[], _smp_hooks_pending=True)
-        optimizer_variables.divide()
+        optimizer_variables.partition_existing()
         rank, places = state.groups.rank_in("pp"), assignment.variables
         for variable in self._smp_remote_variables():
             remote_variables.make_remote(variable)

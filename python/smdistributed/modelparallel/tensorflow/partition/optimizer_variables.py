@@ -82,7 +82,7 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
     if state.initialized:
         state.optimizers[optimizer] = list(given)
     if divided:
-        _settle(optimizer)
+        _materialize(optimizer)
 
 
 def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
@@ -110,10 +110,10 @@ def here(optimizer: Any) -> list[Any] | None:
     return model._smp_local(state.optimizers[optimizer])
 
 
-def divide() -> None:
+def partition_existing() -> None:
     """Partitions the optimizers that were built before the model was partitioned."""
     for optimizer in list(state.optimizers):
-        _settle(optimizer)
+        _materialize(optimizer)
 
 
 def unknown(optimizer: Any) -> list[Any]:
@@ -150,7 +150,7 @@ def _put(slot: Any, reference: Any) -> None:
     weakref.finalize(underlying(slot), assignment.pop, handle, None)
 
 
-def _settle(optimizer: Any) -> None:
+def _materialize(optimizer: Any) -> None:
     for slot, variable in _pairs(optimizer):
         _put(slot, variable)
 

@@ -54,7 +54,7 @@ class ModuleCost:
 
 @dataclass
 class Trace:
-    """A model's cost tree: modules, values between them as (maker, takers, bytes), what modules cost the host that are
+    """A model's cost tree: modules, values between them as (producer, consumers, bytes), what modules cost the host that are
     taken apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
 
     modules: list[ModuleCost]
@@ -182,7 +182,7 @@ def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
 
 def _take(result: Any) -> None:
     """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where
-    it is large, as the logits of a language model are, a softmax has its price and keeps as much again."""
+    it is large, as the logits of a language model are, a softmax has its cost and keeps as much again."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not all(output.dim() for output in outputs):
         return
