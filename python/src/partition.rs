@@ -8,7 +8,7 @@ use smd_core::pipeline::Link;
 
 use crate::enter::enter;
 
-/// A `modelparallel.torch.partition.cost_trace.ModuleCost`.
+/// A `modelparallel.torch.partitioning.cost_trace.ModuleCost`.
 #[derive(FromPyObject)]
 struct Module {
     path: String,

@@ -175,7 +175,7 @@ def _routing_body(auto):
         return _steps(Model)
     # Found by the trace, which meets the same modules.
     model = Model()
-    from smdistributed.modelparallel.torch.partition import cost_trace
+    from smdistributed.modelparallel.torch.partitioning import cost_trace
 
     trace = cost_trace.trace(model, (_normal(0),), {})
     tied = [[trace.modules[at].path for at in tie] for tie in trace.ties]

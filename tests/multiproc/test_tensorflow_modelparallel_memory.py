@@ -46,7 +46,7 @@ def _beginnings():
     """A variable waits until it has its value: whatever goes wrong, whoever asks, and whatever is only said about it."""
     import tensorflow as tf
 
-    from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import DelayedVariable
+    from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import DelayedVariable
     from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker
 
     made = []

@@ -27,7 +27,7 @@ def _saves(folder):
     import smdistributed.modelparallel.tensorflow as smp
     from smdistributed.modelparallel.exceptions import SMPCheckpointError
     from smdistributed.modelparallel.tensorflow.checkpoint import saving
-    from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
+    from smdistributed.modelparallel.tensorflow.partitioning import delayed_initialization
 
     keras = tf.keras
 

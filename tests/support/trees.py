@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.partition import cost_trace
+from smdistributed.modelparallel.torch.partitioning import cost_trace
 from support.models import MODELS, Case
 
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel.torch import activation_checkpointing  # noqa: E402
-from smdistributed.modelparallel.torch.partition import cost_model  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import cost_model  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta  # noqa: E402
 

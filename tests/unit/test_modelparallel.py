@@ -13,7 +13,7 @@ import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed.modelparallel.torch import communication  # noqa: E402
 from smdistributed.modelparallel.torch.compat import add_documented_aliases  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # noqa: E402
-from smdistributed.modelparallel.torch.partition.materialize import (  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning.materialize import (  # noqa: E402
     delay_param_initialization,
     delay_parameters,
     settle,

@@ -19,7 +19,7 @@ from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageEr
 from smdistributed.modelparallel.torch import creation, optimizer  # noqa: E402
 from smdistributed.modelparallel.torch.checkpoint import hugging_face  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPCheckpointError  # noqa: E402
-from smdistributed.modelparallel.torch.partition import cost_trace  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import cost_trace  # noqa: E402
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel import partition_file  # noqa: E402
-from smdistributed.modelparallel.torch.partition import assignment, cost_model, cost_trace  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import assignment, cost_model, cost_trace  # noqa: E402
 
 
 def _config(partitions, **more):

@@ -1,6 +1,6 @@
 """Averages and accumulated gradients of Keras 3 optimizers (``use_ema``, ``gradient_accumulation_steps``).
 
-An optimizer is built for the whole model (``partition/optimizer_variables.py``), so its lists have an entry for each of
+An optimizer is built for the whole model (``partitioning/optimizer_variables.py``), so its lists have an entry for each of
 the model's variables. While it updates averages or resets accumulated gradients, the lists are narrowed to this rank's
 variables.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow.partition import optimizer_variables
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variables
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
 #: Of Keras: variables, and their averages. Sums of gradients are looked up by a variable's place among all.
 _VARIABLES, _AVERAGES, _SUMS = "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients"

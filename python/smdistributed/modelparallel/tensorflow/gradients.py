@@ -13,7 +13,7 @@ from smdistributed.dataparallel.tensorflow.reduction import name_of, reduce_grad
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow.output import origins_of
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.runtime import agreement
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker, fits

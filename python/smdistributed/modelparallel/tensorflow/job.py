@@ -17,7 +17,7 @@ from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.tensorflow import optimizer
 from smdistributed.modelparallel.tensorflow.checkpoint import saving
 from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
-from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
+from smdistributed.modelparallel.tensorflow.partitioning import delayed_initialization
 from smdistributed.modelparallel.tensorflow.state import state
 
 ranks = Ranks(lambda: state.groups)

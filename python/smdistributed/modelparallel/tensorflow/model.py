@@ -17,13 +17,13 @@ from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUnsuppo
 from smdistributed.modelparallel.objects import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow import communication
 from smdistributed.modelparallel.tensorflow.fit import KerasLoops
-from smdistributed.modelparallel.tensorflow.partition import (
+from smdistributed.modelparallel.tensorflow.partitioning import (
     delayed_initialization,
     optimizer_variables,
     remote_variables,
 )
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
-from smdistributed.modelparallel.tensorflow.partition.placement import PartitionAssignment
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning.placement import PartitionAssignment
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import interception
 

@@ -19,8 +19,8 @@ from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsage
 from smdistributed.modelparallel.tensorflow import ema
 from smdistributed.modelparallel.tensorflow.gradients import clip, compute_gradients, get_gradients, is_counted
 from smdistributed.modelparallel.tensorflow.output import StepOutput, origins_of
-from smdistributed.modelparallel.tensorflow.partition import optimizer_variables
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variables
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 #: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients,

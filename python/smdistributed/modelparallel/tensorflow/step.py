@@ -22,8 +22,8 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SM
 from smdistributed.modelparallel.splitting import check_names
 from smdistributed.modelparallel.tensorflow import gradients, optimizer
 from smdistributed.modelparallel.tensorflow.output import Origin, StepOutput, sum_of
-from smdistributed.modelparallel.tensorflow.partition import placement
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning import placement
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.runtime import agreement, channels
 from smdistributed.modelparallel.tensorflow.runtime.program import Program
 from smdistributed.modelparallel.tensorflow.runtime.segment_graph import SegmentGraph

@@ -79,8 +79,8 @@ from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E4
 from smdistributed.modelparallel.torch.norms import clip_grad_norm_  # noqa: E402
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer  # noqa: E402
 from smdistributed.modelparallel.torch.output import StepOutput  # noqa: E402
-from smdistributed.modelparallel.torch.partition.materialize import delay_param_initialization  # noqa: E402
-from smdistributed.modelparallel.torch.partition.placement import partition, set_partition  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning.materialize import delay_param_initialization  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning.placement import partition, set_partition  # noqa: E402
 from smdistributed.modelparallel.torch.state import state  # noqa: E402
 from smdistributed.modelparallel.torch.step import step  # noqa: E402
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPValidationError
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.partition import cost_model
+from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from smdistributed.modelparallel.torch.partition.materialize import delay_param_initialization
+from smdistributed.modelparallel.torch.partitioning.materialize import delay_param_initialization
 
 _Class = TypeVar("_Class", bound=type)
 

@@ -12,7 +12,7 @@ from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.torch.groups import TorchGroups
-from smdistributed.modelparallel.torch.partition.materialize import delay_parameters
+from smdistributed.modelparallel.torch.partitioning.materialize import delay_parameters
 from smdistributed.modelparallel.torch.state import state
 
 ranks = Ranks(lambda: state.groups)

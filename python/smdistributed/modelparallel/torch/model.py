@@ -25,8 +25,8 @@ from smdistributed.modelparallel.torch.checkpoint import state_dicts
 from smdistributed.modelparallel.torch.compat import add_documented_aliases
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.join import Join
-from smdistributed.modelparallel.torch.partition import materialize
-from smdistributed.modelparallel.torch.partition.placement import Placement, manual_assignment
+from smdistributed.modelparallel.torch.partitioning import materialize
+from smdistributed.modelparallel.torch.partitioning.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.replicas import Replicas
@@ -174,7 +174,7 @@ class DistributedModel(nn.Module):
             )
         return self._placement
 
-    def partition_manually(self) -> None:
+    def _partition_manually(self) -> None:
         """Partitions the model if that needs no trace, because the script or a checkpoint assigns the modules.
         Continues a partition that failed in an earlier step."""
         cfg = state.cfg
@@ -195,7 +195,7 @@ class DistributedModel(nn.Module):
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
-            from smdistributed.modelparallel.torch.partition.assignment import auto_partition
+            from smdistributed.modelparallel.torch.partitioning.assignment import auto_partition
 
             state.tracing = True
             try:
@@ -223,7 +223,7 @@ class DistributedModel(nn.Module):
         replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
         self._placement = placement
         if state.optimizer is not None:
-            state.optimizer.localize(replaced)
+            state.optimizer._localize(replaced)
         self._finish_partitioning()
 
     def _finish_partitioning(self) -> None:
@@ -269,11 +269,11 @@ class DistributedModel(nn.Module):
             if failure is not None:
                 raise failure
 
-    def set_assignment(self, assignment: Mapping[str, int]) -> None:
+    def _set_assignment(self, assignment: Mapping[str, int]) -> None:
         """Sets the partitions of a checkpoint: they are used when the model is partitioned."""
         self._assignment = dict(assignment)
 
-    def when_partitioned(self, action: Callable[[], None]) -> None:
+    def _when_partitioned(self, action: Callable[[], None]) -> None:
         """Runs ``action`` after the partition; at once if the model is partitioned and no earlier action waits."""
         if self.is_partitioned and not self._deferred:
             action()
@@ -358,7 +358,7 @@ class DistributedModel(nn.Module):
             ]
         torch.autograd.backward(tensors, gradients)
 
-    def call_post_step_hooks(self) -> None:
+    def _call_post_step_hooks(self) -> None:
         """Call the hooks of :meth:`register_post_step_hook`, each once."""
         hooks, self.post_step_hooks[:] = list(self.post_step_hooks), ()
         for hook in hooks:
@@ -438,7 +438,7 @@ class DistributedModel(nn.Module):
                 has been tried.
         """
         found = dict(state_dict)
-        self.when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))
+        self._when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))
 
     def get_module(self) -> nn.Module:
         """The model of the script."""

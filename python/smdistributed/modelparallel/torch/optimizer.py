@@ -66,7 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.fp16_groups: list[Any] = []
         self._global_grad_norm: torch.Tensor | None = None
         if state.model is not None and state.model.is_partitioned:
-            self.localize({})
+            self._localize({})
         # Last: an optimizer that could not be wrapped is not the job's.
         state.optimizer = self
 
@@ -81,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    def localize(self, replaced: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _localize(self, replaced: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Drops the parameters of other partitions.
 
         Args:
@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a whole state or this rank's part of one; before the division, when the model is divided."""
         found = dict(state_dict)
-        _model().when_partitioned(lambda: state_dicts.load_optimizer(_model(), self, found))
+        _model()._when_partitioned(lambda: state_dicts.load_optimizer(_model(), self, found))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped one's; then forgets what other partitions hold."""
         self.optimizer.add_param_group(param_group)
         if state.model is not None and state.model.is_partitioned:
-            self.localize({})
+            self._localize({})
 
 
 @functools.cache

@@ -75,7 +75,7 @@ class StepFunction:
                 model.rng_state.end_of_step()
         finally:
             model.step_run = None
-        model.call_post_step_hooks()
+        model._call_post_step_hooks()
         return outputs
 
     def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[Call]:

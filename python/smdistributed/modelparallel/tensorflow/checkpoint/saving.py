@@ -26,8 +26,8 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupp
 from smdistributed.modelparallel.tensorflow.checkpoint.staging import RemoteStaging, StagingFolder
 from smdistributed.modelparallel.tensorflow.communication import raise_on_all_ranks, read_on_all_ranks
 from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
-from smdistributed.modelparallel.tensorflow.partition import optimizer_variables, remote_variables
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variables, remote_variables
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 #: Checkpoints of `smp.CheckpointManager`: all ranks call its methods, whatever the checkpoints contain.

@@ -15,7 +15,7 @@ from tensorflow.python.ops import gradients_util
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.reduction import name_of
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
 #: What gives numbers other places or another type.
 _MOVES = {

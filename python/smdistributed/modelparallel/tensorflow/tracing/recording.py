@@ -21,7 +21,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph as func_graph_lib
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError
-from smdistributed.modelparallel.tensorflow.partition import delayed_initialization
+from smdistributed.modelparallel.tensorflow.partitioning import delayed_initialization
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing.fingerprints import OpFingerprints
 from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker

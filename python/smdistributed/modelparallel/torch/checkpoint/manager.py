@@ -194,14 +194,14 @@ class CheckpointManager:
             look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
         )
         if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
-            model.set_assignment(layout["assignment"])
+            model._set_assignment(layout["assignment"])
         aliases = layout.get("aliases", {})
         optimizer = state.optimizer if load_optimizer else None
 
         def load() -> None:
             self._load(reader, found, aliases, model, optimizer, strict)
 
-        model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
+        model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
         return user
 
     def _load(

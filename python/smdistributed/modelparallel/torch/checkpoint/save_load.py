@@ -311,7 +311,7 @@ def resume_from_checkpoint(
         state_dicts.load_model(model, whole, strict, False)
 
     if model is not None:
-        model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
+        model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     return content
 
 
@@ -352,7 +352,7 @@ def _resume_partial(
         return content
     alike = saved["partitions"] == len(state.groups.members["pp"])
     if alike and not model.is_partitioned:
-        model.set_assignment(saved["assignment"])
+        model._set_assignment(saved["assignment"])
     elif alike:
         alike = all(model.partition_of(path) == at for path, at in saved["assignment"].items())
     tp = _rank("tp")
@@ -380,9 +380,9 @@ def _resume_partial(
     def load_optimizer() -> None:
         state_dicts.load_optimizer(model, optimizer, state_dicts.merge_optimizers(model, parts))
 
-    model.when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
+    model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     if parts:
-        model.when_partitioned(lambda: raise_on_all_ranks(load_optimizer, CommGroup.WORLD, what))
+        model._when_partitioned(lambda: raise_on_all_ranks(load_optimizer, CommGroup.WORLD, what))
     return content
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
-from smdistributed.modelparallel.torch.partition.materialize import inside_first
+from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SM
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.groups import TorchGroups
-from smdistributed.modelparallel.torch.partition.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.runtime.offloading import Offloader

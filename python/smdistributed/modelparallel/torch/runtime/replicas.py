@@ -10,7 +10,7 @@ import torch
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.join import TRAINING, Join
-from smdistributed.modelparallel.torch.partition import materialize
+from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline

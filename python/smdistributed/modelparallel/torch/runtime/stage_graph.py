@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from smdistributed import _core
-from smdistributed.modelparallel.torch.partition import cost_model
+from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.tracing.state_order import touched_modules, writes_parameter
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 

@@ -130,7 +130,7 @@ class StepRun:
                 stack.enter_context(recording)
 
             if model.pipeline is None:
-                model.partition_manually()
+                model._partition_manually()
             if model.pipeline is None:
                 # The first call of the model partitions it, by a trace with its arguments.
                 self._begin_recording = begin

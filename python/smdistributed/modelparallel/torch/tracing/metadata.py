@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.partition.cost_model import UNKNOWN_COST, Counter, OpCost
-from smdistributed.modelparallel.torch.partition.placement import own_tensors
+from smdistributed.modelparallel.torch.partitioning.cost_model import UNKNOWN_COST, Counter, OpCost
+from smdistributed.modelparallel.torch.partitioning.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, version_of

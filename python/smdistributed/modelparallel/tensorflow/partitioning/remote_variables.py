@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import become_plain, handle_of
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import become_plain, handle_of
 
 #: The shape of a remote variable's memory.
 _EMPTY = (0,)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smdistributed.modelparallel.torch import pytree as structures
-from smdistributed.modelparallel.torch.partition import cost_model
+from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPPartitionError
-from smdistributed.modelparallel.torch.partition.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 #: Bytes that are broadcast at once.

@@ -9,7 +9,7 @@ from torch import nn
 
 from smdistributed import _core
 from smdistributed.modelparallel import partition_file
-from smdistributed.modelparallel.torch.partition import cost_model, cost_trace
+from smdistributed.modelparallel.torch.partitioning import cost_model, cost_trace
 
 
 def auto_partition(

@@ -18,8 +18,8 @@ import tensorflow as tf
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.tensorflow import communication
-from smdistributed.modelparallel.tensorflow.partition import delayed_initialization, remote_variables
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning import delayed_initialization, remote_variables
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
 

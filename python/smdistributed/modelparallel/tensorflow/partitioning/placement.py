@@ -8,7 +8,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES, SMPPartitionError
-from smdistributed.modelparallel.tensorflow.partition.delayed_initialization import handle_of
+from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.tracing.operations import Operations
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
