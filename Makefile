@@ -115,7 +115,7 @@ test-loom: ## Run the lock-free code of shared memory in every order of its thre
 test-asan: ## Run tests of the core under AddressSanitizer, or what there is in its place
 	tests/sanitizers.sh asan
 
-test-tsan: ## Run tests of the core under ThreadSanitizer, or what there is in its place
+test-tsan: ## Run tests of the core under ThreadSanitizer (needs a nightly toolchain)
 	tests/sanitizers.sh tsan
 
 test-miri: ## Run those tests of the core under Miri that it can run
