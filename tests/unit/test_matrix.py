@@ -1,0 +1,56 @@
+"""`make matrix`: its versions, the tests that it runs, and the table that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / "tests/matrix/matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    # Its classes look for the annotations' module there.
+    sys.modules["matrix"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_window_is_tried_from_its_newest_version_on(matrix):
+    names = [str(version) for version in matrix.versions()]
+    assert names[0] == "torch==2.15"
+    assert {"torch==2.9", "tensorflow==2.16", "tensorflow==2.21"} <= set(names)
+    assert "torch==2.8" not in names
+
+
+def test_the_suite_names_tests_that_exist(matrix):
+    for suite in matrix.SUITES.values():
+        for test in (test for part in suite.values() for test in part):
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text()
+            assert not name or re.search(rf"^def {name.partition('[')[0]}\(", text, re.MULTILINE), test
+
+
+def test_rows_are_replaced_and_kept_in_order(matrix, monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{matrix.BEGIN}{matrix.END}\nafter\n")
+    monkeypatch.setattr(matrix, "PAGE", page)
+    parts = dict.fromkeys(matrix.SUITES["torch"], "yes")
+    held = ["Python 3.11.7", "torch 2.9.1+cpu", "transformers 5.23.0"]
+    matrix.write({"torch": {"2.9": matrix.row("torch", parts, held)}})
+    matrix.write({"torch": {"2.15": matrix.row("torch", parts, [held[0], "torch 2.15.0"])}})
+    matrix.write({"torch": {"2.9": matrix.row("torch", parts | {"hvd": "fails"}, held)}})
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    rows = [line for line in text.splitlines() if line.startswith("| PyTorch")]
+    assert [row.split(" | ")[0] for row in rows] == ["| PyTorch 2.15.0", "| PyTorch 2.9.1+cpu"]
+    assert rows[1].endswith("| fails |")
+    assert "| Python 3.11.7, transformers 5.23.0 |" in rows[1]
+    assert "| version | with | collectives | tape | fit | hvd | smp |" in text
