@@ -62,11 +62,12 @@ test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= g
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
 	$(BIN)/python tests/e2e/install.py
 
-check: $(STAMPS)/lint ## Formats and lints of Rust, Python, C++ and Markdown, and links between pages
+check: $(STAMPS)/lint ## Formats and lints of Rust, Python, C++ and Markdown; types of Python; links between pages
 	cargo fmt --all --check
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy --no-error-summary
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(BIN)/mdformat --check $(MARKDOWN)
 	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/unit/test_docs.py -k links
@@ -182,8 +183,9 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 	$(PIP) expecttest hypothesis
 	@touch $@
 
-$(STAMPS)/lint: constraints.txt | $(STAMPS)/base
-	$(PIP) ruff clang-format mdformat mdformat-gfm
+# mypy reads the types of PyTorch.
+$(STAMPS)/lint: constraints.txt | $(STAMPS)/torch
+	$(PIP) ruff clang-format mdformat mdformat-gfm mypy
 	@touch $@
 
 # ruff formats the signatures of the reference.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,54 @@ for package in "smdistributed.dataparallel", "horovod":
         ]
         * 2
     )
+
+
+def _public_modules():
+    """Names of all public modules, `__init__` modules included."""
+    python = Path(__file__).resolve().parents[2] / "python"
+    names = []
+    for package in "smdistributed", "horovod":
+        for path in sorted((python / package).rglob("*.py")):
+            parts = path.relative_to(python).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if not any(part.startswith("_") for part in parts):
+                names.append(".".join(parts))
+    return names
+
+
+def _import_without(absent, names, backend):
+    _run(f"""
+import importlib, os, sys
+from importlib.machinery import PathFinder
+os.environ["KERAS_BACKEND"] = {backend!r}
+
+# Not `sys.modules[name] = None`: SciPy takes that for an imported module.
+class Absent(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Absent if finder is PathFinder else finder for finder in sys.meta_path]
+for name in {names!r}:
+    importlib.import_module(name)
+assert not set({absent!r}) & set(sys.modules)
+""")
+
+
+@needs_torch
+def test_each_public_module_that_is_not_for_tensorflow_is_imported_without_it():
+    names = [name for name in _public_modules() if "tensorflow" not in name.split(".")]
+    assert "smdistributed.modelparallel.torch" in names
+    assert "horovod.keras.callbacks" in names
+    _import_without(["tensorflow", "tf_keras"], names, "torch")
+
+
+@needs_tensorflow
+def test_each_public_module_that_is_not_for_torch_is_imported_without_it():
+    names = [name for name in _public_modules() if "torch" not in name.split(".")]
+    assert "smdistributed.modelparallel.tensorflow" in names
+    assert "horovod.keras.callbacks" in names
+    _import_without(["torch"], names, "tensorflow")
 
 
 @needs_torch

@@ -240,7 +240,8 @@ class _Legacy(_Skipping, views.Legacy):
         return self._applied(grads_and_vars, is_reduced, name=name, experimental_aggregate_gradients=False)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
-        getattr(self, "inner_optimizer", self)._create_all_weights(variables)
+        inner: Any = getattr(self, "inner_optimizer", self)
+        inner._create_all_weights(variables)
 
 
 _FAMILIES: dict[type, type] = {

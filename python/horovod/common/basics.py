@@ -352,7 +352,7 @@ def _world_ranks(comm: Any) -> list[int] | None:
     if _is_communicator(comm):
         return _communicator_ranks(comm)
     if isinstance(comm, (list, tuple, range)):
-        if not all(isinstance(rank, numbers.Integral) and rank >= 0 for rank in comm):
+        if not all(isinstance(rank, numbers.Integral) and int(rank) >= 0 for rank in comm):
             raise ValueError(f"Invalid type of argument comm: {comm!r} is no list of ranks")
         return [int(rank) for rank in comm] or None
     if hasattr(comm, "Get_rank"):

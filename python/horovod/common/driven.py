@@ -179,7 +179,12 @@ def listen(manager: Any) -> None:
     from horovod.runner.http import http_client
 
     host, number = slot()
-    service = WorkerNotificationService(secret.from_environment(), None, manager)
+    key = secret.from_environment()
+    if key is None:
+        raise RuntimeError(
+            f"`{secret.HOROVOD_SECRET_KEY}` is not set: the launcher must give each worker the job's secret"
+        )
+    service = WorkerNotificationService(key, None, manager)
     addresses = json.dumps(service.addresses()).encode()
     address, port = os.environ[_STORE[0]], int(os.environ[_STORE[1]])
     try:

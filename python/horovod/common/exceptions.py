@@ -75,7 +75,7 @@ def may_pass(error: BaseException) -> bool:
     return _described(error)[1] in _PASSING
 
 
-def at_submission(error: BaseException) -> Exception:
+def at_submission(error: BaseException) -> BaseException:
     """What a call raises whose arguments the core or the framework refuses, or that the core cannot take any more."""
     text, code = _described(error)
     if code == "interrupted":
@@ -92,7 +92,7 @@ def at_submission(error: BaseException) -> Exception:
     return HorovodInternalError(_text(text, code))
 
 
-def at_execution(error: BaseException) -> Exception:
+def at_execution(error: BaseException) -> BaseException:
     """What waiting for a collective raises that failed."""
     text, code = _described(error)
     if code == "interrupted":
@@ -100,7 +100,7 @@ def at_execution(error: BaseException) -> Exception:
     return HorovodInternalError(_text(text, code))
 
 
-def of_control(error: BaseException) -> Exception:
+def of_control(error: BaseException) -> BaseException:
     """What other calls raise."""
     text, code = _described(error)
     if code == "interrupted":

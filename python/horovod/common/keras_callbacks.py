@@ -13,7 +13,11 @@ from smdistributed._common.training import is_number, warming_up
 Logs = dict[str, Any] | None
 
 
-class _Callback:
+# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+_Base: Any = object
+
+
+class _Callback(_Base):
     #: What variables are, and how values get from rank to rank.
     engine: Any = None
 
@@ -94,7 +98,10 @@ class _Hyperparameter:
     def __init__(self, engine: Any, optimizer: Any, *names: str) -> None:
         optimizer = _inner(optimizer)
         self._engine, self._optimizer = engine, optimizer
-        self.name = next((name for name in names if getattr(optimizer, name, None) is not None), None)
+        name = next((name for name in names if getattr(optimizer, name, None) is not None), None)
+        if name is None:
+            raise ValueError(f"{type(optimizer).__name__} has none of the attributes {', '.join(names)}")
+        self.name = name
 
     def get(self) -> float:
         return self._engine.number(getattr(self._optimizer, self.name))
@@ -187,14 +194,16 @@ class LearningRateScheduleCallbackImpl(_Callback):
 
     def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Sets the rate."""
-        if self.current_epoch < self.start_epoch or (
-            self.end_epoch is not None and self.current_epoch >= self.end_epoch
-        ):
+        epoch = self.current_epoch
+        assert epoch is not None, "Keras calls on_epoch_begin before the first batch"
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
-        if self.staircase and batch == 0:
-            self._adjust_learning_rate(self.current_epoch)
-        elif not self.staircase:
-            self._adjust_learning_rate(self.current_epoch + float(batch) / self.steps_per_epoch)
+        if self.staircase:
+            if batch == 0:
+                self._adjust_learning_rate(epoch)
+            return
+        assert self.steps_per_epoch is not None, "on_train_begin has set it"
+        self._adjust_learning_rate(epoch + float(batch) / self.steps_per_epoch)
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Sets the momentum that was."""
@@ -219,6 +228,7 @@ class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None, "on_train_begin has set it"
             return warming_up(epoch, warmup_epochs, self.steps_per_epoch, self.engine.size())
 
         super().__init__(
@@ -241,7 +251,7 @@ class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class _Batches:
+class _Batches(_Base):
     """Keras runs callbacks beside the next batch that do not ask for batches under the newer names."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -253,7 +263,7 @@ class _Batches:
         self.on_batch_end(batch, logs)
 
 
-_defined: dict[type, SimpleNamespace] = {}
+_defined: dict[Any, SimpleNamespace] = {}
 
 
 def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
@@ -270,7 +280,7 @@ def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
     return _defined[base]
 
 
-def _define(keras: Any, base: type, module: str, engine: Any) -> SimpleNamespace:
+def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
     class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
         """Gives all ranks the model's and the optimizer's variables of one rank, once: at the end of the first batch, as layers
         and optimizers make variables when they see one, and what exists before also before it.

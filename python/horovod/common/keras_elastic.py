@@ -10,7 +10,11 @@ from horovod.common.keras_hooks import complete
 Logs = dict[str, Any] | None
 
 
-class CommitStateCallbackImpl:
+# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+_Base: Any = object
+
+
+class CommitStateCallbackImpl(_Base):
     """Commits after every so many batches, and after each epoch.
 
     Args:
@@ -42,7 +46,7 @@ class CommitStateCallbackImpl:
         self.state.commit()
 
 
-class UpdateBatchStateCallbackImpl:
+class UpdateBatchStateCallbackImpl(_Base):
     """Keeps ``state.batch``, and after a reset tells callbacks through ``params["steps"]`` how many steps of the epoch are left.
 
     `fit` itself does not look there: it makes all steps of the epoch again.
@@ -77,7 +81,7 @@ class UpdateBatchStateCallbackImpl:
         self.state.batch = 0
 
 
-class UpdateEpochStateCallbackImpl:
+class UpdateEpochStateCallbackImpl(_Base):
     """Keeps ``state.epoch``, over all calls of `fit`.
 
     Args:
@@ -99,7 +103,7 @@ class UpdateEpochStateCallbackImpl:
         self.state.epoch = self.initial_epoch + epoch + 1
 
 
-_defined: dict[type, SimpleNamespace] = {}
+_defined: dict[Any, SimpleNamespace] = {}
 
 
 def define(keras: Any, module: str) -> SimpleNamespace:
@@ -115,8 +119,8 @@ def define(keras: Any, module: str) -> SimpleNamespace:
     return _defined[base]
 
 
-def _define(base: type, module: str) -> SimpleNamespace:
-    class Batches:
+def _define(base: Any, module: str) -> SimpleNamespace:
+    class Batches(_Base):
         """Keras runs callbacks beside the next batch that do not ask for batches under this name."""
 
         def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

@@ -36,7 +36,11 @@ class _Failure:
         self.error = error
 
 
-class AsyncDataLoaderMixin:
+# Mixed into a `BaseDataLoader`, which brings the other attributes. `Any` says so to the type checker.
+_Base: Any = object
+
+
+class AsyncDataLoaderMixin(_Base):
     """Loads ahead: the first of the bases, in front of a :class:`BaseDataLoader`.
 
     One thread loads epoch after epoch into a queue.

@@ -59,7 +59,7 @@ else:
     from horovod._keras.api import broadcast as broadcast
     from horovod._keras.api import broadcast_global_variables as broadcast_global_variables
     from horovod._keras.api import reducescatter as reducescatter
-    from horovod.tensorflow.compression import Compression as Compression
+    from horovod.tensorflow.compression import Compression as Compression  # type: ignore[assignment]  # the other backend's
     from horovod.tensorflow.mpi_ops import Adasum as Adasum
     from horovod.tensorflow.mpi_ops import Average as Average
     from horovod.tensorflow.mpi_ops import Max as Max

@@ -12,9 +12,9 @@ from horovod.common.keras_backend import BACKEND
 if BACKEND == "torch":
     from horovod._keras_torch.callbacks import Engine
 else:
-    from horovod._keras.callbacks import Engine
+    from horovod._keras.callbacks import Engine  # type: ignore[assignment]  # the other backend's
 
-_classes = _impl.define(keras, __name__, Engine)
+_classes: Any = _impl.define(keras, __name__, Engine)
 
 BroadcastGlobalVariablesCallback = _classes.BroadcastGlobalVariablesCallback
 MetricAverageCallback = _classes.MetricAverageCallback
@@ -22,7 +22,10 @@ LearningRateScheduleCallback = _classes.LearningRateScheduleCallback
 LearningRateWarmupCallback = _classes.LearningRateWarmupCallback
 
 
-class BestModelCheckpoint(_classes.BestModelCheckpoint):
+_BestModelCheckpoint: Any = _classes.BestModelCheckpoint
+
+
+class BestModelCheckpoint(_BestModelCheckpoint):
     """As ``horovod.tensorflow.keras.callbacks.BestModelCheckpoint``, with the arguments in the order that this module has."""
 
     def __init__(

@@ -11,7 +11,7 @@ if BACKEND == "torch":
     from horovod._keras_torch.elastic import KerasState as KerasState
     from horovod.torch.elastic import run as run
 else:
-    from horovod._keras.elastic import KerasState as KerasState
+    from horovod._keras.elastic import KerasState as KerasState  # type: ignore[assignment]  # the other backend's
     from horovod.tensorflow.elastic import run as run
 
 _classes = _impl.define(keras, __name__)

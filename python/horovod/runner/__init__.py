@@ -13,6 +13,9 @@ from typing import Any
 class _HorovodArgs(argparse.Namespace):
     """The options of the command line as attributes, with their defaults."""
 
+    disable_cache: bool | None
+    verbose: bool | None
+
     def __init__(self) -> None:
         super().__init__()
         for name in _OPTIONS:
@@ -185,4 +188,6 @@ def run(
     options.nics = nics if nics is None else Interfaces(nics.split(",") if isinstance(nics, str) else nics)
     options.run_func = functools.partial(func, *args, **(kwargs or {}))
     options.executable = executable or sys.executable
-    return launch._run(options)
+    results = launch._run(options)
+    assert results is not None, "a function was run, not a command"
+    return results

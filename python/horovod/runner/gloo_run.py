@@ -154,8 +154,7 @@ def launch_gloo(
         return
     if reason is None:
         raise RuntimeError(f"{FAILED}, thus causing the job to be terminated: it ended with status code {code}")
-    rank, code = reason.split()
-    raise _first_failure(rank, code)
+    raise _first_failure(*reason.split())
 
 
 def _first_failure(rank: Any, code: Any) -> RuntimeError:
@@ -187,7 +186,7 @@ def _launch_by(
 
     try:
         server.init(slots)
-        with environment(**{secret.HOROVOD_SECRET_KEY: codec.dumps_base64(server.key)}):
+        with environment(**{secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(server.key))}):
             ends = execute_function_multithreaded(run, [[slot] for slot in slots])
     finally:
         # Where the wait for the processes is interrupted, they still run.
@@ -286,7 +285,7 @@ def _launch_elastic_by(
         driver.wait_for_available_slots(first)
         nics = get_common_interfaces(driver) if get_common_interfaces else settings.nics
         line = get_run_command(command, get_driver_ip(nics), nics, port, elastic=True)
-        with environment(**{secret.HOROVOD_SECRET_KEY: codec.dumps_base64(rendezvous.key)}):
+        with environment(**{secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(rendezvous.key))}):
             driver.start(first, lambda slot, events: exec_command(_with_place(line, slot, env), slot, events))
             results = driver.get_results()
     finally:

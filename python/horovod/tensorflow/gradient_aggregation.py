@@ -50,11 +50,11 @@ class LocalGradientAggregationHelper:
         if backward_passes_per_step <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         self.backward_passes_per_step = backward_passes_per_step
-        self.counter: tf.Variable | None = None
+        self.counter: Any = None
         self._reduce = allreduce_func
         self._sparse_as_dense = sparse_as_dense
         self._average = average_aggregated_gradients
-        self._sums: list[tf.Variable | None] = []
+        self._sums: list[Any] = []
         # In a graph of TensorFlow 1.
         self._forgetting: tf.Operation | None = None
         _helpers.add(self)

@@ -484,7 +484,7 @@ class _Forward:
         return tf.cast(size_op(_number(self.process_set)), dtype)
 
 
-def _factors(operation: Any) -> dict[str, float]:
+def _factors(operation: Any) -> dict[str, Any]:
     """What the operation multiplies with itself."""
     if operation.get_attr("is_scaled"):
         return {"prescale_factor": 1.0, "postscale_factor": 1.0}

@@ -109,7 +109,7 @@ class _DistributedAdasumOptimizer(tf.compat.v1.train.Optimizer):
         super().__init__(use_locking, name)
         self._optimizer = optimizer
         self._compression = compression
-        self._devices = devices
+        self._devices: dict[str, Any] = devices
         self._passes = backward_passes_per_step
         self._steps: Any = None
 

@@ -40,4 +40,5 @@ def is_active(process_set: ProcessSet) -> bool:
     """Whether gradients are reduced at all: this rank is in the process set, which has others or may get some."""
     if process_set.included() is False:
         return False
-    return process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+    size = process_set.size()
+    return (size is not None and size > 1) or os.environ.get("HOROVOD_ELASTIC") == "1"

@@ -57,12 +57,12 @@ class HorovodAllgather(torch.autograd.Function):
     """An all-gather whose gradient is this rank's part of the average."""
 
     @staticmethod
-    def forward(ctx, tensor, name, process_set):
+    def forward(ctx: Any, tensor: Any, name: Any, process_set: Any) -> Any:
         ctx.rows, ctx.process_set = tensor.shape[0] if tensor.dim() else 0, process_set
         return _gather("allgather", [tensor], name, process_set, True, _first).wait()
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Any) -> Any:
         grad = allreduce(grad_output, op=Average, process_set=ctx.process_set)
         heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         return _own_rows(grad, heights, ctx.process_set), None, None
@@ -86,13 +86,13 @@ class HorovodGroupedAllgather(torch.autograd.Function):
     """All-gathers that run together."""
 
     @staticmethod
-    def forward(ctx, name, process_set, *tensors):
+    def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         ctx.process_set = process_set
         return _gather("grouped_allgather", list(tensors), name, process_set, True, tuple).wait()
 
     @staticmethod
-    def backward(ctx, *grad_output):
+    def backward(ctx: Any, *grad_output: Any) -> Any:
         grads = grouped_allreduce(list(grad_output), op=Average, process_set=ctx.process_set)
         heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         own = [_own_rows(grad, heights[:, at], ctx.process_set) for at, grad in enumerate(grads)]
@@ -125,12 +125,12 @@ class HorovodBroadcast(torch.autograd.Function):
     """A broadcast; the root gets the average of the gradients."""
 
     @staticmethod
-    def forward(ctx, tensor, root_rank, name, process_set):
+    def forward(ctx: Any, tensor: Any, root_rank: Any, name: Any, process_set: Any) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return _broadcast(tensor, False, root_rank, name, process_set, True).wait()
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Any) -> Any:
         grad = allreduce(grad_output, op=Average, process_set=ctx.process_set)
         return grad if rank() == ctx.root_rank else torch.zeros_like(grad), None, None, None
 
@@ -193,7 +193,7 @@ class HorovodAlltoall(torch.autograd.Function):
     """An all-to-all; the gradient goes back the way the rows came."""
 
     @staticmethod
-    def forward(ctx, tensor, splits, name, process_set):
+    def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
         output, received = _exchange(tensor, splits, name, process_set, True).wait()
         ctx.received, ctx.process_set = received, process_set
         ctx.rows = tensor.shape[0]
@@ -201,8 +201,8 @@ class HorovodAlltoall(torch.autograd.Function):
         return output, received
 
     @staticmethod
-    def backward(ctx, grad_output, *_):
-        grad, _ = alltoall(grad_output, splits=ctx.received, process_set=ctx.process_set)
+    def backward(ctx: Any, grad_output: Any, *_: Any) -> Any:
+        grad: torch.Tensor = alltoall(grad_output, splits=ctx.received, process_set=ctx.process_set)[0]
         if grad.shape[0] < ctx.rows:
             # Rows that went nowhere.
             grad = torch.cat([grad, grad.new_zeros((ctx.rows - grad.shape[0], *grad.shape[1:]))])

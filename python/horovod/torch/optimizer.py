@@ -35,8 +35,11 @@ from horovod.torch.sparse import no_rows
 from smdistributed import _core
 from smdistributed._common import replicas
 
+# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+_Base: Any = object
 
-class _DistributedOptimizer:
+
+class _DistributedOptimizer(_Base):
     """What a distributed optimizer has besides what the optimizer has; mixed into a subclass of its class."""
 
     def _distribute(
@@ -361,7 +364,7 @@ class _DistributedOptimizer:
         super().zero_grad(*args, **kwargs)
 
 
-def _is_sparse(parameter: torch.Tensor) -> bool:
+def _is_sparse(parameter: Any) -> bool:
     """Whether gradients of a parameter that has none are sparse on ranks that have one: its layer says so. A rank meets this
     case when it has not used the layer, and then looks for it once a parameter."""
     known = getattr(parameter, "_hvd_sparse", None)
@@ -374,7 +377,7 @@ def _is_sparse(parameter: torch.Tensor) -> bool:
     return known
 
 
-class _DistributedAdasumOptimizer:
+class _DistributedAdasumOptimizer(_Base):
     """Adasum of what each rank's optimizer would do: the differences that its step makes are combined."""
 
     def _distribute(
@@ -421,7 +424,7 @@ class _DistributedAdasumOptimizer:
         return result
 
 
-def _compare_replicas(optimizer: torch.optim.Optimizer, ranks: list[int] | None) -> None:
+def _compare_replicas(optimizer: Any, ranks: list[int] | None) -> None:
     """Tells the other ranks what this one is about to train, in the first step of a session: rank 0 warns if they differ."""
     session = _core.session_id()
     if optimizer.__dict__.get("_replicas_told") == session:
@@ -455,10 +458,12 @@ def _set(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def _write(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
-    if parameter.grad.is_sparse:
+    gradient = parameter.grad
+    assert gradient is not None, "the parameter has a gradient, which was reduced"
+    if gradient.is_sparse:
         parameter.grad = reduced.to_sparse()
     else:
-        parameter.grad.copy_(reduced)
+        gradient.copy_(reduced)
 
 
 def _names(
@@ -531,15 +536,16 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
             "_group_of",
             "_arrived",
             "_replicas_told",
+            "_allreduce_delay",
+            "_requires_update",
         )
-        ours += ("_allreduce_delay", "_requires_update")
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in ours})
         return _reduced, (plain,)
 
     cls = type(
         base.__name__, (mixin, base), {"__module__": base.__module__, "__reduce__": reduce, "__doc__": base.__doc__}
     )
-    view = object.__new__(cls)
+    view: Any = object.__new__(cls)
     # A scheduler's wrapper around the optimizer's own step would go past the view's.
     optimizer.__dict__.pop("step", None)
     view.__dict__ = optimizer.__dict__

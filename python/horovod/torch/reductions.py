@@ -158,14 +158,23 @@ class HorovodAllreduce(torch.autograd.Function):
     """An all-reduce whose gradient is one, too."""
 
     @staticmethod
-    def forward(ctx, tensor, average, name, op, prescale_factor, postscale_factor, process_set):
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        average: Any,
+        name: Any,
+        op: Any,
+        prescale_factor: Any,
+        postscale_factor: Any,
+        process_set: Any,
+    ) -> Any:
         ctx.call = (op, prescale_factor, postscale_factor, process_set)
         return _reduce(
             "allreduce", [tensor], False, name, op, prescale_factor, postscale_factor, process_set, True, _first
         ).wait()
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Any) -> Any:
         _warn_of_gradient(ctx.call[0])
         op, *factors, process_set = ctx.call
         grad = allreduce(
@@ -269,14 +278,23 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
     """All-reduces that run together, whose gradients are reduced together."""
 
     @staticmethod
-    def forward(ctx, average, name, op, prescale_factor, postscale_factor, process_set, *tensors):
+    def forward(
+        ctx: Any,
+        average: Any,
+        name: Any,
+        op: Any,
+        prescale_factor: Any,
+        postscale_factor: Any,
+        process_set: Any,
+        *tensors: Any,
+    ) -> Any:
         ctx.call = (op, prescale_factor, postscale_factor, process_set)
         return _grouped(
             list(tensors), False, name, op, prescale_factor, postscale_factor, process_set, True, tuple
         ).wait()
 
     @staticmethod
-    def backward(ctx, *grad_output):
+    def backward(ctx: Any, *grad_output: Any) -> Any:
         _warn_of_gradient(ctx.call[0])
         op, prescale_factor, postscale_factor, process_set = ctx.call
         grads = grouped_allreduce(

@@ -84,13 +84,15 @@ class HorovodReducescatter(torch.autograd.Function):
     """A reduce-scatter; its gradient is gathered."""
 
     @staticmethod
-    def forward(ctx, tensor, name, op, process_set, prescale_factor, postscale_factor):
+    def forward(
+        ctx: Any, tensor: Any, name: Any, op: Any, process_set: Any, prescale_factor: Any, postscale_factor: Any
+    ) -> Any:
         factors = prescale_factor, postscale_factor
         ctx.call = (op, process_set, factors)
         return _scatter("reducescatter", [tensor], name, op, process_set, factors, True, _first).wait()
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Any) -> Any:
         grad = allgather(grad_output, process_set=ctx.call[1])
         return _scaled_back(ctx, grad), None, None, None, None, None
 
@@ -128,13 +130,15 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     """Reduce-scatters that run together."""
 
     @staticmethod
-    def forward(ctx, name, op, process_set, prescale_factor, postscale_factor, *tensors):
+    def forward(
+        ctx: Any, name: Any, op: Any, process_set: Any, prescale_factor: Any, postscale_factor: Any, *tensors: Any
+    ) -> Any:
         factors = prescale_factor, postscale_factor
         ctx.call = (op, process_set, factors)
         return _scatter("grouped_reducescatter", list(tensors), name, op, process_set, factors, True, tuple).wait()
 
     @staticmethod
-    def backward(ctx, *grad_output):
+    def backward(ctx: Any, *grad_output: Any) -> Any:
         grads = grouped_allgather(list(grad_output), process_set=ctx.call[1])
         return (None, None, None, None, None, *(_scaled_back(ctx, grad) for grad in grads))
 

@@ -84,7 +84,9 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input, weight, bias, running_mean, running_var, eps, momentum):
+    def forward(
+        ctx: Any, input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: float, momentum: float
+    ) -> Any:
         # Layers may overlap, so each call has names of its own; all ranks call in the same order.
         ctx.name = f"sync_batch_norm.{next(_calls)}"
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -114,7 +116,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return normal.to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output):
+    def backward(ctx: Any, grad_output: Any) -> Any:
         input, weight, mean, invstd, total = ctx.saved_tensors
         wide = grad_output.to(mean.dtype)
         dims = [0, *range(2, input.dim())]
@@ -137,7 +139,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             )
             grad_input = grad_input.to(input.dtype)
 
-        def narrow(grad):
+        def narrow(grad: Any) -> Any:
             return None if grad is None or weight is None else grad.to(weight.dtype)
 
         return grad_input, narrow(grad_weight), narrow(grad_bias), None, None, None, None

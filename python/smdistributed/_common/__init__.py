@@ -1,1 +1,1 @@
-"""What both frameworks' faces share. Needs no framework."""
+"""Modules that both frameworks share. Importing them imports no framework."""

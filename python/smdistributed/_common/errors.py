@@ -150,8 +150,8 @@ CLASSES: dict[str, type[SmdistributedError]] = {
     )
 }
 
-# Frameworks may put the name of a node before the text and a trace of their own after it. TensorFlow also says before it where
-# each node that failed was made.
+# Frameworks may put the name of a node before the text and a trace of their own after it. TensorFlow also says before
+# it where each node that failed was made.
 _ORIGIN = r"Detected at node [^\n]* defined at \([^\n]*\):\n(?:(?:  [^\n]*|<[^\n]*>)?\n)*"
 _REPORT = re.compile(
     rf"(?:Graph execution error:\n+(?:{_ORIGIN})*)?(?:\{{\{{.*?\}}\}} )?(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]",
@@ -160,11 +160,14 @@ _REPORT = re.compile(
 
 
 def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLASSES) -> SmdistributedError | None:
-    """The error that a text describes, or ``None`` if it is no report of the core.
+    """Make the error that a text describes.
 
     Args:
         report: A text ending in `` [smd:<code>]``.
         classes: Class of each code.
+
+    Returns:
+        The error, or ``None`` if the text is no report of the core.
     """
     match = _REPORT.match(report)
     if match is None or match["code"] not in classes:
@@ -174,10 +177,16 @@ def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLAS
 
 @contextmanager
 def translated(classes: dict[str, type[SmdistributedError]] = CLASSES) -> Iterator[None]:
-    """Raises errors of the core that pass through as their classes; others pass unchanged.
+    """Return a context that raises errors of the core as their classes; others pass unchanged.
 
     Args:
         classes: Class of each code.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        SmdistributedError: The error of the core, as the class of its code.
     """
     try:
         yield

@@ -38,12 +38,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
             def execute_and_act(module: Any) -> None:
                 execute(module)
                 for action in actions:
                     action()
 
-            spec.loader.exec_module = execute_and_act
+            loader.exec_module = execute_and_act
         return spec

@@ -1,12 +1,13 @@
-"""Ctrl-C while the main thread is inside of a function of TensorFlow's, which waits for an operation and hears no signals.
+"""Ctrl-C while the main thread is inside a function of TensorFlow that waits for an operation.
 
-Waits of the core look for signals themselves. Of others Python knows only when they return, so a thread looks whether the
-signal's handler has run, which it does as soon as the main thread is back in the interpreter. If it has not within a second,
-every wait of this process ends with an error; TensorFlow's functions return with it, and Python raises ``KeyboardInterrupt``
-in its place. A main thread that has got its ``KeyboardInterrupt`` is left alone, whatever it does then.
+Such a function does not look for signals; waits of the core do. Python handles a signal only when the function returns.
+A thread therefore checks whether the signal's handler has run, which happens as soon as the main thread is back in the
+interpreter. If it has not run within a second, every wait of this process ends with an error. TensorFlow's functions
+return with it, and Python raises ``KeyboardInterrupt`` in its place. Once the main thread has received its
+``KeyboardInterrupt``, the thread leaves it alone.
 
-- INT-1: one pipe has, in the order in which it happened, each signal's number (the interpreter writes it when the signal
-  arrives) and ``_HANDLED`` for each time that the handler has run.
+- INT-1: one pipe has, in the order in which it happened, each signal's number (the interpreter writes it when the
+  signal arrives) and ``_HANDLED`` for each time that the handler has run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _pipe: tuple[int, int] | None = None
 
 
 def watch() -> None:
-    """From now on Ctrl-C ends such waits. Does nothing the second time, on another thread than the main one, or if somebody
-    else has asked Python to be told of signals (``signal.set_wakeup_fd``) or handles this one: he may want to go on."""
+    """Make Ctrl-C end such waits from now on.
+
+    The call does nothing the second time, on another thread than the main one, if other code has asked Python to be
+    told of signals (``signal.set_wakeup_fd``), or if SIGINT has another handler, which may want to continue.
+    """
     global _pipe
     if _pipe is not None or threading.current_thread() is not threading.main_thread():
         return
@@ -52,8 +56,16 @@ def watch() -> None:
 
 
 def raise_what_replaced(error: RuntimeError) -> None:
-    """Raises ``KeyboardInterrupt`` if ``error`` is of a wait that it has ended: the handler raises while TensorFlow makes its own
-    error, and pybind11 takes that for a mistake."""
+    """Raise ``KeyboardInterrupt`` if an error came from a wait that it has ended.
+
+    The handler raises while TensorFlow creates its own error, which pybind11 reports as a ``RuntimeError``.
+
+    Args:
+        error: The error of TensorFlow's function.
+
+    Raises:
+        KeyboardInterrupt: The error is such a report.
+    """
     if "REPLACED BY KeyboardInterrupt" in str(error):
         raise KeyboardInterrupt from None
 

@@ -1,5 +1,7 @@
-"""What distributed optimizers of Keras 3 are, on whatever backend; and two places of Keras that have to know of them, and no
-hook to tell them: both ask Keras first and change the answer for distributed optimizers only.
+"""Distributed optimizers of Keras 3, on any of its backends.
+
+The file also changes two places in Keras that must treat them differently and offer no hook. Both call Keras first and
+change the answer for distributed optimizers only.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 
 @functools.cache
 def install(is_distributed: Callable[[Any], bool]) -> None:
-    """Changes both, once.
+    """Change both places, once.
 
     Args:
-        is_distributed: Whether an optimizer reduces gradients.
+        is_distributed: Tells whether an optimizer reduces gradients.
     """
     keras = sys.modules["keras"]
     scaler = keras.optimizers.LossScaleOptimizer
@@ -26,8 +28,11 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
 
     @functools.wraps(is_finite)
     def check_finite(self: Any, grads: Any) -> Any:
-        """A LossScaleOptimizer around a distributed optimizer looks at gradients that are not reduced yet: all ranks
-        skip the step or none does, or else some would wait for others that never come."""
+        """Check on all ranks whether gradients are finite.
+
+        A LossScaleOptimizer around a distributed optimizer sees gradients that are not reduced yet. All ranks skip the
+        step or none does; otherwise some ranks would wait for others that never arrive.
+        """
         finite = is_finite(self, grads)
         if is_distributed(self.inner_optimizer):
             finite = self.inner_optimizer._smd_all(finite)
@@ -46,11 +51,24 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
 _accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
 
 
-class Reducing:
-    """Comes before an optimizer's class: gradients are reduced by ``_smd_reduce(gradients, variables)``, where all ways of training
-    pass."""
+# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+_Base: Any = object
+
+
+class Reducing(_Base):
+    """Reduces gradients before an optimizer applies them.
+
+    The class precedes an optimizer's class. All ways of training pass its ``apply``, which calls
+    ``_smd_reduce(gradients, variables)``.
+    """
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce gradients and apply them.
+
+        Args:
+            grads: One gradient for each variable.
+            trainable_variables: The variables; by default all that the optimizer knows.
+        """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         # What does not match is for Keras to refuse.
         if len(grads) == len(variables) and not self.gradient_accumulation_steps:

@@ -18,12 +18,12 @@ _hooked = False
 
 
 def init() -> None:
-    """Joins the job that the launcher's environment describes; returns when all ranks have joined.
+    """Join the job that the launcher's environment describes, and wait until all ranks have joined.
 
     Raises:
-        AlreadyInitializedError: if called a second time without `shutdown()`.
-        ConfigError: if the environment contradicts itself.
-        PeerFailedError, WaitTimeoutError, RendezvousError: if the job does not come together.
+        AlreadyInitializedError: This process is in a job already.
+        ConfigError: The environment contradicts itself.
+        PeerFailedError, WaitTimeoutError, RendezvousError: The job does not come together.
     """
     _core.init()
     export_environment()
@@ -33,7 +33,7 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. Does nothing without a session; `init()` may be called again afterwards."""
+    """Leave the job; do nothing if this process is in none. :func:`init` may be called again afterwards."""
     _core.shutdown()
     for name, value in _exported.items():
         if os.environ.get(name) == value:
@@ -42,8 +42,11 @@ def shutdown() -> None:
 
 
 def export_environment() -> None:
-    """Sets the variables of torch's `env://` that the launcher did not set, so that `init_process_group` works under
-    any launcher. `shutdown()` takes them back: they must not reach jobs that this process starts later."""
+    """Set the variables of torch's ``env://`` that the launcher did not set.
+
+    ``init_process_group`` then works under any launcher. :func:`shutdown` removes them, so that they do not reach jobs
+    that this process starts later.
+    """
     for name, value in _core.missing_environment():
         os.environ[name] = value
         _exported[name] = value

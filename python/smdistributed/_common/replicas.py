@@ -1,6 +1,7 @@
 """Tells the job what a rank is about to train, once, so that replicas that start from different values are noticed.
 
-The core compares (``rust-core/src/session/replicas.rs``): ranks tell a checksum and wait for nobody, and the first rank warns.
+The core compares (``rust-core/src/session/replicas.rs``): ranks tell a checksum and wait for nobody, and the first rank
+warns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SAMPLE = 1 << 18
 def tell(
     described: Sequence[Any], values: Iterable[bytes], ranks: Sequence[int], remedy: str, is_final: bool = False
 ) -> None:
-    """Tells the other ranks a checksum of variables.
+    """Tell the other ranks a checksum of variables.
 
     Args:
         described: Shape and type of each variable: only ranks with the same ones are compared.
@@ -35,6 +36,6 @@ def tell(
 
 
 def note_broadcast() -> None:
-    """Variables are broadcast: replicas are equal, whatever they told."""
+    """Record that variables are broadcast: replicas are equal from now on, whatever their checksums were."""
     if _core.is_initialized():
         _core.note_broadcast()

@@ -65,19 +65,43 @@ _NUMPY = ("numpy", "ml_dtypes")
 
 
 def is_known(module: str, name: str) -> bool:
-    """Whether a name is safe to import and call."""
+    """Return whether a name is safe to import and call.
+
+    Args:
+        module: The module's name.
+        name: The name inside it.
+
+    Returns:
+        ``True`` if calling it has no effect but a new object.
+    """
     if name in _NAMES.get(module, ()):
         return True
     return module == "builtins" and _is_exception(getattr(builtins, name, None))
 
 
 def is_argument(module: str, name: str) -> bool:
-    """Whether a name is safe to import, as an argument of what is called."""
+    """Return whether a name is safe to import as an argument of such calls.
+
+    Args:
+        module: The module's name.
+        name: The name inside it.
+
+    Returns:
+        ``True`` if it is; it may still be unsafe to call.
+    """
     return (module, name) in _ARGUMENTS
 
 
 def is_known_object(module: str, found: Any) -> bool:
-    """Whether what an imported module holds is a value, or makes one: scalar types, dtypes, layouts."""
+    """Return whether an imported object is a value or creates one: scalar types, dtypes, layouts.
+
+    Args:
+        module: The module's name.
+        found: The object.
+
+    Returns:
+        ``True`` if it is safe to use and to call.
+    """
     package = module.split(".")[0]
     generic = sys.modules.get("transformers.utils.generic")
     if generic is not None and isinstance(found, type) and issubclass(found, generic.ModelOutput):
@@ -96,12 +120,21 @@ def is_known_object(module: str, found: Any) -> bool:
 
 
 def replacement(module: str, name: str) -> Callable[..., Any] | None:
-    """What is called instead of a function that would unpickle by itself, or call what it is given."""
-    return {
+    """Return the replacement of a function that would itself unpickle data, or call what it is given.
+
+    Args:
+        module: The module's name.
+        name: The name inside it.
+
+    Returns:
+        The function to call instead, or ``None`` if there is none.
+    """
+    replacements: dict[tuple[str, str], Callable[..., Any]] = {
         ("torch.storage", "_load_from_bytes"): _storage,
         ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
         ("torch._utils", "_rebuild_sparse_tensor"): _sparse_tensor,
-    }.get((module, name))
+    }
+    return replacements.get((module, name))
 
 
 def _storage(data: bytes) -> Any:

@@ -7,8 +7,8 @@ A shim depends on the framework's version and on nothing else of the machine, so
 3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
    does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
 
-Only files that nobody but this user and root can have written are loaded from the cache. If others can write to it, an owner-only
-folder among the temporary files takes its place (``rust-core/src/cache.rs``).
+Only files that nobody but this user and root can have written are loaded from the cache. If others can write to it, an
+owner-only folder among the temporary files takes its place (``rust-core/src/cache.rs``).
 
 ``python -m smdistributed._common.shims torch --into DIR`` builds a shim to be shipped as prebuilt.
 """
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from smdistributed import _core
 from smdistributed._common import errors as _core_errors
@@ -106,7 +106,11 @@ class Framework:
         return f"{self.name}-{release}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
 
     def sources(self) -> dict[str, str]:
-        """Name and text of every file that the shim is built from."""
+        """Collect the files that the shim is built from.
+
+        Returns:
+            Text of each file by its name.
+        """
         parts = ("include", "bridge", self.folder)
         return {name: text for name, text in sorted(_core.shim_sources().items()) if name.split("/")[0] in parts}
 
@@ -117,7 +121,14 @@ class Framework:
 
 
 def torch_framework() -> Framework:
-    """The installed PyTorch. Imports it."""
+    """Describe the installed PyTorch, which is imported.
+
+    Returns:
+        The description.
+
+    Raises:
+        ModuleNotFoundError: PyTorch is not installed.
+    """
     import torch
 
     root = Path(torch.__file__).parent
@@ -146,7 +157,14 @@ def _wanted_standard(header: Path) -> str:
 
 
 def tensorflow_framework() -> Framework:
-    """The installed TensorFlow. Imports it."""
+    """Describe the installed TensorFlow, which is imported.
+
+    Returns:
+        The description.
+
+    Raises:
+        ModuleNotFoundError: TensorFlow is not installed.
+    """
     import tensorflow
 
     flags: list[str] = []
@@ -175,7 +193,10 @@ FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "ten
 
 
 def cache_dir() -> Path:
-    """Where the settings say that built shims are kept: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``.
+    """Return the folder of built shims: ``SMD_CACHE_DIR``, by default ``~/.cache/opensmd``.
+
+    Returns:
+        The folder, which may not exist yet.
 
     Raises:
         ShimError: The variable is not set and this user has no home folder.
@@ -189,7 +210,13 @@ def cache_dir() -> Path:
 
 
 def ensure(framework: Framework) -> Path:
-    """The shim for ``framework``, built if need be.
+    """Return the shim for a framework, after building it if necessary.
+
+    Args:
+        framework: The framework.
+
+    Returns:
+        The library.
 
     Raises:
         ShimError: There is no compiler, the compiler fails, or the cache cannot be written.
@@ -230,7 +257,7 @@ def _folder(key: str) -> Path:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether there is a file that nobody but this user and root can have written; says so if it may be somebody else's."""
+    """Return whether only this user and root can have written a file, and warn about a file of others."""
     if not path.is_file():
         return False
     why = _core.untrusted(path)
@@ -241,7 +268,10 @@ def _is_trusted(path: Path) -> bool:
 
 @cache
 def load_torch() -> Any:
-    """Loads the PyTorch shim, once; returns its operations, ``torch.ops.smd``.
+    """Load the PyTorch shim, once.
+
+    Returns:
+        Its operations, ``torch.ops.smd``.
 
     Raises:
         ImportError: PyTorch is not installed.
@@ -259,7 +289,10 @@ def load_torch() -> Any:
 
 @cache
 def load_tensorflow() -> Any:
-    """Loads the TensorFlow shim, once; returns the module of its operations.
+    """Load the TensorFlow shim, once.
+
+    Returns:
+        The module of its operations.
 
     Raises:
         ImportError: TensorFlow is not installed.
@@ -391,10 +424,11 @@ def _failure(
         return None
     lines = output.splitlines()
     causes = [line for line in lines if "error" in line] or lines
+    command = map(str, cast("list[object]", process.args))
     return ShimError(
         f"the {framework.title} {framework.version} shim does not compile (exit code {process.returncode}):\n"
         + "\n".join(f"  {line}" for line in causes[:_SHOWN_ERROR_LINES])
-        + f"\ncommand: {shlex.join(map(str, process.args))}"
+        + f"\ncommand: {shlex.join(command)}"
     )
 
 
@@ -448,7 +482,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Builds shims for the installed frameworks, to be shipped with the package."""
+    """Build shims for the installed frameworks, to be shipped with the package."""
     parser = argparse.ArgumentParser(prog="python -m smdistributed._common.shims", description=main.__doc__)
     parser.add_argument("frameworks", nargs="+", choices=sorted(FRAMEWORKS), help="which ones")
     parser.add_argument("--into", type=Path, default=PREBUILT, help="folder (default: the package's own)")

@@ -1,4 +1,4 @@
-"""What callbacks of training need, whatever the framework."""
+"""Helpers of training callbacks, whatever the framework."""
 
 from __future__ import annotations
 
@@ -8,14 +8,31 @@ import numpy as np
 
 
 def warming_up(epoch: float, warmup_epochs: int, steps_per_epoch: int, ranks: int) -> float:
-    """What the learning rate after the warm-up is multiplied with, at the beginning of a batch."""
+    """Return the factor of the learning rate during warm-up, at the beginning of a batch.
+
+    Args:
+        epoch: The epoch, with the batch as its fraction.
+        warmup_epochs: Length of the warm-up in epochs.
+        steps_per_epoch: Batches of an epoch.
+        ranks: Number of ranks.
+
+    Returns:
+        What the final learning rate is multiplied with: ``1 / ranks`` at the start, 1 at the end.
+    """
     # The last batch of the warm-up has the whole rate.
     epoch += 1 / steps_per_epoch
     return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
 
 
 def is_number(value: Any) -> bool:
-    """Whether an entry of the logs can be averaged."""
+    """Return whether an entry of the logs can be averaged.
+
+    Args:
+        value: The entry.
+
+    Returns:
+        ``True`` for numbers and for arrays of one number without dimensions.
+    """
     try:
         return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
     except (TypeError, ValueError):

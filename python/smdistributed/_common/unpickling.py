@@ -5,8 +5,9 @@ A pickle names functions and classes, and calls them. :func:`loads` accepts thes
 - *Plain data*: numbers, texts, bytes, containers. No name is needed for them.
 - *Known names*: types of the standard library that hold data, arrays of NumPy, tensors of PyTorch and TensorFlow
   (:mod:`smdistributed._common.safe_names`).
-- *Data classes*: dataclasses, named tuples and enums of modules that this process has imported, and any class of the user's own
-  code. Their objects get their attributes back; no method of theirs runs. No module is imported for a pickle.
+- *Data classes*: dataclasses, named tuples and enums of modules that this process has imported, and any class of the
+  user's own code. Their objects get their attributes back; no method of theirs runs. No module is imported for a
+  pickle.
 - *What the user trusts*: :func:`add_safe_globals`, ``torch.serialization.add_safe_globals`` and ``SMD_SAFE_GLOBALS``.
 
 Everything else is an :class:`UnsafeObjectError` that names the class, its sender and the remedy.
@@ -40,15 +41,20 @@ class UnsafeObjectError(pickle.UnpicklingError):
 
 
 def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
-    """Lets objects from other ranks contain these classes and functions; call it on all ranks that receive them.
+    """Allow objects from other ranks to contain these classes and functions.
 
-    A pickle may then call them with any arguments, and restore objects through their own ``__setstate__``.
+    All ranks that receive such objects call it. A pickle may then call the functions with any arguments, and restore
+    objects through their own ``__setstate__``. Named after ``torch.serialization.add_safe_globals``.
 
     Args:
         safe_globals: Classes and functions, or pairs of one and the full name under which pickles know it.
 
     Raises:
         TypeError: An entry is neither.
+
+    Example:
+        >>> class Config: ...
+        >>> add_safe_globals([Config])
     """
     for entry in list(safe_globals):
         value, name = entry if isinstance(entry, tuple) else (entry, None)
@@ -60,12 +66,26 @@ def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
 
 
 def get_safe_globals() -> list[Any]:
-    """What :func:`add_safe_globals` has been given."""
+    """Return what :func:`add_safe_globals` was called with.
+
+    Returns:
+        The classes and functions.
+    """
     return list(_added.values())
 
 
 def dumps(value: Any) -> bytes:
-    """A pickle of ``value``: with the classes by name, which receivers can check, and with cloudpickle only what has no name."""
+    """Pickle an object: classes by name, which receivers can check; only what has no name by cloudpickle.
+
+    Args:
+        value: The object.
+
+    Returns:
+        The pickle.
+
+    Raises:
+        pickle.PicklingError, AttributeError, TypeError: It cannot be pickled, and cloudpickle is not installed.
+    """
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -85,16 +105,19 @@ def loads(
     persistent_load: Callable[[Any], Any] | None = None,
     trusts: Callable[[], bool] | None = None,
 ) -> Any:
-    """The object in a pickle that another rank sent.
+    """Unpickle an object that another rank sent.
 
     Args:
         data: The pickle.
-        sender: For errors, as ``rank 1``.
-        persistent_load: Gives the objects that the sender's ``persistent_id`` left out.
-        trusts: Whether senders have proved that they are of this job; by default the core's answer.
+        sender: For errors, such as ``rank 1``.
+        persistent_load: Returns the objects that the sender's ``persistent_id`` left out.
+        trusts: Tells whether senders have proved that they are of this job; by default the core's answer.
+
+    Returns:
+        The object.
 
     Raises:
-        UnsafeObjectError: It contains something that is not accepted.
+        UnsafeObjectError: The pickle contains something that is not accepted.
     """
     try:
         return _Plain(data, persistent_load).load()
@@ -144,10 +167,14 @@ class _Trust(enum.Enum):
     """A class whose objects get their attributes, without a call of any method."""
 
 
-class _Careful(pickle._Unpickler):  # type: ignore[misc]
+# Without its types: they do not describe the methods and the stack that a subclass may use.
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Careful(_PythonUnpickler):
     """Python's own unpickler in Python, which lets each step be checked."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
     def __init__(
         self, data: bytes, persistent_load: Callable[[Any], Any] | None, sender: str, trusts: Callable[[], bool]
@@ -181,8 +208,9 @@ class _Careful(pickle._Unpickler):  # type: ignore[misc]
         if pattern is not None:
             if fnmatch.fnmatchcase("os.system", pattern) and not self._trusts():
                 raise UnsafeObjectError(
-                    f"{self._sender} sent an object of `{full}`: SMD_SAFE_GLOBALS allows everything (`{pattern}`), but this job is "
-                    "open to the network: set SMD_SECRET to the same random text for all ranks"
+                    f"{self._sender} sent an object of `{full}`, which is refused: SMD_SAFE_GLOBALS allows every name "
+                    f"(`{pattern}`), but this job is open to the network: set SMD_SECRET to the same random text for "
+                    "all ranks"
                 )
             return super().find_class(module, name), _Trust.CALL
         found = _imported(module, name)
@@ -197,8 +225,9 @@ class _Careful(pickle._Unpickler):  # type: ignore[misc]
 
     def _refusal(self, full: str, why: str) -> UnsafeObjectError:
         return UnsafeObjectError(
-            f"{self._sender} sent an object of `{full}`, which is not unpickled: {why}. If the ranks of this job may send it, call "
-            f"`smp.add_safe_globals` (`hvd.add_safe_globals`) with it on all ranks, or set SMD_SAFE_GLOBALS={full}"
+            f"{self._sender} sent an object of `{full}`, which is not unpickled: {why}. If the ranks of this job may "
+            f"send it, call `smp.add_safe_globals` (`hvd.add_safe_globals`) with it on all ranks, or set "
+            f"SMD_SAFE_GLOBALS={full}"
         )
 
     def _refusal_of(self, value: Any, why: str) -> UnsafeObjectError:
@@ -296,7 +325,10 @@ def _matching_setting(full: str) -> str | None:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class or function by its name, if this process has imported it; nothing is imported, and no module looked into for another."""
+    """Return a class or function by its name, if this process has imported it.
+
+    Nothing is imported, and no module is searched for another one.
+    """
     found: Any = sys.modules.get(module)
     *classes, last = name.split(".")
     for part in classes:

@@ -1,5 +1,7 @@
-"""Views of optimizers: objects of a subclass with the same name that share the given one's ``__dict__``, so that there is one
-state, whichever of both is used, saved or restored."""
+"""Views of optimizers: objects of a subclass with the same name, which share the ``__dict__`` of the given optimizer.
+
+There is therefore one state, whichever of both is used, saved or restored.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,16 @@ from typing import Any
 
 
 def view(optimizer: Any, methods: type, options: Any, module: str | None = None) -> Any:
-    """The optimizer under a subclass of its class, with the same state.
+    """Return the optimizer under a subclass of its class, with the same state.
 
     Args:
         optimizer: The optimizer.
-        methods: What is different about it.
-        options: For these methods.
-        module: Where the class says that it is from; by default where the optimizer's is.
+        methods: The methods that differ.
+        options: Options for these methods.
+        module: ``__module__`` of the class; by default that of the optimizer's.
+
+    Returns:
+        The view.
     """
     cls = type(optimizer)
     members = {
@@ -23,17 +28,25 @@ def view(optimizer: Any, methods: type, options: Any, module: str | None = None)
         "_smd_class": cls,
         "_smd_options": options,
     }
-    return _sharing(optimizer, type(cls)(cls.__name__, (methods, cls), members))
+    metaclass: Any = type(cls)
+    return _sharing(optimizer, metaclass(cls.__name__, (methods, cls), members))
 
 
 def given(optimizer: Any) -> Any:
-    """What a distributed optimizer was made of."""
+    """Return the optimizer that a distributed one was made of.
+
+    Args:
+        optimizer: The distributed optimizer.
+
+    Returns:
+        A view under the original class.
+    """
     return _sharing(optimizer, optimizer._smd_class)
 
 
 def _sharing(optimizer: Any, cls: type) -> Any:
     """An object of another class with the same state."""
-    other = object.__new__(cls)
+    other: Any = object.__new__(cls)
     # Past Keras' own `__setattr__`, which would track the dictionary as state.
     object.__setattr__(other, "__dict__", optimizer.__dict__)
     return other

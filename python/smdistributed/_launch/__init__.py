@@ -1,4 +1,4 @@
-"""The console scripts. What they do is decided in the core; only `smdrun doctor`, which asks Python, is here."""
+"""The console scripts. The core does their work; only `smdrun doctor`, which inspects Python's packages, is here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import sys
 
 
 def smdrun() -> int:
-    """Start the ranks of a job on this host; see `smdrun --help`."""
+    """Start the ranks of a job on this host; see `smdrun --help`.
+
+    Returns:
+        The exit code.
+    """
     if sys.argv[1:2] == ["doctor"]:
         from smdistributed._launch import doctor
 
@@ -22,12 +26,20 @@ def smdrun() -> int:
 
 
 def smddprun() -> int:
-    """Run a command in place: what job scripts written for Amazon's launcher put before `python`."""
+    """Run a command in place, for job scripts that have this name of Amazon's launcher before `python`.
+
+    Returns:
+        The exit code, if the command cannot be run.
+    """
     return _become("smddprun", sys.argv[1:])
 
 
 def smddpmprun() -> int:
-    """As `smddprun`; the instance type (`-i TYPE`) and `--allow-bypass` of the original have no meaning here."""
+    """Run a command in place, as `smddprun`; the original's options `-i TYPE` and `--allow-bypass` have no effect.
+
+    Returns:
+        The exit code, if the command cannot be run.
+    """
     words = sys.argv[1:]
     while words[:1] in (["-i"], ["--allow-bypass"]):
         words = words[2:] if words[0] == "-i" else words[1:]

@@ -1,6 +1,6 @@
-"""`smdrun doctor`: what OpenSMD finds on this machine, and for each gap what to do.
+"""`smdrun doctor`: what OpenSMD finds on this machine, with a remedy for each gap.
 
-It imports neither PyTorch nor TensorFlow, since a broken one is what it may be asked about; `--build` does.
+It imports neither PyTorch nor TensorFlow, because a broken framework may be the reason to run it; `--build` does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: What was looked at.
-        state: `ok`; `--` for something that is not there and need not be; `!!` for what will cause trouble.
+        subject: What was checked.
+        state: `ok`; `--` for something that is missing and not required; `!!` for what will cause trouble.
         text: What was found.
         remedy: What to do about it, if something can be done.
     """
@@ -42,7 +42,14 @@ class Finding:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the report; the exit code is 1 if something will cause trouble."""
+    """Print the report.
+
+    Args:
+        arguments: The command line after `doctor`.
+
+    Returns:
+        The exit code: 1 if something will cause trouble, else 0.
+    """
     parser = argparse.ArgumentParser(prog="smdrun doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--build", action="store_true", help="import the frameworks and build their shims now")
     options = parser.parse_args(arguments)
@@ -263,14 +270,14 @@ def _mpi() -> Finding:
             "MPI",
             "--",
             "mpirun not found",
-            "`apt-get install openmpi-bin libopenmpi-dev`: for jobs on several hosts, over networks that TCP makes little of",
+            "`apt-get install openmpi-bin libopenmpi-dev`, for jobs on hosts with a network that TCP cannot use fully",
         )
     if shutil.which(os.environ.get("MPICC") or "mpicc") is None:
         return Finding(
             "MPI",
             "--",
             "mpirun, but no mpicc",
-            "`apt-get install libopenmpi-dev`: for jobs on several hosts, over networks that TCP makes little of",
+            "`apt-get install libopenmpi-dev`, for jobs on hosts with a network that TCP cannot use fully",
         )
     return Finding("MPI", "ok", f"{_first_line([mpirun, '--version'])} at {mpirun}")
 

@@ -1,4 +1,4 @@
-"""How large a bucket of gradients may be; the same for both frameworks."""
+"""The size of a gradient bucket; the same for both frameworks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from smdistributed._common import errors
 
 
 def bucket_bytes(bucket_cap_mb: float | None, on_device: bool = False) -> int:
-    """The size of a bucket in bytes.
+    """Return the size of a bucket in bytes.
 
     Args:
-        bucket_cap_mb: In MiB; ``None`` means 25, or 100 on a device.
-        on_device: Whether the gradients are.
+        bucket_cap_mb: Size in MiB; ``None`` means 25, or 100 on a device.
+        on_device: Whether the gradients are on a device.
+
+    Returns:
+        The size.
 
     Raises:
-        ValueError: It is not positive, or not a multiple of 128 bytes.
+        ValueError: The size is not positive, or not a multiple of 128 bytes.
     """
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float, type(None))):
         raise ValueError(f"`bucket_cap_mb` is {bucket_cap_mb!r}: expected a positive number of MiB")

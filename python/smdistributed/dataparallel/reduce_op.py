@@ -1,4 +1,4 @@
-"""How values of different ranks become one; the same for both frameworks."""
+"""Reductions of values over ranks; the same for both frameworks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class ReduceOp(enum.Enum):
 
 
 def core_name(op: ReduceOp | None, default: ReduceOp) -> str:
-    """The core's name of ``op``.
+    """Return the core's name of a reduction.
 
     Args:
         op: A reduction, or ``None`` for ``default``.
         default: What ``None`` means to the caller.
+
+    Returns:
+        The name.
 
     Raises:
         ValueError: ``op`` is something else.

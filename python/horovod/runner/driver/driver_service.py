@@ -115,8 +115,8 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
             if task.poll() is None:
                 task.kill()
             task.wait()
-        for told in complaints:
-            told.close()
+        for file in complaints:
+            file.close()
         driver.shutdown()
 
 

@@ -97,7 +97,7 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         words = self.path.lstrip("/").split("/", 1)
         if len(words) != 2 or not all(words):
             return BAD_REQUEST, b""
-        act = {"GET": self._get, "PUT": self._put, "DELETE": self._delete}[method]
+        act: Any = {"GET": self._get, "PUT": self._put, "DELETE": self._delete}[method]
         try:
             return act(*words, body) if method == "PUT" else act(*words)
         except Exception as error:

@@ -1,9 +1,10 @@
 """Collectives on tensors.
 
 Every rank calls the same collectives in the same order; inside a ``tf.function`` TensorFlow keeps the order in which
-the function's body names them. :func:`oob_allreduce` and :func:`broadcast` may be called in any order. Tensors of other ranks have the same shape and type; where ranks disagree, each of them
-gets an error that names the ranks and the difference. Eager calls raise the classes of
-``smdistributed.dataparallel.exceptions``; inside a ``tf.function`` TensorFlow raises its own, with the same text.
+the function's body names them. :func:`oob_allreduce` and :func:`broadcast` may be called in any order. Tensors of other
+ranks have the same shape and type. Where ranks disagree, each of them gets an error that names the ranks and the
+difference. Eager calls raise the classes of ``smdistributed.dataparallel.exceptions``; inside a ``tf.function``
+TensorFlow raises its own, with the same text.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def allreduce(
     tensor: tf.Tensor,
     param_index: int,
     num_params: int,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp | None = ReduceOp.AVERAGE,
 ) -> tf.Tensor:
-    """Reduces a tensor over the ranks.
+    """Reduce a tensor over the ranks.
 
-    It is :func:`oob_allreduce`: ranks may call it in any order, and what is ready together runs together, so that it needs
-    neither index nor number. They are checked and have no other effect.
+    Same as :func:`oob_allreduce`: ranks may call it in any order, and tensors that are ready together are reduced
+    together. The index and the number of tensors are checked and have no other effect.
 
     Args:
         tensor: Same shape and type on all ranks.
@@ -64,11 +65,11 @@ def allreduce(
 
 def oob_allreduce(
     tensor: tf.Tensor,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp | None = ReduceOp.AVERAGE,
     name: str | None = None,
 ) -> tf.Tensor:
-    """Reduces a tensor that is no gradient, such as a loss, over the ranks.
+    """Reduce a tensor that is not a gradient, such as a loss, over the ranks.
 
     Ranks may call it in any order and on any thread: it runs once all of them have called it under the same name.
 
@@ -81,6 +82,9 @@ def oob_allreduce(
 
     Returns:
         The reduced tensor, of the same shape and type; bitwise the same on every rank.
+
+    Example:
+        >>> loss = sdp.oob_allreduce(loss)  # the average over the ranks
     """
     sent, ctx = compression.compress(tf.convert_to_tensor(tensor))
     reduction = core_name(op, ReduceOp.AVERAGE)
@@ -89,13 +93,13 @@ def oob_allreduce(
 
 
 def broadcast(tensor: tf.Tensor, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Gives every rank the values of rank ``root_rank``.
+    """Give every rank the values of rank ``root_rank``.
 
     Ranks may call it in any order, as :func:`oob_allreduce`.
 
     Args:
         tensor: Same shape and type on all ranks.
-        root_rank: Whose values.
+        root_rank: Global rank whose values are sent.
         name: As :func:`oob_allreduce` takes it.
 
     Returns:
@@ -125,9 +129,9 @@ def _named(op: Any, function: str, name: str | None, /, **arguments: Any) -> tf.
 
 
 def grouped_all_reduce(
-    tensors: Sequence[tf.Tensor], compression: type = Compression.none, op: ReduceOp | None = ReduceOp.AVERAGE
+    tensors: Sequence[tf.Tensor], compression: Any = Compression.none, op: ReduceOp | None = ReduceOp.AVERAGE
 ) -> list[tf.Tensor]:
-    """Reduces several tensors over the ranks as one operation, in which small ones travel together. An extension.
+    """Reduce several tensors over the ranks as one operation, in which small ones travel together. An extension.
 
     Args:
         tensors: Same number, shapes and types on all ranks; they may differ from each other.
@@ -146,7 +150,7 @@ def grouped_all_reduce(
 
 
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
-    """Gives every rank the rows of all ranks. An extension.
+    """Give every rank the rows of all ranks. An extension.
 
     Args:
         tensor: ``[rows, ...]``, of the same type on all ranks and, but for the number of rows, of the same shape.
@@ -164,7 +168,7 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
 def reduce_scatter(
     tensor: tf.Tensor, op: ReduceOp | None = ReduceOp.AVERAGE, rows: Sequence[int] | tf.Tensor | None = None
 ) -> tf.Tensor:
-    """Reduces a tensor over the ranks and gives each of them a block of the result's rows. An extension.
+    """Reduce a tensor over the ranks and give each of them a block of the result's rows. An extension.
 
     Args:
         tensor: ``[rows, ...]``, same shape and type on all ranks.
@@ -186,7 +190,7 @@ def reduce_scatter(
 
 
 def all_to_all(tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sends a block of rows to every rank. An extension.
+    """Send a block of rows to every rank. An extension.
 
     Args:
         tensor: ``[rows, ...]``; rows have the same type and shape on all ranks.
@@ -204,10 +208,10 @@ def all_to_all(tensor: tf.Tensor, splits: Sequence[int] | tf.Tensor | None = Non
 
 
 def barrier() -> tf.Operation | None:
-    """Waits for all ranks. An extension.
+    """Wait for all ranks. An extension.
 
     Returns:
-        In a graph, the operation that waits.
+        In a graph, the operation that waits; else ``None``.
     """
     return call(ops.smd_barrier)
 
@@ -219,11 +223,17 @@ def _numbers_of_rows(rows: Sequence[int] | tf.Tensor | None) -> tf.Tensor:
 
 
 def call(op: Any, /, **arguments: Any) -> Any:
-    """Calls an operation of the core; what it raises in eager mode is the class of its code.
+    """Call an operation of the core, and raise its error as the class of the error's code.
 
     Args:
         op: A function of the operations' library.
-        arguments: Its own.
+        **arguments: Arguments of the operation.
+
+    Returns:
+        What the operation returns.
+
+    Raises:
+        SmdistributedError: The operation failed in eager mode.
     """
     try:
         return op(**arguments)

@@ -11,10 +11,10 @@ call of an old script                adapter
 ``metric.reset_states()``            added to Keras 3: ``reset_state()``
 ===================================  ================================================================================
 
-Importing ``smdistributed.dataparallel.tensorflow`` puts them into Keras 3 and into tf_keras, once each of these is imported:
-``tf.keras`` imports one when it is first used. ``SMD_KERAS_COMPAT=0`` leaves them out. A script that uses none of these calls behaves as
-without them: names are only added, arguments that Keras would refuse are taken, and the list of variables equals,
-prints, copies and pickles as the list that it was.
+Importing ``smdistributed.dataparallel.tensorflow`` puts them into Keras 3 and into tf_keras, once each of these is
+imported: ``tf.keras`` imports one when it is first used. ``SMD_KERAS_COMPAT=0`` leaves them out. A script that uses
+none of these calls behaves as without them: names are only added, arguments that Keras would refuse are taken, and the
+list of variables equals, prints, copies and pickles as the list that it was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OFF = ("0", "false", "off", "no")
 
 
 def install() -> None:
-    """Puts the adapters into the Keras packages that this process has imported, and into others when it imports them."""
+    """Install the adapters in the Keras packages that are imported, and in others when they are imported."""
     if _core.setting("SMD_KERAS_COMPAT").lower() in _OFF:
         return
     for package, adapt in _ADAPTED.items():
@@ -84,8 +84,9 @@ def _owner(cls: type, name: str) -> Any:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
-def _classes(base: type) -> list[type]:
-    return [base, *(cls for child in base.__subclasses__() for cls in _classes(child))]
+def _classes(base: Any) -> list[Any]:
+    children: list[Any] = base.__subclasses__()
+    return [base, *(cls for child in children for cls in _classes(child))]
 
 
 class CallableList(list):
@@ -102,19 +103,34 @@ class CallableList(list):
     # What Keras asks of a class that its trees go into.
 
     def tree_flatten(self) -> tuple[list[Any], None]:
-        """The elements."""
+        """Return the elements, for Keras' trees.
+
+        Returns:
+            The elements, and no metadata.
+        """
         return list(self), None
 
     @classmethod
     def tree_unflatten(cls, _metadata: None, children: Sequence[Any]) -> list[Any]:
-        """A plain list."""
+        """Return a plain list, for Keras' trees.
+
+        Args:
+            _metadata: Ignored.
+            children: The elements.
+
+        Returns:
+            The list.
+        """
         return list(children)
 
 
 def _callable(variables: property) -> property:
-    @functools.wraps(variables.fget)
+    getter = variables.fget
+    assert getter is not None, "Keras' properties can be read"
+
+    @functools.wraps(getter)
     def get(self: Any) -> CallableList:
-        return CallableList(variables.fget(self))
+        return CallableList(getter(self))
 
     return property(get, variables.fset, variables.fdel, variables.__doc__)
 
@@ -147,17 +163,21 @@ def _set_learning_rate(self: Any, value: Any) -> None:
 
 
 def reset_states(self: Any) -> None:
-    """Resets the metric: ``reset_state`` under its old name."""
+    """Reset the metric: ``reset_state`` under its old name."""
     self.reset_state()
 
 
 def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> Any:
-    """Computes the gradients of ``loss`` and applies them.
+    """Compute the gradients of ``loss`` and apply them.
 
     Args:
+        self: The optimizer.
         loss: A function without arguments, or a tensor that ``tape`` has recorded.
         var_list: Variables, or a function that returns them.
-        tape: For a tensor.
+        tape: The tape that recorded ``loss``; needed if ``loss`` is a tensor.
+
+    Returns:
+        What ``apply_gradients`` returns.
 
     Raises:
         ValueError: ``loss`` is a tensor, and there is no tape.
@@ -175,11 +195,15 @@ def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None =
 
 
 def get_gradients(self: Any, loss: tf.Tensor, params: Any) -> list[Any]:
-    """The gradients of ``loss`` with respect to ``params``: this rank's own; ``apply_gradients`` reduces them.
+    """Return this rank's gradients of ``loss`` with respect to ``params``; ``apply_gradients`` reduces them.
 
     Args:
+        self: The optimizer.
         loss: A tensor of a ``tf.function`` or of a graph of TF1.
         params: Variables.
+
+    Returns:
+        One gradient for each variable.
 
     Raises:
         RuntimeError: In eager mode, where nothing has recorded how ``loss`` came to be.

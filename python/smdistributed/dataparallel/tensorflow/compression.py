@@ -1,4 +1,4 @@
-"""How gradients travel."""
+"""Types in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -6,45 +6,81 @@ import tensorflow as tf
 
 
 class NoneCompression:
-    """Unchanged."""
+    """Send tensors unchanged."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """What is sent, and what :meth:`decompress` needs to know."""
+        """Return the tensor unchanged.
+
+        Args:
+            tensor: The tensor to send.
+
+        Returns:
+            The tensor, and ``None`` for :meth:`decompress`.
+        """
         return tensor, None
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor again."""
+        """Return the tensor unchanged.
+
+        Args:
+            tensor: The reduced tensor.
+            ctx: Ignored.
+
+        Returns:
+            The tensor.
+        """
         return tensor
 
 
 class FP16Compression:
-    """Floating tensors are sent as float16; others are untouched."""
+    """Send floating-point tensors as float16; others are unchanged."""
 
     _wire = tf.float16
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """What is sent, and the type to go back to."""
+        """Cast a floating-point tensor to the narrow type.
+
+        Args:
+            tensor: The tensor to send.
+
+        Returns:
+            The tensor in the narrow type, and the type to return to; ``None`` if it was not cast.
+        """
         if not tensor.dtype.is_floating:
             return tensor, None
         return tf.cast(tensor, cls._wire), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor in its own type."""
+        """Cast a reduced tensor to its own type.
+
+        Args:
+            tensor: The reduced tensor.
+            ctx: What :meth:`compress` returned with it.
+
+        Returns:
+            The tensor in its own type.
+        """
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
 class BF16Compression(FP16Compression):
-    """Floating tensors are sent as bfloat16, which has the range of float32; others are untouched. An extension."""
+    """Send floating-point tensors as bfloat16, which has the range of float32; others are unchanged. An extension."""
 
     _wire = tf.bfloat16
 
 
 class Compression:
-    """The choices."""
+    """The compressions of gradients.
+
+    Attributes:
+        none: Gradients travel in their own type.
+        fp16: As float16.
+        bf16: As bfloat16. An extension.
+    """
 
     none = NoneCompression
     fp16 = FP16Compression

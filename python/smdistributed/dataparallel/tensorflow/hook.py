@@ -10,12 +10,13 @@ from smdistributed.dataparallel.tensorflow.variables import broadcast_global_var
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives all global variables the values of one rank when a ``MonitoredTrainingSession`` is made.
+    """Give all global variables the values of one rank when a ``MonitoredTrainingSession`` is created.
 
-    So all ranks start from the same values, whether these are random or come from a checkpoint that one rank has read.
+    All ranks then start from the same values, whether these are random or come from a checkpoint that one rank has
+    read.
 
     Args:
-        root_rank: Whose values.
+        root_rank: Global rank whose values are sent.
     """
 
     def __init__(self, root_rank: int) -> None:
@@ -24,11 +25,16 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._operation: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Adds the operation to the graph, which is finalized after this."""
+        """Add the operation to the graph before it is finalized."""
         graph = tf.compat.v1.get_default_graph()
         if self._operation is None or self._operation.graph is not graph:
             self._operation = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Broadcasts, once the variables have their first values."""
+        """Broadcast once the variables have their initial values.
+
+        Args:
+            session: The session.
+            coord: Ignored.
+        """
         session.run(self._operation)

@@ -8,10 +8,13 @@ from smdistributed.dataparallel.exceptions import CLASSES
 
 
 def init() -> None:
-    """Joins the job that the launcher's environment describes; returns when all ranks have joined.
+    """Join the job that the launcher's environment describes, and wait until all ranks have joined.
 
     Raises:
-        SMDDPAlreadyInitializedError: It was called before.
+        SMDDPAlreadyInitializedError: This process is in a job already.
+        ConfigError: The environment contradicts itself.
+        PeerFailedError: A rank ended before all had joined.
+        SMDDPTimeoutError: Not all ranks joined within the timeout.
     """
     with errors.translated(CLASSES):
         lifecycle.init()
@@ -20,30 +23,61 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; does nothing if this process is in none. Happens by itself when the process ends."""
+    """Leave the job; do nothing if this process is in none.
+
+    The end of the process does the same.
+    """
     with errors.translated(CLASSES):
         lifecycle.shutdown()
 
 
 def rank() -> int:
-    """Global rank, 0 to size - 1."""
+    """Return the global rank of this process.
+
+    Returns:
+        The rank, from 0 to ``size() - 1``.
+
+    Raises:
+        SMDDPNotInitializedError: ``init()`` was not called.
+    """
     with errors.translated(CLASSES):
         return _core.rank()
 
 
 def size() -> int:
-    """Processes of the job."""
+    """Return the number of processes of the job.
+
+    Returns:
+        The number.
+
+    Raises:
+        SMDDPNotInitializedError: ``init()`` was not called.
+    """
     with errors.translated(CLASSES):
         return _core.size()
 
 
 def local_rank() -> int:
-    """Rank on this host."""
+    """Return the rank of this process on its host.
+
+    Returns:
+        The rank, from 0 to ``local_size() - 1``; usually the index of the GPU to use.
+
+    Raises:
+        SMDDPNotInitializedError: ``init()`` was not called.
+    """
     with errors.translated(CLASSES):
         return _core.local_rank()
 
 
 def local_size() -> int:
-    """Processes on this host."""
+    """Return the number of processes on this host.
+
+    Returns:
+        The number.
+
+    Raises:
+        SMDDPNotInitializedError: ``init()`` was not called.
+    """
     with errors.translated(CLASSES):
         return _core.local_size()

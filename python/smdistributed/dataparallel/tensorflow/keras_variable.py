@@ -8,7 +8,14 @@ import tensorflow as tf
 
 
 def underlying(variable: Any) -> Any:
-    """The ``tf.Variable`` that a Keras 3 variable stands for; anything else as it is."""
+    """Return the ``tf.Variable`` that a variable of Keras 3 stands for.
+
+    Args:
+        variable: Any object.
+
+    Returns:
+        The ``tf.Variable``, or the object itself if it is no variable of Keras 3.
+    """
     if isinstance(variable, tf.Variable):
         return variable
     inner = getattr(variable, "value", None)

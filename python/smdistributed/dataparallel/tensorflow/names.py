@@ -18,14 +18,17 @@ _calls: dict[str, int] = {}
 
 
 def of(function: str, name: str | None) -> str:
-    """The name of a call, the same on all ranks.
+    """Return the name of a call, which is the same on all ranks.
 
-    In a graph it follows from the names of the function that is traced and of the node, so ranks agree if they trace the
-    same function. Otherwise it is the caller's, or else the number of the call since ``init()``.
+    In a graph it follows from the names of the function that is traced and of the node, so ranks agree if they trace
+    the same function. Otherwise it is the caller's, or else the number of the call since ``init()``.
 
     Args:
         function: What is called, such as ``oob_allreduce``.
         name: The caller's name for it.
+
+    Returns:
+        The name.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     if graph is not None:
@@ -33,17 +36,17 @@ def of(function: str, name: str | None) -> str:
         while type(graph).__name__ in _BRANCHES:
             graph = graph.outer_graph
         # Graphs of TF1 have no name.
-        function = getattr(graph, "name", None)
-        return f"{function}/{node}" if function else node
+        traced = getattr(graph, "name", None)
+        return f"{traced}/{node}" if traced else node
     return name or _numbered(function)
 
 
 def take_back(function: str, name: str) -> None:
-    """Forgets the last call, which this rank could not make: the others do not count it either.
+    """Take back the count of a call that this rank could not make: the others do not count it either.
 
     Args:
         function: As for :func:`of`.
-        name: What that has returned.
+        name: The name that :func:`of` returned.
     """
     with _lock:
         count = _calls.get(function, 0)

@@ -1,8 +1,8 @@
 """Optimizers that reduce gradients over the ranks before they apply them.
 
 A distributed optimizer is a *view* of the given one: an object of a subclass with the same name that shares the given
-one's ``__dict__``. Variables, hyperparameters, slots and what checkpoints track are therefore one and the same, whatever
-of both is used, and a saved model carries the given optimizer's class and no trace of this library.
+one's ``__dict__``. Variables, hyperparameters, slots and what checkpoints track are therefore one and the same,
+whatever of both is used, and a saved model carries the given optimizer's class and no trace of this library.
 
 Each family has one place that every way of training goes through, and reduces there (OPT-1): ``apply`` in Keras 3
 (the update in it, if gradients accumulate),
@@ -40,12 +40,12 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     sparse_as_dense: bool = True,
     op: ReduceOp | None = ReduceOp.AVERAGE,
     bucket_cap_mb: float | None = 25,
 ) -> Any:
-    """Makes an optimizer reduce gradients over the ranks before it applies them.
+    """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
         optimizer: Of Keras 3, of tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
@@ -65,6 +65,9 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
         NotImplementedError: A device is given.
         TypeError: It is no optimizer of these families.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
+
+    Example:
+        >>> optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.01 * sdp.size()))
     """
     if device_dense or device_sparse:
         raise NotImplementedError("`device_dense` and `device_sparse` are not supported: leave them empty")
@@ -88,7 +91,14 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether the optimizer, or the one inside of it, reduces gradients over the ranks."""
+    """Return whether an optimizer, or the one inside it, reduces gradients over the ranks.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        ``True`` for what :func:`DistributedOptimizer` returned, also inside a LossScaleOptimizer.
+    """
     inner = getattr(optimizer, "inner_optimizer", None)
     return isinstance(optimizer, Methods) or (inner is not None and is_distributed(inner))
 
@@ -98,11 +108,19 @@ def _distributed(optimizer: Any, options: dict[str, Any]) -> Any:
 
 
 def family(optimizer: Any) -> type[Methods]:
-    """What is different about a distributed optimizer of this family. Imports no Keras: a family whose module was not
-    imported has no optimizers.
+    """Return the methods of a distributed optimizer of this family.
+
+    The function imports no Keras: a family whose module is not imported has no optimizers.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        A subclass of :class:`Methods`.
 
     Raises:
         TypeError: It is no optimizer of these families.
+        UnsupportedError: Keras runs on another backend than TensorFlow.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return TF1
@@ -122,8 +140,12 @@ def family(optimizer: Any) -> type[Methods]:
     raise TypeError(f"{optimizer!r} is not an optimizer: expected one of Keras, of tf_keras or of tf.compat.v1.train")
 
 
-class Methods:
-    """The part of a distributed optimizer that comes before the given one's class."""
+# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+_Base: Any = object
+
+
+class Methods(_Base):
+    """The methods of a distributed optimizer; they precede those of the given optimizer's class."""
 
     _smd_class: type
     _smd_options: Any
@@ -156,19 +178,27 @@ class Methods:
 
 
 class Keras3(keras3.Reducing, Methods):
-    """Of Keras 3."""
+    """Methods for optimizers of Keras 3."""
 
 
 class TfKeras(Methods):
-    """Of tf_keras."""
+    """Methods for optimizers of tf_keras."""
 
     def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+        """Reduce gradients. A LossScaleOptimizer around this optimizer calls this method too.
+
+        Args:
+            grads_and_vars: Gradients and variables.
+
+        Returns:
+            The reduced gradients and the variables.
+        """
         # Where the optimizer is inside a LossScaleOptimizer, that one calls this.
         return self._smd_reduced(super().aggregate_gradients(grads_and_vars))
 
 
 class TfKerasLossScale(Methods):
-    """Around one of tf_keras."""
+    """Methods for a LossScaleOptimizer around an optimizer of tf_keras."""
 
     def apply_gradients(
         self,
@@ -177,6 +207,17 @@ class TfKerasLossScale(Methods):
         experimental_aggregate_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
+        """Reduce gradients and apply them.
+
+        Args:
+            grads_and_vars: Gradients and variables.
+            skip_gradients_aggregation: Whether the caller has reduced the gradients.
+            experimental_aggregate_gradients: The opposite, under its old name.
+            **kwargs: Passed on.
+
+        Returns:
+            What the optimizer returns.
+        """
         # The scaled gradients: what is not finite on one rank is not finite on all, so all skip the step.
         if experimental_aggregate_gradients and not skip_gradients_aggregation:
             grads_and_vars = self._smd_reduced(grads_and_vars)
@@ -184,14 +225,14 @@ class TfKerasLossScale(Methods):
 
 
 class Legacy(Methods):
-    """Of tf_keras, legacy."""
+    """Methods for legacy optimizers of tf_keras."""
 
     def _aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         return self._smd_reduced(super()._aggregate_gradients(grads_and_vars))
 
 
 class LegacyLossScale(Methods):
-    """Around one of tf_keras, legacy."""
+    """Methods for a LossScaleOptimizer around a legacy optimizer of tf_keras."""
 
     def apply_gradients(
         self,
@@ -199,13 +240,32 @@ class LegacyLossScale(Methods):
         name: str | None = None,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
+        """Reduce gradients and apply them.
+
+        Args:
+            grads_and_vars: Gradients and variables.
+            name: Passed on.
+            experimental_aggregate_gradients: Whether gradients are to be reduced.
+
+        Returns:
+            What the optimizer returns.
+        """
         if experimental_aggregate_gradients:
             grads_and_vars = self._smd_reduced(grads_and_vars)
         return super().apply_gradients(grads_and_vars, name, experimental_aggregate_gradients=False)
 
 
 class TF1(Methods):
-    """Of ``tf.compat.v1.train``."""
+    """Methods for optimizers of ``tf.compat.v1.train``."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Compute gradients and reduce them.
+
+        Args:
+            *args: Arguments of the optimizer's method.
+            **kwargs: Keyword arguments of the optimizer's method.
+
+        Returns:
+            The reduced gradients and the variables.
+        """
         return self._smd_reduced(super().compute_gradients(*args, **kwargs))

@@ -35,11 +35,15 @@ _CHAIN = SimpleNamespace(_id=None, op=SimpleNamespace(type="SmdChain"))
 
 @auto_control_deps.register_acd_resource_resolver
 def join_the_chain(op: Any, _: Any, writes: Any) -> bool:
-    """Adds the chain to what ``op`` uses, if ``op`` runs collectives; says whether it did.
+    """Add the chain to the resources that an operation uses, if the operation runs collectives.
 
     Args:
         op: An operation of a graph that is being traced.
+        _: Ignored.
         writes: The resources that it writes to.
+
+    Returns:
+        Whether the chain was added.
     """
     if op.type not in _FUNCTIONS or _CHAIN in writes or not _runs_ours(op):
         return False

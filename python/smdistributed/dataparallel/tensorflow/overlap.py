@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def overlap(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor, through a node of its own in the graph; so does its gradient.
+    """Return the tensor through a node of its own in the graph; its gradient passes one as well.
 
     The original needed such marks to start reductions before the end of backward. Here they start when
     gradients are ready, with or without marks.

@@ -1,8 +1,8 @@
 """The reduction of a step's gradients: what the tape and the optimizers share.
 
 Gradients go to a reducer of the core, each one by an operation of its own, as soon as it is there; the core reduces
-them bucket by bucket while the rest of backward runs. Which reducer that is follows from what the gradients are and from
-their place in the graph, so that a function that is traced again finds its own.
+them bucket by bucket while the rest of backward runs. Which reducer that is follows from what the gradients are and
+from their place in the graph, so that a function that is traced again finds its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -30,7 +30,7 @@ from smdistributed.dataparallel.tensorflow.compression import (
 )
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 # Compressions that the core does by itself, and what gradients then travel as.
 _WIRES: dict[type, str | None] = {NoneCompression: None, FP16Compression: "float16", BF16Compression: "bfloat16"}
@@ -51,14 +51,14 @@ def reduce_gradients(
     gradients: Sequence[Gradient],
     variables: Sequence[Any],
     *,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp | None = ReduceOp.AVERAGE,
     sparse_as_dense: bool = True,
     bucket_cap_mb: float | None = 25,
     name: str | None = None,
     group: int = 0,
 ) -> list[Gradient]:
-    """Reduces the gradients of one step over the ranks.
+    """Reduce the gradients of one step over the ranks.
 
     Args:
         gradients: One for each variable: a tensor, ``tf.IndexedSlices``, or ``None``. All ranks have the same kinds,
@@ -96,8 +96,8 @@ def reduce_gradients(
                 if not sparse_as_dense:
                     # One after the other, which a graph has to be told.
                     with tf.control_dependencies(last if graph else []):
-                        reduced[index] = _gather(gradient, op, graph, group)
-                    last = [reduced[index].values]
+                        gathered = _gather(gradient, op, graph, group)
+                    reduced[index], last = gathered, [gathered.values]
                     continue
                 gradient = tf.convert_to_tensor(gradient)
             if not gradient.shape.is_fully_defined():
@@ -129,20 +129,46 @@ def reduce_gradients(
 
 
 def check_options(op: ReduceOp | None, bucket_cap_mb: float | None) -> None:
-    """Raises ValueError for what gradients cannot be reduced with."""
+    """Check that gradients can be reduced with these options.
+
+    Args:
+        op: The reduction.
+        bucket_cap_mb: Size of a bucket in MiB.
+
+    Raises:
+        ValueError: ``op`` is neither ``AVERAGE`` nor ``SUM``, or the size is not acceptable.
+    """
     if core_name(op, ReduceOp.AVERAGE) not in ("average", "sum"):
         raise ValueError(f"gradients are reduced by ReduceOp.AVERAGE or ReduceOp.SUM, not by {op}")
     bucket_bytes(bucket_cap_mb)
 
 
 def name_of(variable: Any) -> str:
-    """A variable's name, the same on all ranks: they may have built different numbers of models before this one."""
-    name = getattr(variable, "path", None) or ("" if isinstance(variable, tf.Tensor) else getattr(variable, "name", ""))
-    return _COUNT.sub("", name.removesuffix(":0")) or "tensor"
+    """Return a variable's name, without the counts that Keras appends.
+
+    Ranks may have built different numbers of models before this one, so the counts may differ between ranks.
+
+    Args:
+        variable: A variable or a tensor.
+
+    Returns:
+        The name, which is the same on all ranks.
+    """
+    name = getattr(variable, "path", None)
+    if not name and not isinstance(variable, tf.Tensor):
+        name = getattr(variable, "name", None)
+    return _COUNT.sub("", (name or "").removesuffix(":0")) or "tensor"
 
 
 def place_of(variable: Any) -> str:
-    """The device on which a variable's gradients are reduced, in a process with GPUs: where the variable is."""
+    """Return the device on which a variable's gradients are reduced, in a process with GPUs.
+
+    Args:
+        variable: The variable.
+
+    Returns:
+        The device of the variable, such as ``/device:GPU:0``.
+    """
     device = tf.DeviceSpec.from_string(getattr(underlying(variable), "device", None) or "")
     if device.device_type is None:
         # In a graph that says nothing else, TensorFlow would choose the first one, too.

@@ -19,13 +19,16 @@ note_broadcast = replicas.note_broadcast
 
 @tf.autograph.experimental.do_not_convert
 def compare(variables: Sequence[Any], ranks: Sequence[int] | None, remedy: str) -> None:
-    """Tells the other ranks what these variables are, the first time in a session. The first rank warns in the second step if ranks
-    have other values and nothing was broadcast. Waits for nobody, and reads variables only.
+    """Tell the other ranks the values of these variables, the first time in a session.
 
-    In a function, it is done when the function is traced. In a graph of TensorFlow 1, variables have no values yet, and nothing is done.
+    The first rank warns in the second step if ranks have other values and nothing was broadcast. The function waits for
+    no other rank, and only reads the variables.
+
+    Inside a ``tf.function`` it runs when the function is traced. In a graph of TensorFlow 1, variables have no values
+    yet, and the function does nothing.
 
     Args:
-        variables: What is trained.
+        variables: The variables that are trained.
         ranks: Ranks that reduce the gradients together; ``None`` for all.
         remedy: The call that makes replicas equal.
     """

@@ -17,46 +17,65 @@ from smdistributed.dataparallel.tensorflow.variables import BROADCAST
 class TapeView(tf.GradientTape):
     """The given tape under another class: both record, watch and forget the same.
 
-    So it may be wrapped after the ``with`` block or used for it. ``jacobian`` and ``batch_jacobian`` are the given tape's.
+    It may therefore be created after the ``with`` block, or used for it. ``jacobian`` and ``batch_jacobian`` are those
+    of the given tape.
 
     Args:
         tape: The tape.
 
     Raises:
-        TypeError: It is none.
-        ValueError: It is a view already.
+        TypeError: The argument is no ``tf.GradientTape``.
+        ValueError: The argument is a view already.
     """
 
     # What is the tape's own lies in its `__dict__`, which both share.
     __slots__ = ("_given",)
 
     def __new__(cls, tape: tf.GradientTape, *args: Any, **kwargs: Any) -> TapeView:
-        return super().__new__(_class_for(cls, type(tape)))
+        """Create an object of a subclass of the tape's class."""
+        classes: tuple[Any, Any] = (cls, type(tape))
+        return super().__new__(_class_for(*classes))
 
     def __init__(self, tape: tf.GradientTape) -> None:
         if not isinstance(tape, tf.GradientTape):
             raise TypeError(f"`gradtape` is {tape!r}: expected a tf.GradientTape")
         if isinstance(tape, TapeView):
             raise ValueError("the tape is a DistributedGradientTape already: its gradients would be reduced twice")
-        self.__dict__ = tape.__dict__
+        object.__setattr__(self, "__dict__", tape.__dict__)
         self._given = tape
 
     # These call `gradient` for every row, which is not to be reduced.
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.jacobian``, of this rank alone."""
+        """Return the Jacobian of this rank alone, as ``tf.GradientTape.jacobian``.
+
+        Args:
+            *args: Arguments of the tape's method.
+            **kwargs: Keyword arguments of the tape's method.
+
+        Returns:
+            What the tape returns.
+        """
         return self._given.jacobian(*args, **kwargs)
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.batch_jacobian``, of this rank alone."""
+        """Return the batch Jacobian of this rank alone, as ``tf.GradientTape.batch_jacobian``.
+
+        Args:
+            *args: Arguments of the tape's method.
+            **kwargs: Keyword arguments of the tape's method.
+
+        Returns:
+            What the tape returns.
+        """
         return self._given.batch_jacobian(*args, **kwargs)
 
 
 class DistributedGradientTape(TapeView):
-    """A ``tf.GradientTape`` whose ``gradient`` reduces what it returns over the ranks.
+    """A ``tf.GradientTape`` whose ``gradient`` reduces the gradients over the ranks.
 
-    It is the given tape in all other respects: both record, watch and forget the same. So it may be wrapped after the
-    ``with`` block or used for it. ``jacobian`` and ``batch_jacobian`` are this rank's own.
+    In all other respects it is the given tape: both record, watch and forget the same. It may be created after the
+    ``with`` block, or used for it. ``jacobian`` and ``batch_jacobian`` are this rank's own.
 
     Args:
         gradtape: The tape.
@@ -70,6 +89,12 @@ class DistributedGradientTape(TapeView):
     Raises:
         NotImplementedError: A device is given.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the tape reduces already.
+
+    Example:
+        >>> with tf.GradientTape() as tape:
+        ...     loss = loss_of(model(batch))
+        >>> tape = sdp.DistributedGradientTape(tape)
+        >>> gradients = tape.gradient(loss, model.trainable_variables)
     """
 
     __slots__ = ("_options",)
@@ -79,7 +104,7 @@ class DistributedGradientTape(TapeView):
         gradtape: tf.GradientTape,
         device_dense: str = "",
         device_sparse: str = "",
-        compression: type = Compression.none,
+        compression: Any = Compression.none,
         sparse_as_dense: bool = True,
         op: ReduceOp | None = ReduceOp.AVERAGE,
         *,
@@ -89,7 +114,7 @@ class DistributedGradientTape(TapeView):
             raise NotImplementedError("`device_dense` and `device_sparse` are not supported: leave them empty")
         check_options(op, bucket_cap_mb)
         super().__init__(gradtape)
-        self._options = {
+        self._options: dict[str, Any] = {
             "compression": compression,
             "op": op,
             "sparse_as_dense": sparse_as_dense,
@@ -103,7 +128,19 @@ class DistributedGradientTape(TapeView):
         output_gradients: Any = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, reduced over the ranks. All ranks call it in the same order."""
+        """Return gradients as ``tf.GradientTape.gradient`` does, reduced over the ranks.
+
+        All ranks call it in the same order.
+
+        Args:
+            target: What is differentiated.
+            sources: Variables or tensors, in any structure.
+            output_gradients: Gradients of ``target``; ones by default.
+            unconnected_gradients: What stands for the gradient of a source that ``target`` does not depend on.
+
+        Returns:
+            The reduced gradients, in the structure of ``sources``.
+        """
         gradients = self._given.gradient(target, sources, output_gradients, unconnected_gradients)
         variables = tf.nest.flatten(sources)
         compare(variables, None, BROADCAST)

@@ -22,20 +22,25 @@ BROADCAST = (
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operation | None:
-    """Assigns the values of rank ``root_rank`` to variables on all ranks.
+    """Assign the values of rank ``root_rank`` to variables on all ranks.
 
-    In eager mode, in a ``tf.function`` (also under a condition, if it is the same on all ranks), and in graphs of TF1.
+    It works in eager mode, in graphs of TF1, and in a ``tf.function``, also under a condition that is the same on all
+    ranks.
 
     Args:
         variables: ``tf.Variable`` and Keras variables, the same on all ranks in the same order; or a single one.
-        root_rank: Whose values.
+        root_rank: Global rank whose values are sent.
 
     Returns:
         ``None``; in a graph of TF1, the operation to run.
 
     Raises:
-        TypeError: One of them is no variable, or of a type that cannot be sent.
+        TypeError: An object is no variable, or of a type that cannot be sent.
         ValueError: There is no rank ``root_rank``.
+
+    Example:
+        >>> sdp.broadcast_variables(model.variables, root_rank=0)
+        >>> sdp.broadcast_variables(optimizer.variables, root_rank=0)
     """
     _check_root(root_rank)
     note_broadcast()
@@ -57,14 +62,14 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation | None:
-    """Assigns the values of rank ``root_rank`` to all global variables of a TF1 graph on all ranks.
+    """Assign the values of rank ``root_rank`` to all global variables of a TF1 graph on all ranks.
 
     Args:
-        root_rank: Whose values.
+        root_rank: Global rank whose values are sent.
 
     Returns:
         The operation for the session to run. In eager mode and in a ``tf.function``, which have no such collection,
-        it warns and returns ``None``: there, ``broadcast_variables`` is told which ones.
+        the function warns and returns ``None``; use :func:`broadcast_variables` there.
 
     Raises:
         ValueError: There is no rank ``root_rank``.

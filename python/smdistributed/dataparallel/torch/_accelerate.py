@@ -1,7 +1,7 @@
-"""Hugging Face's accelerate takes ``backend="smddp"`` for CPU processes.
+"""Make Hugging Face's accelerate accept ``backend="smddp"`` for processes on CPUs.
 
-Its ``PartialState(cpu=True, backend=..)``, which the Trainer's ``ddp_backend`` with ``use_cpu`` becomes, knows ``mpi`` and ``gloo`` and refuses
-every other name, whatever is registered with PyTorch.
+The Trainer's ``ddp_backend`` with ``use_cpu`` becomes ``PartialState(cpu=True, backend=..)``. accelerate accepts only
+``mpi`` and ``gloo`` there, even where another backend is registered with PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULE = "accelerate.state"
 
 
 def install() -> None:
-    """Has accelerate take the name, now or when it is imported."""
+    """Make accelerate accept the backend, now or when it is imported."""
     if hasattr(sys.modules.get(_MODULE), "PartialState"):
         _adapt()
     import_hooks.after_import(_MODULE, _adapt)

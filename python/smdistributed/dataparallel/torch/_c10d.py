@@ -1,8 +1,8 @@
-"""Functions of ``torch.distributed`` that ask for PyTorch's own backends by name, and so refuse every other, or leave a
-backend out where it could do something.
+"""Replacements of functions in ``torch.distributed`` that accept only PyTorch's own backends.
 
+These functions check the backend by name and refuse every other one, or leave out a backend that could serve the call.
 :func:`install` puts a function of this file before each of them. It serves the groups of ``smddp``; a call that
-concerns any other group goes on to PyTorch's function as it came.
+concerns any other group goes on to PyTorch's function unchanged.
 """
 
 from __future__ import annotations
@@ -30,18 +30,34 @@ _times_made: Counter[tuple[int, ...]] = Counter()
 _parent: ContextVar[dist.ProcessGroup | None] = ContextVar("parent", default=None)
 
 
-def is_ours(group: dist.ProcessGroup | None) -> bool:
-    """Whether CPU tensors of `group` go through this backend; ``None`` means the default group."""
+def _resolved(group: dist.ProcessGroup | None) -> Any:
+    """Return a group; the default group for ``None``. Untyped: PyTorch's stubs lack many methods of groups."""
+    return group or dist.group.WORLD
+
+
+def is_ours(group: Any) -> bool:
+    """Return whether CPU tensors of a group go through this backend.
+
+    Args:
+        group: The group; ``None`` means the default group.
+
+    Returns:
+        ``False`` also where this rank is not a member or ``torch.distributed`` is not initialized.
+    """
     if group == dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
         return False
-    group = group or dist.group.WORLD
+    group = _resolved(group)
     if not isinstance(group, dist.ProcessGroup) or _CPU not in group._device_types:
         return False
     return NAME in (dist.get_backend(group), group._get_backend(_CPU).name())
 
 
 def parent() -> dist.ProcessGroup | None:
-    """The group that the one which is being made is a part of, if all ranks of that take part."""
+    """Return the parent of the group that is being created.
+
+    Returns:
+        The parent, if all its ranks take part in the creation; else ``None``.
+    """
     return _parent.get()
 
 
@@ -78,20 +94,22 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """``torch.distributed.monitored_barrier``.
+    """Wait for all ranks of a group, and name the ranks that are missing.
+
+    Replaces ``torch.distributed.monitored_barrier``.
 
     Args:
         group: ``None`` means the default group.
-        timeout: A number counts seconds. ``None`` means the group's.
-        wait_all_ranks: Whether the group's first rank names all ranks that did not come, or the first one only.
+        timeout: Longest wait; a number counts seconds. ``None`` means the group's timeout.
+        wait_all_ranks: Whether the group's first rank names all missing ranks, or the first one only.
 
     Raises:
-        DistBackendError: Not all ranks came in time.
+        DistBackendError: Not all ranks arrived within the timeout.
     """
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     arguments = () if timeout is None else (timeout,)
-    (group or dist.group.WORLD).monitored_barrier(*arguments, wait_all_ranks=wait_all_ranks)
+    _resolved(group).monitored_barrier(*arguments, wait_all_ranks=wait_all_ranks)
 
 
 def split_group(
@@ -102,13 +120,15 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> Any:
-    """``torch.distributed.split_group``, whether a device is bound to the default group or not. All ranks of the parent
-    call it; if the parent was not used on CUDA devices, those of a split meet without the others.
+    """Split a group, whether a device is bound to the default group or not.
+
+    Replaces ``torch.distributed.split_group``. All ranks of the parent call it. If the parent was not used on CUDA
+    devices, the ranks of a split meet without the others.
 
     Args:
         parent_pg: The group to split; ``None`` means the default group.
         split_ranks: For each split its ranks in the parent. Not all ranks of the parent need be in one.
-        timeout: Of the new group; ``None`` means PyTorch's default.
+        timeout: Timeout of the new group; ``None`` means PyTorch's default.
         pg_options: Passed on.
         group_desc: Passed on.
         backend: Of the new group; ``None`` means the parent's.
@@ -119,7 +139,7 @@ def split_group(
     Raises:
         ValueError: A split is empty, names a rank twice or one that does not exist, or a rank is in two.
     """
-    parent = parent_pg or dist.group.WORLD
+    parent = _resolved(parent_pg)
     if not split_ranks:
         raise ValueError("`split_ranks` names no split")
     size = dist.get_world_size(parent)
@@ -154,12 +174,24 @@ def new_group(
     *more: Any,
     **options: Any,
 ) -> Any:
-    """``torch.distributed.new_group``, which all ranks call unless they synchronize locally: so the new group can be made
-    out of the default one, where a backend has to hear of it on every rank.
+    """Create a group as a split of the default group.
+
+    Replaces ``torch.distributed.new_group``. All ranks call it unless they synchronize locally. A backend that must
+    learn of the new group on every rank can therefore split the default group.
 
     Args:
-        ranks: Passed on, as all others.
-        more: What newer versions of PyTorch take, as are ``options``: ``sort_ranks`` since 2.12.
+        ranks: Passed on.
+        timeout: Passed on.
+        backend: Passed on.
+        pg_options: Passed on.
+        use_local_synchronization: Passed on.
+        group_desc: Passed on.
+        device_id: Passed on.
+        *more: Arguments of newer versions of PyTorch, passed on.
+        **options: The same by name: ``sort_ranks`` since 2.12.
+
+    Returns:
+        What PyTorch's function returns.
     """
     arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, *more)
     if (backend or dist.get_backend()) != NAME:
@@ -170,44 +202,47 @@ def new_group(
     if not _is_fine(ranks, timeout, device_id):
         return _theirs["new_group"](*arguments, **options)
     if ranks is not None and dist.get_rank() not in ranks:
-        _stay_out(dist.group.WORLD)
+        _stay_out(_resolved(None))
         return _theirs["new_group"](*arguments, **options)
-    with _out_of(dist.group.WORLD):
+    with _out_of(_resolved(None)):
         return _theirs["new_group"](*arguments, **options)
 
 
 def _get_split_source(pg: dist.ProcessGroup) -> None:
-    """Where a device is bound to the default group, PyTorch splits that behind ``new_group``, by methods that only a
-    backend of its own has. :func:`new_group` does it here."""
+    """Return no group for PyTorch to split.
+
+    Where a device is bound to the default group, PyTorch splits it inside ``new_group``, by methods that only its own
+    backends have. :func:`new_group` splits it here.
+    """
 
 
 def _is_fine(ranks: Any, timeout: Any, device_id: Any) -> bool:
-    """Whether PyTorch takes these arguments: what it refuses, it refuses before any rank makes something."""
+    """Return whether PyTorch accepts these arguments. What it refuses, it refuses before any rank creates something."""
     size = dist.get_world_size()
     members = list(range(size) if ranks is None else ranks)
     is_rank = [isinstance(rank, int) and 0 <= rank < size for rank in members]
     if not (all(is_rank) and 0 < len(set(members)) == len(members)):
         return False
-    bound = dist.group.WORLD.bound_device_id
+    bound = _resolved(None).bound_device_id
     has_time = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))
     return has_time and (device_id is None or bound is None or device_id == bound)
 
 
 def _stay_out(group: dist.ProcessGroup) -> None:
-    """This rank is in none of the groups that others make out of `group` now."""
+    """Record that this rank is in none of the groups that other ranks create out of `group` now."""
     torch.ops.smd.stay_out_of_split(group.boxed())
 
 
 def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """What trainers use to wait longer for the first step than for others: the timeout of later operations."""
-    (group or dist.group.WORLD)._get_backend(_CPU).set_timeout(timeout)
+    """Set the timeout of later operations. Trainers use it to wait longer for the first step than for others."""
+    _resolved(group)._get_backend(_CPU).set_timeout(timeout)
 
 
 def _is_all_ours(group: dist.ProcessGroup | None) -> bool:
-    """Whether no other backend serves some type of devices in the group."""
+    """Return whether no other backend serves some type of devices in the group."""
     if not is_ours(group):
         return False
-    group = group or dist.group.WORLD
+    group = _resolved(group)
     return all(group._get_backend(device).name() == NAME for device in group._device_types)
 
 
@@ -216,7 +251,7 @@ _theirs: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Puts the functions in their places, in every module of PyTorch that has them by name. Once."""
+    """Replace the functions in every module of PyTorch that has them by name."""
     _put_before(monitored_barrier, 0, "group", is_ours)
     _put_before(new_group, None, "", _is_all_ours)
     _put_before(split_group, 0, "parent_pg", _is_all_ours)
@@ -225,8 +260,11 @@ def install() -> None:
 
 
 def _put_before(ours: Callable, position: int | None, name: str, serves: Callable[[Any], bool]) -> None:
-    """`ours` instead of torch's function of the same name where `serves` says so of the argument at `position`, which
-    is called `name`; of the default group if there is none."""
+    """Replace torch's function of the same name by one that chooses between it and `ours`.
+
+    `ours` runs where `serves` accepts the group. The group is the argument at `position`, which is called `name`; if it
+    is missing, `serves` gets ``None``, the default group.
+    """
     theirs = getattr(distributed_c10d, ours.__name__, None)
     if theirs is None:
         warnings.warn(
@@ -237,8 +275,7 @@ def _put_before(ours: Callable, position: int | None, name: str, serves: Callabl
 
     @functools.wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        given = position is not None and len(args) > position
-        group = args[position] if given else kwargs.get(name)
+        group = args[position] if position is not None and len(args) > position else kwargs.get(name)
         return (ours if serves(group) else theirs)(*args, **kwargs)
 
     for module in (distributed_c10d, dist, device_mesh):

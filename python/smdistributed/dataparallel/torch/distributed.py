@@ -1,17 +1,23 @@
 """Collectives on PyTorch tensors, spelled as in ``torch.distributed``.
 
-It stands beside ``torch.distributed`` and needs no call of it. Every rank of a group calls the same functions in the
-same order with tensors of the same shape and type; where ranks disagree, each of them gets a ``MismatchError`` that
-names the ranks and the difference (for CUDA tensors that NCCL moves, once the operation is stuck). If a rank dies, the calls of the others end with a ``PeerFailedError`` that names
-it.
+The module stands beside ``torch.distributed`` and does not need it to be initialized. Every rank of a group calls the
+same functions in the same order with tensors of the same shape and type. Where ranks disagree, each of them gets a
+``MismatchError`` that names the ranks and the difference. (For CUDA tensors that NCCL moves, the error comes once the
+operation is stuck.) If a rank dies, the calls of the others end with a ``PeerFailedError`` that names it.
 
 Tensors are used where they lie. One that is not contiguous is copied, and copied back where it is an output. As in
-``torch.distributed``, autograd does not follow: a backward through a tensor that was reduced takes the operation for
-the identity.
+``torch.distributed``, collectives are not differentiable: a backward through a tensor that was reduced treats the
+operation as the identity.
 
 Extensions to the documented API: ``new_group`` and groups as arguments, ``reduce``, ``gather``, ``scatter``,
 ``reduce_scatter``, ``all_to_all``, ``send``, ``recv``, the ``_tensor`` forms of ``torch.distributed``, and
 ``destroy_process_group``.
+
+Example:
+    >>> import smdistributed.dataparallel.torch.distributed as dist
+    >>> dist.init_process_group()
+    >>> tensor = torch.ones(3) * dist.get_rank()
+    >>> dist.all_reduce(tensor)  # the sum over all ranks, on each rank
 """
 
 from __future__ import annotations
@@ -31,11 +37,15 @@ import torch  # noqa: E402
 
 
 class ProcessGroup:
-    """Ranks that work together; made by :func:`new_group`.
+    """A group of ranks that communicate with each other, created by :func:`new_group`.
+
+    Args:
+        id: The core's number of the group; ``None`` on ranks that are not members.
+        ranks: Global ranks in the order of their ranks inside the group; ``None`` means all ranks.
 
     Attributes:
-        id: The core's name of the group; ``None`` on ranks that are not members.
-        ranks: Global ranks in the order that they have inside the group; ``None`` stands for all.
+        id: As the argument.
+        ranks: As the argument.
     """
 
     def __init__(self, id: int | None, ranks: tuple[int, ...] | None) -> None:
@@ -47,7 +57,11 @@ class ProcessGroup:
 
 
 class group:  # noqa: N801 - the documented name
-    """Names of groups that always exist."""
+    """Groups that always exist.
+
+    Attributes:
+        WORLD: The group of all ranks.
+    """
 
     WORLD = ProcessGroup(0, None)
 
@@ -57,86 +71,145 @@ _WORLD = group.WORLD
 
 
 class Work:
-    """An operation in flight.
+    """A handle of an operation that is under way.
 
     The tensors of the operation belong to it until it is complete: do not read outputs or write inputs before.
     Dropping the handle does not cancel the operation.
+
+    Args:
+        work: The handle of the operator library.
     """
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def wait(self) -> bool:
-        """Returns ``True`` when the operation is complete.
+        """Wait until the operation is complete.
+
+        Returns:
+            ``True``.
 
         Raises:
-            SmdistributedError: What the operation failed with; each call raises it.
+            SmdistributedError: The operation failed; each call raises it again.
         """
         _call(self._work.wait)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation is complete or failed; does not wait."""
+        """Return whether the operation is complete or has failed, without waiting.
+
+        Returns:
+            ``True`` if :meth:`wait` would return or raise at once.
+        """
         return self._work.is_completed()
 
 
 def is_available() -> bool:
-    """Whether this process was started by a launcher (``smdrun``, ``torchrun``, ``mpirun``, ``srun``)."""
+    """Return whether a launcher (``smdrun``, ``torchrun``, ``mpirun``, ``srun``) started this process.
+
+    Returns:
+        ``True`` if the environment describes a job.
+    """
     with errors.translated(CLASSES):
         return _core.is_launched()
 
 
 def init_process_group(*args: object, **kwargs: object) -> None:
-    """Joins the job that the launcher's environment describes; returns when all ranks have joined.
+    """Join the job that the launcher's environment describes, and wait until all ranks have joined.
 
     Args:
-        *args: Ignored; there for parity with ``torch.distributed``.
+        *args: Ignored; accepted for parity with ``torch.distributed``.
         **kwargs: Ignored, as well.
 
     Raises:
-        SMDDPAlreadyInitializedError: It was called before.
+        SMDDPAlreadyInitializedError: This process is in a job already.
+        ConfigError: The environment contradicts itself.
+        PeerFailedError: A rank ended before all had joined.
+        SMDDPTimeoutError: Not all ranks joined within the timeout.
     """
     with errors.translated(CLASSES):
         lifecycle.init()
 
 
 def destroy_process_group() -> None:
-    """Leaves the job; does nothing if this process is in none. Happens by itself when the process ends."""
+    """Leave the job; do nothing if this process is in none.
+
+    The end of the process does the same.
+    """
     with errors.translated(CLASSES):
         lifecycle.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a job."""
+    """Return whether this process is in a job.
+
+    Returns:
+        ``True`` between :func:`init_process_group` and :func:`destroy_process_group`.
+    """
     return _core.is_initialized()
 
 
 def get_rank(group: ProcessGroup | None = group.WORLD) -> int:
-    """This process's rank inside ``group``: the global rank, 0 to world size - 1, for ``group.WORLD``."""
+    """Return this process's rank in a group.
+
+    Args:
+        group: The group; ``None`` means ``group.WORLD``.
+
+    Returns:
+        The rank inside the group, from 0 to its size - 1. For ``group.WORLD`` this is the global rank.
+
+    Raises:
+        SMDDPNotInitializedError: ``init_process_group()`` was not called.
+        ValueError: This rank is not a member of the group.
+    """
     with errors.translated(CLASSES):
         return _core.rank() if _is_world(group) else _members(group).index(_core.rank())
 
 
 def get_world_size(group: ProcessGroup | None = group.WORLD) -> int:
-    """Number of processes in ``group``."""
+    """Return the number of processes in a group.
+
+    Args:
+        group: The group; ``None`` means ``group.WORLD``.
+
+    Returns:
+        The number of members.
+
+    Raises:
+        SMDDPNotInitializedError: ``init_process_group()`` was not called.
+        ValueError: This rank is not a member of the group.
+    """
     with errors.translated(CLASSES):
         return _core.size() if _is_world(group) else len(_members(group))
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host."""
+    """Return this process's rank among the processes of its host.
+
+    Returns:
+        The local rank, from 0; usually the index of the GPU to use.
+
+    Raises:
+        SMDDPNotInitializedError: ``init_process_group()`` was not called.
+    """
     with errors.translated(CLASSES):
         return _core.local_rank()
 
 
 def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
-    """Makes a group. All members call it, in the same order where they are members of several new groups.
+    """Create a group.
+
+    All members call it. Ranks that are members of several new groups call it for them in the same order.
 
     Args:
-        ranks: Global ranks, in the order that they get inside the group; ``None`` for all.
+        ranks: Global ranks, in the order of their ranks inside the group; ``None`` for all.
 
     Returns:
         The group. On a rank that is no member, calls with it raise ``ValueError``.
+
+    Raises:
+        SMDDPNotInitializedError: ``init_process_group()`` was not called.
+        InvalidArgumentError: A rank does not exist or is named twice.
     """
     with errors.translated(CLASSES):
         me, size = _core.rank(), _core.size()
@@ -152,16 +225,21 @@ def all_reduce(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces ``tensor`` over the ranks, in place; the result is bitwise the same on every rank.
+    """Reduce ``tensor`` over the ranks, in place; the result is bitwise the same on every rank.
 
     Args:
-        tensor: Same shape and type on all ranks.
+        tensor: Input and output; same shape and type on all ranks.
         op: The reduction; ``None`` means ``SUM``.
         group: ``None`` means ``group.WORLD``.
         async_op: Whether to return at once.
 
     Returns:
         A handle if ``async_op``, else ``None``.
+
+    Raises:
+        ValueError: ``op`` is no reduction, or this rank is not a member of ``group``.
+        MismatchError: Ranks call different operations, or with different shapes, types or reductions.
+        PeerFailedError: A member has ended.
     """
     return _run(_ALL_REDUCE, async_op, tensor, core_name(op, ReduceOp.SUM), _id(group))
 
@@ -173,7 +251,21 @@ def reduce(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`all_reduce`, but only global rank ``dst`` gets the result; tensors of other ranks stay as they are."""
+    """Reduce ``tensor`` over the ranks; only rank ``dst`` gets the result.
+
+    Args:
+        tensor: Input, and on rank ``dst`` the output; same shape and type on all ranks. It is unchanged on other ranks.
+        dst: Global rank that gets the result.
+        op: The reduction; ``None`` means ``SUM``.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+
+    Raises:
+        ValueError: ``op`` is no reduction, or this rank or ``dst`` is not a member of ``group``.
+    """
     return _run(_REDUCE, async_op, tensor, core_name(op, ReduceOp.SUM), _group_rank(group, dst, "dst"), _id(group))
 
 
@@ -183,16 +275,19 @@ def broadcast(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives every rank the values of global rank ``src``, in place.
+    """Give every rank the values of rank ``src``, in place.
 
     Args:
-        tensor: Same shape and type on all ranks.
+        tensor: Input on rank ``src``, output on the others; same shape and type on all ranks.
         src: Global rank.
         group: ``None`` means ``group.WORLD``.
         async_op: Whether to return at once.
 
     Returns:
         A handle if ``async_op``, else ``None``.
+
+    Raises:
+        ValueError: This rank or ``src`` is not a member of ``group``.
     """
     return _run(_BROADCAST, async_op, tensor, _group_rank(group, src, "src"), _id(group))
 
@@ -203,7 +298,7 @@ def all_gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives every rank the tensors of all ranks.
+    """Give every rank the tensors of all ranks.
 
     Args:
         tensor_list: Outputs; entry i becomes rank i's tensor and has its shape, which may differ between ranks.
@@ -223,7 +318,17 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`all_gather` into equal parts of dimension 0 of ``output_tensor``."""
+    """Give every rank the tensors of all ranks, as equal parts of one tensor.
+
+    Args:
+        output_tensor: Output; its dimension 0 holds the inputs of all ranks one after the other.
+        input_tensor: This rank's input; same shape and type on all ranks.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_ALL_GATHER_SINGLE, async_op, output_tensor, input_tensor, _id(group))
 
 
@@ -234,7 +339,18 @@ def gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`all_gather`, but only global rank ``dst`` gets the tensors, and only it gives ``gather_list``."""
+    """Give rank ``dst`` the tensors of all ranks.
+
+    Args:
+        tensor: This rank's input.
+        gather_list: Outputs on rank ``dst``, as ``tensor_list`` of :func:`all_gather`; ``None`` on the others.
+        dst: Global rank that gets the tensors.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_GATHER, async_op, list(gather_list or ()), tensor, _group_rank(group, dst, "dst"), _id(group))
 
 
@@ -245,7 +361,18 @@ def scatter(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Entry i of the ``scatter_list`` of global rank ``src`` becomes rank i's ``tensor``."""
+    """Give each rank one tensor of rank ``src``.
+
+    Args:
+        tensor: Output of this rank.
+        scatter_list: Inputs on rank ``src``: entry i becomes rank i's ``tensor``. ``None`` on the others.
+        src: Global rank that has the inputs.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_SCATTER, async_op, tensor, list(scatter_list or ()), _group_rank(group, src, "src"), _id(group))
 
 
@@ -256,7 +383,18 @@ def reduce_scatter(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """``output`` becomes the reduction, over the ranks, of their ``input_list[i]``, i being this rank."""
+    """Reduce a list of tensors over the ranks, and give rank i the result of entry i.
+
+    Args:
+        output: The reduction over the ranks of their ``input_list[i]``, where i is this rank.
+        input_list: One tensor for each rank.
+        op: The reduction; ``None`` means ``SUM``.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_REDUCE_SCATTER, async_op, output, list(input_list), core_name(op, ReduceOp.SUM), _id(group))
 
 
@@ -267,7 +405,18 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """As :func:`reduce_scatter` of equal parts of dimension 0 of ``input``."""
+    """Reduce a tensor over the ranks, and give rank i the part i of the result.
+
+    Args:
+        output: Part of this rank; its dimension 0 is that of ``input`` divided by the number of ranks.
+        input: Same shape and type on all ranks.
+        op: The reduction; ``None`` means ``SUM``.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_REDUCE_SCATTER_SINGLE, async_op, output, input, core_name(op, ReduceOp.SUM), _id(group))
 
 
@@ -277,7 +426,17 @@ def all_to_all(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Entry j of rank i's inputs becomes entry i of rank j's outputs."""
+    """Send one tensor to each rank, and receive one from each.
+
+    Args:
+        output_tensor_list: Outputs; entry i of rank j becomes entry j of rank i's inputs.
+        input_tensor_list: Inputs; entry j goes to rank j.
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, else ``None``.
+    """
     return _run(_ALL_TO_ALL, async_op, list(output_tensor_list), list(input_tensor_list), _id(group))
 
 
@@ -289,10 +448,10 @@ def all_to_all_single(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Sends part j of ``input_t`` to rank j and puts rank i's part at place i of ``output_t``.
+    """Send part j of ``input_t`` to rank j, and receive the part of rank i at place i of ``output_t``.
 
     Args:
-        output_t: The parts received, one after the other along dimension 0.
+        output_t: The received parts, one after the other along dimension 0.
         input_t: The parts to send, one after the other along dimension 0.
         output_split_sizes: Rows of dimension 0 from each rank; ``None`` means equal parts.
         input_split_sizes: Rows of dimension 0 to each rank; ``None`` means equal parts.
@@ -308,38 +467,90 @@ def all_to_all_single(
 
 
 def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) -> Work | None:
-    """Returns when every rank of ``group`` has called it; with ``async_op``, the handle is complete then."""
+    """Wait until every rank of ``group`` has called it.
+
+    Args:
+        group: ``None`` means ``group.WORLD``.
+        async_op: Whether to return at once.
+
+    Returns:
+        A handle if ``async_op``, which is complete when every rank has called; else ``None``.
+    """
     return _run(_BARRIER, async_op, _id(group))
 
 
 def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WORLD, tag: int = 0) -> None:
-    """Sends ``tensor`` to global rank ``dst``, which calls :func:`recv`. May wait until it does."""
+    """Send ``tensor`` to a rank that calls :func:`recv`. May wait until it does.
+
+    Args:
+        tensor: What is sent.
+        dst: Global rank of the receiver.
+        group: ``None`` means ``group.WORLD``.
+        tag: Matches messages; the receiver names the same.
+
+    Raises:
+        ValueError: This rank or ``dst`` is not a member of ``group``.
+        PeerFailedError: The receiver has ended.
+    """
     _run(_SEND, False, tensor, _group_rank(group, dst, "dst"), tag, _id(group))
 
 
 def recv(tensor: torch.Tensor, src: int, group: ProcessGroup | None = group.WORLD, tag: int = 0) -> int:
-    """Receives ``tensor`` from global rank ``src``. Messages of one sender and tag arrive in order.
+    """Receive ``tensor`` from a rank. Messages of one sender and tag arrive in order.
+
+    Args:
+        tensor: Output; shape and type of the sender's tensor.
+        src: Global rank of the sender.
+        group: ``None`` means ``group.WORLD``.
+        tag: Matches messages; the sender names the same.
 
     Returns:
         ``src``.
+
+    Raises:
+        ValueError: This rank or ``src`` is not a member of ``group``.
+        MismatchError: The message has another size.
+        PeerFailedError: The sender has ended.
     """
     _run(_RECV, False, tensor, _group_rank(group, src, "src"), tag, _id(group))
     return src
 
 
 def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WORLD, tag: int = 0) -> Work:
-    """As :func:`send`; returns a handle at once."""
+    """Send ``tensor`` as :func:`send`, and return at once.
+
+    Args:
+        tensor: What is sent; do not write to it before the handle is complete.
+        dst: Global rank of the receiver.
+        group: ``None`` means ``group.WORLD``.
+        tag: Matches messages; the receiver names the same.
+
+    Returns:
+        A handle.
+    """
     return _start(_SEND, tensor, _group_rank(group, dst, "dst"), tag, _id(group))
 
 
 def irecv(tensor: torch.Tensor, src: int, group: ProcessGroup | None = group.WORLD, tag: int = 0) -> Work:
-    """As :func:`recv`; returns a handle at once."""
+    """Receive ``tensor`` as :func:`recv`, and return at once.
+
+    Args:
+        tensor: Output; do not read it before the handle is complete.
+        src: Global rank of the sender.
+        group: ``None`` means ``group.WORLD``.
+        tag: Matches messages; the sender names the same.
+
+    Returns:
+        A handle.
+    """
     return _start(_RECV, tensor, _group_rank(group, src, "src"), tag, _id(group))
 
 
 def _forms(name: str) -> tuple[Any, Any]:
-    """The blocking and the asynchronous form of an operation; looked up once, since a look-up costs as much as a
-    small collective."""
+    """Look up the blocking and the asynchronous form of an operation.
+
+    They are looked up once, because a look-up costs as much as a small collective.
+    """
     return getattr(_ops, name).default, getattr(_ops, f"{name}_async").default
 
 
@@ -389,19 +600,22 @@ def _is_world(group: ProcessGroup | None) -> bool:
 
 def _id(group: ProcessGroup | None) -> int:
     """The core's name of the group."""
-    if _is_world(group):
-        return 0
-    _members(group)
-    return group.id
+    return 0 if _is_world(group) else _member(group)[0]
 
 
 def _members(group: Any) -> tuple[int, ...]:
     """Global ranks of a group that this rank is in and that is not the world."""
+    return _member(group)[1]
+
+
+def _member(group: Any) -> tuple[int, tuple[int, ...]]:
+    """Number and global ranks of a group that this rank is in and that is not the world."""
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"{group!r} is not a group: expected `group.WORLD`, None, or what `new_group` returns")
     if group.id is None:
         raise ValueError(f"rank {_core.rank()} is not a member of {group}")
-    return group.ranks
+    assert group.ranks is not None, "only the world has no list of ranks"
+    return group.id, group.ranks
 
 
 def _group_rank(group: ProcessGroup | None, rank: int, argument: str) -> int:

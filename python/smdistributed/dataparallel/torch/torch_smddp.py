@@ -11,9 +11,9 @@ through the store (``init_method="file://.."``, ``store=..``). If ``smdistribute
 before, both share one session, and must agree about rank and size. A collective that fails raises
 ``torch.distributed.DistBackendError``, whose text names the ranks.
 
-``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name, and ``new_group`` lets no
-other make a group out of an existing one. This import puts functions in their places that serve groups of ``smddp`` and
-pass every other call on; :mod:`._c10d` has them.
+``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name, and ``new_group``
+lets no other make a group out of an existing one. This import puts functions in their places that serve groups of
+``smddp`` and pass every other call on; :mod:`._c10d` has them.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def set_args_from_config(args: argparse.Namespace, config: dict[str, Any], overr
         if section == "controller":
             if str(values).lower() not in ("gloo", "mpi"):
                 raise ValueError(f"No such controller supported: {values}")
-            if not override_args & {"use_gloo", "use_mpi", "use_jsrun"}:
+            if not set(override_args) & {"use_gloo", "use_mpi", "use_jsrun"}:
                 args.use_gloo, args.use_mpi = values.lower() == "gloo", values.lower() == "mpi"
             continue
         known = _SECTIONS.get(section)

@@ -15,7 +15,8 @@ import socketserver
 import struct
 import threading
 from collections.abc import Iterable
-from typing import Any, BinaryIO, TextIO
+from io import BufferedIOBase
+from typing import Any, TextIO
 
 from horovod.runner.common.util import secret
 from horovod.runner.util.connections import Connections
@@ -91,7 +92,7 @@ class Wire:
     def _digest(self, what: bytes, message: bytes) -> bytes:
         return secret.compute_digest(self._key, self._challenge + what + message)
 
-    def write(self, obj: Any, wfile: BinaryIO, kind: bytes = b"") -> None:
+    def write(self, obj: Any, wfile: BufferedIOBase, kind: bytes = b"") -> None:
         """Sends an object.
 
         Args:
@@ -101,14 +102,14 @@ class Wire:
         """
         self.write_pickled(cloudpickle.dumps(obj), wfile, kind)
 
-    def write_pickled(self, message: bytes, wfile: BinaryIO, kind: bytes = b"") -> None:
+    def write_pickled(self, message: bytes, wfile: BufferedIOBase, kind: bytes = b"") -> None:
         """As :meth:`write`, an object that is pickled already."""
         length = _LENGTH.pack(len(message))
         head = self._digest(kind + b" length ", length) + length
         wfile.write(head + self._digest(kind + b" message ", message) + message)
         wfile.flush()
 
-    def read(self, rfile: BinaryIO, kind: bytes = b"") -> Any:
+    def read(self, rfile: BufferedIOBase, kind: bytes = b"") -> Any:
         """Receives one.
 
         Raises:
@@ -117,12 +118,12 @@ class Wire:
         """
         return pickle.loads(self.read_proved(rfile, kind))
 
-    def read_proved(self, rfile: BinaryIO, kind: bytes = b"") -> bytes:
+    def read_proved(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
         """As :meth:`read`, the object still pickled."""
         (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
         return self._proved(rfile, length, kind + b" message ")
 
-    def _proved(self, rfile: BinaryIO, count: int, what: bytes) -> bytes:
+    def _proved(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
         """So many bytes, after their digest."""
         digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
         message = _exactly(rfile, count)
@@ -131,7 +132,7 @@ class Wire:
         return message
 
 
-def _exactly(rfile: BinaryIO, count: int) -> bytes:
+def _exactly(rfile: BufferedIOBase, count: int) -> bytes:
     data = rfile.read(count)
     if len(data) < count:
         raise EOFError
@@ -143,7 +144,7 @@ def _piece(number: int) -> bytes:
     return b"text %d" % number
 
 
-def _receive_text(wire: Wire, rfile: BinaryIO, stream: TextIO | None) -> None:
+def _receive_text(wire: Wire, rfile: BufferedIOBase, stream: TextIO | None) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for number in itertools.count():
         piece = wire.read_proved(rfile, _piece(number))
@@ -218,7 +219,7 @@ class BasicService:
             while text is not None and (text.read() is not None):
                 continue
 
-    def _stream(self, text: Pipe, wfile: BinaryIO, wire: Wire) -> None:
+    def _stream(self, text: Pipe, wfile: BufferedIOBase, wire: Wire) -> None:
         """Sends text piece by piece until its end, or until the service is shut down. An empty piece is the end."""
         for number in itertools.count():
             piece = None
@@ -309,7 +310,7 @@ class BasicClient:
     def _probe(self, addresses: Addresses) -> Addresses:
         # The loopback last: an address that others reach as well is worth more, and `local_address` follows from it.
         names = sorted(addresses, key=lambda name: name == "lo")
-        rows = [(name, tuple(address)) for name in names for address in addresses[name]]
+        rows = [(name, (ip, port)) for name in names for ip, port in addresses[name]]
         answers = execute_function_multithreaded(self._answers, rows)
         found: Addresses = {}
         for index, (name, address) in enumerate(rows):

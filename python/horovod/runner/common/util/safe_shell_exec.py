@@ -11,7 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from horovod.runner.util.streams import Pipe
 
 #: From SIGTERM to SIGKILL, in seconds.
 GRACEFUL_TERMINATION_TIME_S = 5
@@ -59,7 +62,7 @@ def _is_there(group: int) -> bool:
 
 def prefix_connection(
     src_connection: Any,
-    dst_stream: TextIO,
+    dst_stream: TextIO | Pipe,
     prefix: str,
     index: int | None,
     prefix_output_with_timestamp: bool,
@@ -103,8 +106,8 @@ def prefix_connection(
 def execute(
     command: str | list[str],
     env: dict[str, str] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    stdout: TextIO | Pipe | None = None,
+    stderr: TextIO | Pipe | None = None,
     index: int | None = None,
     events: Iterable[threading.Event] | None = None,
     prefix_output_with_timestamp: bool = False,
@@ -142,7 +145,7 @@ def execute(
     )
     os.close(lifeline)
 
-    def pass_on(source: IO[bytes], target: TextIO, name: str) -> None:
+    def pass_on(source: IO[bytes], target: TextIO | Pipe, name: str) -> None:
         with source:
             prefix_connection(source, target, name, index, prefix_output_with_timestamp)
 

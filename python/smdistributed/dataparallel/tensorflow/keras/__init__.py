@@ -39,9 +39,9 @@ def allreduce(
     value: Any,
     name: str | None = None,
     op: ReduceOp | None = ReduceOp.AVERAGE,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
 ) -> tf.Tensor:
-    """Reduces a value over the ranks.
+    """Reduce a value over the ranks.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
@@ -57,11 +57,11 @@ def allreduce(
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Gives every rank the value of rank ``root_rank``.
+    """Give every rank the value of rank ``root_rank``.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
-        root_rank: Whose.
+        root_rank: Global rank whose value is sent.
         name: Prefix of the operations in a graph.
 
     Returns:
@@ -74,13 +74,13 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
 def load_model(
     filepath: Any, custom_objects: dict[str, Any] | None = None, *, keras: Any = None, **options: Any
 ) -> Any:
-    """Loads a model that was saved with its optimizer, distributed or not, and makes the optimizer distributed.
+    """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
         filepath: What ``model.save`` has written; readable on every rank.
         custom_objects: Classes and functions of the script, by name.
         keras: The package that loads it, ``keras`` or ``tf_keras``; by default what ``tf.keras`` is.
-        options: Arguments of ``DistributedOptimizer``.
+        **options: Arguments of ``DistributedOptimizer``.
 
     Returns:
         The model; its optimizer has the saved state.

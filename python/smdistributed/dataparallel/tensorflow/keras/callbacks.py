@@ -72,20 +72,21 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 # Both packages ask by this mark whether a batch's end has to be waited for.
-for _event in (_Callback.on_train_batch_begin, _Callback.on_train_batch_end, _nothing):
+_events: tuple[Any, ...] = (_Callback.on_train_batch_begin, _Callback.on_train_batch_end, _nothing)
+for _event in _events:
     _event._is_default = True
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """Gives all ranks the model's and the optimizer's variables of one rank, once.
+    """Give all ranks the model's and the optimizer's variables of one rank, once.
 
-    Before the first batch, what exists then, and at the end of the first batch, all: layers and optimizers make variables
-    when they see their first batch.
+    Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the first
+    batch, because layers and optimizers create variables when they see their first batch.
 
     Args:
-        root_rank: Whose values.
+        root_rank: Global rank whose values are sent.
         device: Ignored.
-        local_variables: A variable or a list of them: those that keep each rank's own values.
+        local_variables: A variable or a list of variables that keep each rank's own values.
 
     Raises:
         ValueError: ``local_variables`` is something else.
@@ -104,12 +105,23 @@ class BroadcastGlobalVariablesCallback(_Callback):
             raise ValueError(f"local variables must be of tf.Variable type, not {local_variables!r}")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts what exists, if all ranks have it: one of them may have loaded more than others have made."""
+        """Broadcast the variables that exist, if all ranks have the same ones.
+
+        One rank may have loaded more than others have created.
+
+        Args:
+            logs: Ignored.
+        """
         if not self._done and _are_same_on_all_ranks([(v.shape.as_list(), v.dtype.name) for v in self._variables()]):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts all, after the first batch."""
+        """Broadcast all variables after the first batch.
+
+        Args:
+            batch: Ignored.
+            logs: Ignored.
+        """
         if not self._done:
             self._broadcast()
             self._done = True
@@ -125,9 +137,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
 
 class MetricAverageCallback(_Callback):
-    """Averages the metrics of an epoch over the ranks, each with the same weight.
+    """Average the metrics of an epoch over the ranks, each with the same weight.
 
-    It has to come before callbacks that read them, as checkpoints and schedules do. Entries that are no numbers stay as
+    It must precede callbacks that read metrics, such as checkpoints and schedules. Entries that are no numbers stay as
     they are.
 
     Args:
@@ -138,7 +150,15 @@ class MetricAverageCallback(_Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages ``logs``, in place."""
+        """Average ``logs``, in place.
+
+        Args:
+            epoch: The epoch, for errors.
+            logs: The metrics.
+
+        Raises:
+            MismatchError: Ranks have different metrics.
+        """
         if logs is None:
             return
         names = sorted(name for name, value in logs.items() if is_number(value))
@@ -151,16 +171,16 @@ class MetricAverageCallback(_Callback):
 
 
 class LearningRateScheduleCallback(_Callback):
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for the epochs from ``start_epoch`` to ``end_epoch``.
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` to ``end_epoch``.
 
     Args:
         initial_lr: The learning rate that is multiplied.
         multiplier: A function of the epoch; or a number m, for m to the power of the epochs since ``start_epoch``.
         start_epoch: The first epoch.
-        end_epoch: The first epoch that is left alone; ``None``: none.
+        end_epoch: The first epoch after the schedule; ``None`` for a schedule without end.
         staircase: Whether the rate changes once in an epoch, or at every batch, where the epoch is fractional.
         momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-        steps_per_epoch: Batches of an epoch, if Keras does not know.
+        steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
 
     Raises:
         ValueError: ``initial_lr`` is missing.
@@ -192,27 +212,50 @@ class LearningRateScheduleCallback(_Callback):
             self._multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds out how many batches an epoch has."""
+        """Find out how many batches an epoch has.
+
+        Args:
+            logs: Ignored.
+
+        Raises:
+            ValueError: Neither Keras nor ``steps_per_epoch`` says it.
+        """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError("Could not autodetect the number of steps per epoch: pass `steps_per_epoch`")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch."""
+        """Remember the epoch.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: Ignored.
+        """
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate."""
+        """Set the learning rate.
+
+        Args:
+            batch: The batch of the epoch, from 0.
+            logs: Ignored.
+        """
         if not self._is_active:
             return
         if not self.staircase:
+            assert self.steps_per_epoch is not None, "on_train_begin has set it"
             self._set(self._epoch + batch / self.steps_per_epoch)
         elif batch == 0:
             self._set(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the rate to ``logs``."""
+        """Add the learning rate to ``logs`` as ``lr``.
+
+        Args:
+            epoch: Ignored.
+            logs: The metrics, changed in place.
+        """
         if logs is not None:
             logs["lr"] = _learning_rate(self.model.optimizer)
 
@@ -232,15 +275,15 @@ class LearningRateScheduleCallback(_Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch.
+    """Raise the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch.
 
-    Many ranks make a large batch, and a large batch asks for a large learning rate, which is too much at the start.
+    Many ranks make a large batch, which needs a large learning rate. At the start of a training it would be too large.
 
     Args:
         initial_lr: The learning rate after the warm-up, such as ``0.001 * size()``.
-        warmup_epochs: How many epochs it takes.
+        warmup_epochs: Length of the warm-up in epochs.
         momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-        steps_per_epoch: Batches of an epoch, if Keras does not know.
+        steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
         verbose: 1: rank 0 prints a line at the end.
     """
 
@@ -253,6 +296,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None, "on_train_begin has set it"
             return warming_up(epoch, warmup_epochs, self.steps_per_epoch, size())
 
         super().__init__(
@@ -267,9 +311,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the rate to ``logs``; says when the warm-up is over."""
+        """Add the learning rate to ``logs``, and print a line when the warm-up is over.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: The metrics, changed in place.
+        """
         super().on_epoch_end(epoch, logs)
-        if self.verbose and rank() == 0 and epoch == self.end_epoch - 1:
+        if self.verbose and rank() == 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = _learning_rate(self.model.optimizer)
             print(f"\nepoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}")
 
@@ -281,9 +330,15 @@ def _are_same_on_all_ranks(described: list[Any]) -> bool:
 
 
 def variables_of(owner: Any) -> list[tf.Variable]:
-    """The variables of a model or an optimizer that exist; those of a lazy layer may be still to come.
+    """Return the variables of a model or an optimizer that exist; a lazy layer may create more later.
 
-    A model that is not built has none: tf_keras refuses to list those of its layers, and they are not all yet.
+    A model that is not built has none: tf_keras refuses to list those of its layers, and they are not complete.
+
+    Args:
+        owner: A model, an optimizer or ``None``.
+
+    Returns:
+        The variables.
     """
     if hasattr(owner, "layers") and not getattr(owner, "built", True):
         return []
@@ -298,7 +353,14 @@ def _learning_rate(optimizer: Any) -> float:
 
 
 def velocities(optimizer: Any) -> list[tf.Variable]:
-    """What SGD and RMSprop with momentum add to the variables in each step; empty before the first one."""
+    """Return the variables in which SGD and RMSprop with momentum keep the last step.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        The variables; none before the first step.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     # A legacy optimizer keeps a hyperparameter of this name, which may be a variable.
     momentum = getattr(inner, "momentum", None) or getattr(inner, "_momentum", None)

@@ -12,12 +12,32 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 
 
 def bucket_bytes_list(bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """The sizes of buckets in bytes, checked one by one as :func:`bucket_bytes` does."""
+    """Return the sizes of buckets in bytes.
+
+    Args:
+        bucket_cap_mb_list: Sizes in MiB; ``None`` means none.
+
+    Returns:
+        The sizes, each checked as :func:`bucket_bytes` does.
+
+    Raises:
+        ValueError: A size is not positive, or not a multiple of 128 bytes.
+    """
     return [bucket_bytes(size) for size in bucket_cap_mb_list or ()]
 
 
 def accumulation_steps(steps: int) -> int:
-    """Checks ``gradient_accumulation_steps``; warns if it is used."""
+    """Check ``gradient_accumulation_steps``, and warn if it is used.
+
+    Args:
+        steps: The argument.
+
+    Returns:
+        ``steps``.
+
+    Raises:
+        ValueError: It is not a whole number from 1 to 2^31 - 1.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**31:
         raise ValueError(f"`gradient_accumulation_steps` is {steps!r}: expected a whole number of at least 1")
     if steps > 1:
@@ -35,7 +55,15 @@ def devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
-    """Checks ``device_ids`` and ``output_device`` by the rules of torch's class; returns them as indices.
+    """Check ``device_ids`` and ``output_device`` by the rules of torch's class.
+
+    Args:
+        parameters: The module's parameters.
+        device_ids: The argument.
+        output_device: The argument.
+
+    Returns:
+        Both as indices of devices.
 
     Raises:
         ValueError: They do not fit each other or the module.
@@ -63,11 +91,14 @@ def devices(
 
 
 def check_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Checks that parameters have memory that can be broadcast, and gradients that can be averaged.
+    """Check that parameters have memory that can be broadcast, and gradients that can be averaged.
+
+    Args:
+        named: Names and parameters.
 
     Raises:
-        RuntimeError: One has no shape yet.
-        TypeError: One is a tensor subclass that consists of other tensors.
+        RuntimeError: A parameter has no shape yet.
+        TypeError: A parameter is a tensor subclass that consists of other tensors.
     """
     for name, parameter in named:
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
@@ -80,7 +111,11 @@ def check_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
 
 
 def check_sync_batch_norm(module: torch.nn.Module, device_type: str) -> None:
-    """Checks that ``torch.nn.SyncBatchNorm`` layers will do what their name says.
+    """Check that ``torch.nn.SyncBatchNorm`` layers will do what their name says.
+
+    Args:
+        module: The model.
+        device_type: Where it is, such as ``cpu``.
 
     Raises:
         ValueError: The module is on the CPU, where torch's layer does not work.

@@ -1,8 +1,7 @@
-"""Communication hooks: the user's functions that reduce a bucket, in the form that torch's DistributedDataParallel takes.
+"""Communication hooks: the user's functions that reduce a bucket, as torch's DistributedDataParallel takes them.
 
 Hooks that only say in which type gradients travel need no Python: the core does what they ask for in its own pass over
 the bucket (``rust-core/src/reducer``). Any other is called from autograd's thread (``torch_ext/comm_hook.cc``), through
-the operations that are implemented here.
 """
 
 from __future__ import annotations
@@ -43,7 +42,12 @@ _numbers = itertools.count()
 
 
 class CommHook:
-    """A function with its state; registered for as long as the object lives."""
+    """A communication hook with its state; registered for as long as the object lives.
+
+    Args:
+        state: First argument of the function.
+        function: Takes the state and a bucket; returns a future of the bucket's new values.
+    """
 
     def __init__(self, state: object, function: Callable[..., Any]) -> None:
         self.state = state
@@ -54,7 +58,14 @@ class CommHook:
         _hooks[self.number] = self
 
     def start(self, bucket: Any) -> None:
-        """Lets the function work on a bucket."""
+        """Call the function for a bucket.
+
+        Args:
+            bucket: The bucket.
+
+        Raises:
+            TypeError: The function returned something else than a future.
+        """
         try:
             future = self.function(self.state, bucket)
         except Exception as error:
@@ -70,7 +81,17 @@ class CommHook:
         self.futures[bucket.index()] = future
 
     def result(self, bucket: int) -> torch.Tensor:
-        """What the function made of the bucket."""
+        """Wait for the future of a bucket.
+
+        Args:
+            bucket: Index of the bucket.
+
+        Returns:
+            The bucket's new values.
+
+        Raises:
+            TypeError: The value of the future is no tensor.
+        """
         value = self.futures.pop(bucket).wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
@@ -82,13 +103,32 @@ class CommHook:
 
 
 def reduction_of(state: object, hook: Callable[..., Any], process_group: object) -> int | None:
-    """The core's reduction that does what ``hook`` does, if there is one."""
+    """Find the core's reduction that does what a hook does.
+
+    Args:
+        state: The hook's state.
+        hook: The hook.
+        process_group: The group of the model.
+
+    Returns:
+        The reduction, or ``None`` if Python has to call the hook.
+    """
     own_group = state is None or state is process_group
     return _BY_CORE.get(hook) if own_group and inspect.isfunction(hook) else None
 
 
 def builtin_reduction(comm_hook_type: Any) -> int:
-    """The core's reduction for a ``torch.distributed.BuiltinCommHookType``."""
+    """Return the core's reduction for a hook that is built into torch.
+
+    Args:
+        comm_hook_type: A ``torch.distributed.BuiltinCommHookType``.
+
+    Returns:
+        The reduction.
+
+    Raises:
+        ValueError: It is something else.
+    """
     kinds = torch.distributed.BuiltinCommHookType
     reductions = {kinds.ALLREDUCE: AVERAGE, kinds.FP16_COMPRESS: FLOAT16}
     if comm_hook_type not in reductions:
@@ -97,10 +137,13 @@ def builtin_reduction(comm_hook_type: Any) -> int:
 
 
 def check_group(hook: Callable[..., Any]) -> None:
-    """Checks that torch's own hooks, which communicate by ``torch.distributed``, have its default group.
+    """Check that torch's own hooks have the default group of ``torch.distributed``, by which they communicate.
+
+    Args:
+        hook: The hook.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: The hook needs the group, and there is none.
     """
     module = getattr(hook, "__module__", None) or ""
     communicates = module.startswith("torch.distributed.") and hook is not debugging_hooks.noop_hook
@@ -110,11 +153,14 @@ def check_group(hook: Callable[..., Any]) -> None:
 
 
 def check(hook: Callable[..., Any]) -> None:
-    """Checks what can be known of a hook before it runs, by the rules of torch's class.
+    """Check what can be known of a hook before it runs, by the rules of torch's class.
+
+    Args:
+        hook: The hook.
 
     Raises:
         TypeError: It cannot be called.
-        ValueError: It is annotated as something else.
+        ValueError: Its annotations are not those of a hook.
     """
     if not callable(hook):
         raise TypeError(f"the communication hook is a {type(hook).__name__}, which cannot be called")

@@ -35,10 +35,11 @@ from smdistributed.dataparallel.torch.parallel import (  # noqa: E402
     logging_data,
     registrations,
 )
+from smdistributed.dataparallel.torch.parallel.join import DDPJoinHook  # noqa: E402
 from smdistributed.dataparallel.torch.parallel.precision import MixedPrecision  # noqa: E402
 from smdistributed.dataparallel.torch.parallel.reducer_face import ReducerFace  # noqa: E402
 
-_TorchDDP = torch.nn.parallel.DistributedDataParallel
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(_TorchDDP):
@@ -67,10 +68,10 @@ class DistributedDataParallel(_TorchDDP):
         broadcast_buffers: Whether buffers follow rank 0's: they do at construction, after every reduced backward, and
             before a training forward if there was another one since. A forward in eval mode communicates nothing, so
             that a single rank may evaluate.
-        process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group`` made,
-            ours or the one of ``torch.distributed``.
-        bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE`` measured on
-            GPUs, else 100 there and 25 on CPUs.
+        process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group``
+            made, ours or the one of ``torch.distributed``.
+        bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE``
+            measured on GPUs, else 100 there and 25 on CPUs.
         dim: For torch's sake: inputs are not scattered.
         init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
@@ -252,7 +253,7 @@ class DistributedDataParallel(_TorchDDP):
             if isinstance(module, _TorchDDP)
             for parameter in module.parameters()
         }
-        named = {}
+        named: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name not in self.parameters_to_ignore and id(parameter) not in left_to_others:
                 named.setdefault(id(parameter), (name, parameter))
@@ -274,7 +275,15 @@ class DistributedDataParallel(_TorchDDP):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on this rank's share of the batch."""
+        """Run the module on this rank's share of the batch.
+
+        Args:
+            *inputs: Arguments of the module.
+            **kwargs: Keyword arguments of the module.
+
+        Returns:
+            What the module returns.
+        """
         started = time.monotonic_ns()
         has_graph = torch.is_grad_enabled()
         sync = has_graph and self.require_backward_grad_sync
@@ -328,8 +337,19 @@ class DistributedDataParallel(_TorchDDP):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards that run inside accumulate gradients locally; the next one of a forward outside reduces
-        the sum."""
+        """Return a context in which backward does not reduce gradients.
+
+        Backwards of forwards that run inside accumulate gradients locally. The next backward of a forward outside
+        reduces the sum.
+
+        Yields:
+            Nothing.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss(model(first)).backward()
+            >>> loss(model(second)).backward()  # reduces the sum of both gradients
+        """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -338,7 +358,11 @@ class DistributedDataParallel(_TorchDDP):
             self.require_backward_grad_sync = before
 
     def describe_buckets(self) -> str:
-        """Which parameters are reduced together, one bucket a line, in the order of reduction."""
+        """Describe which parameters are reduced together.
+
+        Returns:
+            One line a bucket, in the order of reduction.
+        """
         return self._reducer.describe_plan()
 
     @property
@@ -370,17 +394,18 @@ class DistributedDataParallel(_TorchDDP):
     # Communication hooks.
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Lets ``hook(state, bucket)`` reduce buckets, as torch's method of this name. Collective.
+        """Register a hook that reduces buckets, as torch's method of this name. All ranks call it.
 
-        torch's own hooks that average in a narrow type are done by the core. Sparse gradients pass hooks by.
+        The core runs torch's own hooks that average in a narrow type. Sparse gradients are reduced without the hook.
 
         Args:
-            state: Passed to the hook.
-            hook: Gets an object with the methods of ``torch.distributed.GradBucket``; returns a
-                ``torch.futures.Future`` of the bucket's new values.
+            state: First argument of the hook.
+            hook: Called as ``hook(state, bucket)``. The bucket has the methods of ``torch.distributed.GradBucket``. The
+                hook returns a ``torch.futures.Future`` of the bucket's new values.
 
         Raises:
-            RuntimeError: There is a hook already, or a hook of torch's own has no process group of ``torch.distributed``.
+            RuntimeError: There is a hook already, or a hook of torch's own has no process group of
+                ``torch.distributed``.
             TypeError: The hook cannot be called.
             MismatchError: Ranks registered different hooks.
         """
@@ -449,7 +474,7 @@ class DistributedDataParallel(_TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """A context manager around a training loop in which ranks may run out of inputs at different times.
+        """Return a context for a training loop in which ranks may run out of inputs at different times.
 
         A rank that leaves the loop takes part in the others' reductions with zeros until all have left it. Then every
         rank gets the model of one that stayed longest.
@@ -459,18 +484,33 @@ class DistributedDataParallel(_TorchDDP):
                 still have inputs.
             enable: Whether to do any of this.
             throw_on_early_termination: Whether every rank raises ``RuntimeError`` instead when the first one leaves.
+
+        Returns:
+            The context manager.
+
+        Example:
+            >>> with model.join():
+            ...     for batch in batches:  # of different number on each rank
+            ...         loss(model(batch)).backward()
         """
         return join.join(
             self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs: Any) -> join.DDPJoinHook:
-        """For ``torch.distributed.algorithms.join.Join``."""
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return the hook for ``torch.distributed.algorithms.join.Join``.
+
+        Args:
+            **kwargs: ``divide_by_initial_world_size`` of :meth:`join`.
+
+        Returns:
+            The hook.
+        """
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return join.DDPJoinHook(self)
+        return DDPJoinHook(self)
 
     def _go_on_with_others(self, sync: bool, with_buffers: bool) -> None:
-        """Before a forward of a rank that has inputs."""
+        """Prepare the forward of a rank that has inputs."""
         join.notify(self)
         ranks = self._agree_on_step(1, sync, with_buffers)
         by_present = sync and not self._divide_by_initial_world_size
@@ -478,14 +518,20 @@ class DistributedDataParallel(_TorchDDP):
         self._reducer.scale_next(factor if by_present else None)
 
     def _shadow_step(self) -> None:
-        """The same of a rank that has none, and the backward that may follow."""
+        """Take part in the step of the others without inputs.
+
+        This rank follows before their forward, and in the backward that may follow.
+        """
         if self._agree_on_step(0, False, False):
             with errors.translated(CLASSES):
                 self._reducer.shadow()
 
     def _agree_on_step(self, present: int, sync: bool, with_buffers: bool) -> float:
-        """Every rank hears what those with inputs do. Returns, to them, how many they are; to others, whether a backward
-        is reduced."""
+        """Exchange what the ranks with inputs do.
+
+        Returns:
+            On ranks with inputs, how many ranks have some; on the others, whether a backward is reduced.
+        """
         said = torch.tensor([float(present), float(sync), float(with_buffers)])
         with errors.translated(CLASSES):
             dist.all_reduce(said, op=ReduceOp.SUM, group=self._own_group)

@@ -11,13 +11,17 @@ from smdistributed.dataparallel.torch import distributed as dist
 
 
 def resolve(process_group: Any, device_mesh: Any) -> Any:
-    """The group that the arguments name: one of ours, or one of ``torch.distributed``.
+    """Return the group that the arguments name: one of this library, or one of ``torch.distributed``.
 
     Args:
-        process_group: Of either; ``None`` for all ranks.
+        process_group: A group of either; ``None`` for all ranks.
         device_mesh: A ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, instead.
 
+    Returns:
+        The group.
+
     Raises:
+        RuntimeError: Both arguments are given, or the mesh has more than one dimension.
         ValueError: This rank is not in the group, or the group's ranks are not those of this job.
     """
     if device_mesh is not None:
@@ -35,7 +39,17 @@ def resolve(process_group: Any, device_mesh: Any) -> Any:
 
 
 def ranks(group: Any) -> list[int]:
-    """Its members' ranks in the job; empty for all."""
+    """Return the global ranks of a group's members.
+
+    Args:
+        group: A group of this library or of ``torch.distributed``.
+
+    Returns:
+        The ranks; empty for a group of all ranks.
+
+    Raises:
+        ValueError: This rank is not in the group, or the group's ranks are not those of this job.
+    """
     if not is_torch_group(group):
         dist._id(group)
         return list(group.ranks or ())
@@ -52,19 +66,40 @@ def ranks(group: Any) -> list[int]:
 
 
 def backend_name(group: Any) -> str:
-    """What moves the group's bytes where the script says so."""
+    """Return the name of a group's backend.
+
+    Args:
+        group: A group of this library or of ``torch.distributed``.
+
+    Returns:
+        The name, such as ``smddp`` or ``nccl``.
+    """
     return torch.distributed.get_backend(group) if is_torch_group(group) else "smddp"
 
 
 def is_torch_group(group: Any) -> bool:
-    """Whether ``torch.distributed`` made it."""
+    """Return whether ``torch.distributed`` created a group.
+
+    Args:
+        group: Any object.
+
+    Returns:
+        ``True`` also for the object that stands for a group of other ranks.
+    """
     return isinstance(group, torch.distributed.ProcessGroup) or (
         group is not None and group is torch.distributed.GroupMember.NON_GROUP_MEMBER
     )
 
 
 def is_default(group: Any) -> bool:
-    """Whether it is the group of all ranks, which every process of every job has."""
+    """Return whether a group is one of all ranks, which every process of every job has.
+
+    Args:
+        group: A group of this library or of ``torch.distributed``.
+
+    Returns:
+        ``True`` for the default group of either.
+    """
     return group is dist.group.WORLD or (_torch_is_here() and group is torch.distributed.group.WORLD)
 
 

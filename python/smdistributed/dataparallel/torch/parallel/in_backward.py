@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 
 def register(model: DistributedDataParallel) -> None:
-    """Lets the optimizers of the model's parameters step when a bucket is reduced, instead of when a rank's own
-    gradient is there. Collective, if there are any."""
+    """Make optimizers that run in backward step when a bucket is reduced.
+
+    Without this, they would step when a rank's own gradient is ready. Collective, if the model has such optimizers.
+
+    Args:
+        model: The model.
+    """
     if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in model._module_parameters):
         return
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -25,8 +30,17 @@ def register(model: DistributedDataParallel) -> None:
 
 
 def step_in_backward(model: weakref.ref[DistributedDataParallel], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: averages the bucket and runs the optimizers of its parameters, which then lose their
-    gradients."""
+    """Average a bucket, and run the optimizers of its parameters, which then lose their gradients.
+
+    This is a communication hook.
+
+    Args:
+        model: The model.
+        bucket: The bucket.
+
+    Returns:
+        A future of the averaged bucket.
+    """
     ddp = model()
     assert ddp is not None, "a model outlives its backward"
     ddp._average(bucket.buffer())

@@ -17,7 +17,7 @@ from smdistributed.dataparallel.torch.parallel import groups
 
 
 class OwnJoin(Join):
-    """torch's context manager over a group of ours."""
+    """torch's context manager, over a group of this library."""
 
     def _extract_dist_info(self) -> None:
         first = self._joinables[0]
@@ -36,31 +36,52 @@ class OwnJoin(Join):
 
 
 class DDPJoinHook(JoinHook):
-    """What a rank without inputs does for one model."""
+    """What a rank without inputs does for one model.
+
+    Args:
+        model: The ``DistributedDataParallel``.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def main_hook(self) -> None:
-        """Takes part in one step of the others."""
+        """Take part in one step of the others."""
         self._model._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes the model of a rank that had inputs to the end."""
+        """Take over the model of a rank that had inputs to the end.
+
+        Args:
+            is_last_joiner: Whether this rank had.
+        """
         self._model._take_final_model(is_last_joiner)
 
 
 def join(joinable: Joinable, enable: bool, throw_on_early_termination: bool, **options: Any) -> Join:
-    """The context manager for one joinable."""
+    """Return the context manager for one joinable.
+
+    Args:
+        joinable: The model.
+        enable: As in :meth:`DistributedDataParallel.join`.
+        throw_on_early_termination: As in :meth:`DistributedDataParallel.join`.
+        **options: Passed to the hook.
+
+    Returns:
+        The context manager.
+    """
     kind = Join if groups.is_torch_group(joinable.join_process_group) else OwnJoin
     return kind([joinable], enable, throw_on_early_termination, **options)
 
 
 def notify(joinable: Joinable) -> None:
-    """Tells ranks without inputs that this one has some.
+    """Tell ranks without inputs that this one has some.
+
+    Args:
+        joinable: The model.
 
     Raises:
-        RuntimeError: A rank has none, and the script wants to hear of it.
+        RuntimeError: A rank has no more inputs, and ``throw_on_early_termination`` is on.
     """
     if groups.is_torch_group(joinable.join_process_group):
         work = Join.notify_join_context(joinable)

@@ -24,13 +24,20 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_V
 
 
 def collect(model: DistributedDataParallel) -> dict[str, int | str]:
-    """How the model was wrapped, its buckets, and the times of the last step of the sample, in nanoseconds."""
+    """Collect what ``DistributedDataParallel._get_ddp_logging_data`` returns.
+
+    Args:
+        model: The model.
+
+    Returns:
+        How the model was wrapped, its buckets, and the times of the last sampled step in nanoseconds.
+    """
     trained = model._trained
     sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
     statistics = dict(model._reducer.statistics())
     buckets = model._reducer.buckets()
     rebuilt = statistics["has_rebuilt_buckets"]
-    described = {
+    described: dict[str, int | str] = {
         "world_size": model._group_size,
         "rank": model._group_rank,
         "backend_name": groups.backend_name(model.process_group),

@@ -1,5 +1,7 @@
-"""Mixed precision as an option of ``DistributedDataParallel``: the model computes in a narrow type, parameters and
-gradients keep theirs."""
+"""Mixed precision as an option of ``DistributedDataParallel``.
+
+The model computes in a narrow type; parameters and gradients keep theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,16 @@ from smdistributed.dataparallel.torch.parallel import comm_hooks
 
 
 class MixedPrecision:
-    """What a config says, in the fields of torch's ``_MixedPrecision``.
+    """The types of ``mixed_precision``, with the fields of torch's ``_MixedPrecision``.
 
-    The narrow copies are made by autograd's own casts, so gradients come back in the parameters' type.
+    Autograd's own casts make the narrow copies, so gradients come back in the parameters' type.
+
+    Args:
+        config: Has the fields ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``.
+        module: The model; its floating-point buffers are cast to ``buffer_dtype``.
+
+    Raises:
+        TypeError: ``config`` lacks a field.
     """
 
     def __init__(self, config: Any, module: torch.nn.Module) -> None:
@@ -31,11 +40,20 @@ class MixedPrecision:
     @property
     def reduction(self) -> int:
         """In which type gradients travel, as the core's reduction."""
-        kinds = {torch.float16: comm_hooks.FLOAT16, torch.bfloat16: comm_hooks.BFLOAT16}
+        kinds: dict[torch.dtype | None, int] = {torch.float16: comm_hooks.FLOAT16, torch.bfloat16: comm_hooks.BFLOAT16}
         return kinds.get(self.reduce_dtype, comm_hooks.AVERAGE)
 
     def run(self, module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
-        """Runs the module with narrow parameters on narrow inputs."""
+        """Run the module with narrow parameters on narrow inputs.
+
+        Args:
+            module: The model.
+            inputs: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the module returns.
+        """
         if self.param_dtype is None:
             return module(*inputs, **kwargs)
         narrow = {name: self._narrow(parameter) for name, parameter in module.named_parameters()}

@@ -17,13 +17,21 @@ if TYPE_CHECKING:
 
 
 class ReducerFace:
-    """The ``reducer`` of one model; methods mean what torch's of the same names mean."""
+    """The ``reducer`` of one model; methods mean what torch's of the same names mean.
+
+    Args:
+        model: The model.
+    """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The next backward is reduced, also if its forward ran inside ``no_sync``."""
+        """Reduce the gradients of the next backward, even if its forward ran inside ``no_sync``.
+
+        Args:
+            outputs: Ignored: the reducer looks at the whole graph.
+        """
         del outputs  # the whole graph is looked at anyway
         self._model._reducer.expect_sync()
 

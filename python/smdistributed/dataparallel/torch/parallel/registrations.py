@@ -1,5 +1,7 @@
-"""Counts parameters and modules as they are registered anywhere, so that a model need not be searched for new ones
-before every forward."""
+"""Counts registrations of parameters and modules.
+
+A model that remembers the count need not be searched for new ones before every forward.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ _count = 0
 
 
 def count() -> int:
-    """Grows with every registration in this process."""
+    """Return the number of registrations in this process so far.
+
+    Returns:
+        The count; it grows with every registration.
+    """
     return _count
 
 
